@@ -155,7 +155,7 @@ func TestNothingIsLeftAtRest(t *testing.T) {
 	require.Zero(t, q.InFlight)
 	require.Zero(t, q.Waiting)
 	require.Empty(t, q.Turns)
-	require.Empty(t, q.Lines)
+	require.Empty(t, q.ByLimiter)
 	require.Zero(t, pool.Stat().AcquiredConns())
 }
 

@@ -82,7 +82,7 @@ func forged(l *Limiter, key string, n int64) Result {
 	for i := range r.Parts {
 		r.Parts[i].Units = n
 	}
-	return Result{Allowed: true, taken: engine.Taken{Receipt: r}}
+	return Result{Allowed: true, taken: engine.Claim{Receipt: r}}
 }
 
 // requireKinds requires a StoreError of exactly these kinds, which does not show the key.

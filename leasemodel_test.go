@@ -161,7 +161,7 @@ func (w *leaseWorld) call(p *leaser, n int64) {
 		if p.leases.Spend(l.space, l.model, "key", n, &result) {
 			told := result.DecidedAt.UnixMicro()
 			w.leased += n
-			w.use(p, leaseUse{at: w.clock, told: told, receipt: result.Taken.Receipt, first: result.Taken.First, n: n})
+			w.use(p, leaseUse{at: w.clock, told: told, receipt: result.Claim.Receipt, first: result.Claim.First, n: n})
 			return
 		}
 		ahead := p.leases.Ahead(l.space, l.model, "key", n)
@@ -172,7 +172,7 @@ func (w *leaseWorld) call(p *leaser, n int64) {
 		w.decide(p.request)
 		p.decided = true
 		if r := p.request.Outcome(); r.Allowed { // it counts from here on, as without leases
-			w.use(p, leaseUse{at: w.clock, told: r.DecidedAt.UnixMicro(), receipt: r.Taken.Receipt, n: r.Taken.Receipt.Left()})
+			w.use(p, leaseUse{at: w.clock, told: r.DecidedAt.UnixMicro(), receipt: r.Claim.Receipt, n: r.Claim.Receipt.Left()})
 		}
 	default:
 		asked := p.asked

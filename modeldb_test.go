@@ -180,7 +180,7 @@ func logOf(e model.Entries) (log []int64) {
 func (r *modelRows) asNumbers(logs bool) *modelRows {
 	var numbers pgtype.FlatArray[pgtype.Int8]
 	for _, v := range r.values {
-		for _, value := range v[:engine.LeftNumbers] {
+		for _, value := range v[:engine.NumbersOfAll] {
 			if retryAfter, ok := value.(*int64); ok {
 				value = *retryAfter
 			}

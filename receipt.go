@@ -44,7 +44,7 @@ func (l *Limiter) ParseReceipt(text string) (Result, error) {
 	if t.Limiter != l.space.Name || t.Durable != l.space.Durable {
 		return Result{}, &RefundError{Limiter: l.space.Name, TakenBy: t.Limiter}
 	}
-	return Result{Allowed: true, taken: engine.TakenOf(l.space, policyModel(policy), t.Key, t.Units, t.Parts)}, nil
+	return Result{Allowed: true, taken: engine.ClaimOf(l.space, policyModel(policy), t.Key, t.Units, t.Parts)}, nil
 }
 
 // makesSense tells whether a take can have taken that. Anybody can write a receipt.

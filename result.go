@@ -30,7 +30,7 @@ type Result struct {
 	// there is no such row, or if it was not decided. It changes nothing.
 	Shadow *Result
 
-	taken    engine.Taken // for Refund
+	taken    engine.Claim // for Refund
 	fromJSON bool         // what was taken is not known
 
 	each *[]Result // of an All; a pointer, so that Results can be compared
@@ -136,7 +136,7 @@ func resultOf(o *engine.Outcome) (r Result) {
 func (r *Result) set(o *engine.Outcome) {
 	*r = Result{
 		Allowed: o.Allowed, Source: sourceOf(o.By), Limit: o.Limit, Remaining: o.Remaining,
-		RetryAfter: o.RetryAfter, ResetAfter: o.ResetAfter, DecidedAt: o.DecidedAt, taken: o.Taken,
+		RetryAfter: o.RetryAfter, ResetAfter: o.ResetAfter, DecidedAt: o.DecidedAt, taken: o.Claim,
 	}
 	if o.Each != nil {
 		each := make([]Result, len(o.Each))

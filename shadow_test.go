@@ -67,7 +67,7 @@ func TestShadow(t *testing.T) {
 
 // plainly is a result without what tells sources apart and without its shadow.
 func plainly(r Result) Result {
-	r.taken, r.Shadow = engine.Taken{}, nil
+	r.taken, r.Shadow = engine.Claim{}, nil
 	if r.Source == SourceCachedDenial {
 		r.Source = SourceDatabase
 	}

@@ -330,15 +330,15 @@ func TestSetsThatAreLeftAreNotTriedAgainAtOnce(t *testing.T) {
 		r.Add(&engine.Space{Name: "b"}, policyModel(FixedWindow{Limit: 20, Window: year}), "all", 1, nil)
 		requests[i] = r
 	}
-	told := map[bool]int{true: engine.LeftNumbers * 20, false: engine.TakenNumbers * 11}
+	told := map[bool]int{true: engine.NumbersOfAll * 20, false: engine.NumbersOfTake * 11}
 	pauses := func(left bool) (n int) { // after an attempt that ends so
 		for ; ; n++ {
 			if c := d.Call(requests, engine.Transaction{}); c.SQL == engine.Text("takeall", "") {
 				numbers := make([]pgtype.Int8, told[left])
 				for i := range numbers {
-					numbers[i] = pgtype.Int8{Int64: int64(i)/engine.LeftNumbers + 1, Valid: true}
+					numbers[i] = pgtype.Int8{Int64: int64(i)/engine.NumbersOfAll + 1, Valid: true}
 				}
-				require.NoError(t, c.From.TakenInto(c.Into, c.Counts, numbers))
+				require.NoError(t, c.From.ReadTakes(c.Into, c.Counts, numbers))
 				return n
 			}
 		}
@@ -356,11 +356,11 @@ func TestAnswersUnlikeTheQuestion(t *testing.T) {
 	t.Parallel()
 
 	p := &engine.Part{Space: &engine.Space{}, Rules: TokenBucket{Capacity: 10, Refill: 1, Every: time.Minute}.one(), Cost: 1}
-	from := &engine.RowSet{Rows: []*engine.Part{p}, Units: []int64{1}, Of: []int32{1}, Ended: func(bool) {}}
-	for n := range 2 * engine.LeftNumbers { // all of them 0
-		require.ErrorIs(t, from.TakenInto([]*engine.Part{p}, []int64{1}, make([]pgtype.Int8, n)), engine.ErrUnlikeAnswer, n)
-		if n < engine.LeftNumbers {
-			require.ErrorIs(t, engine.TakenInto([]*engine.Part{p}, nil, make([]pgtype.Int8, n)), engine.ErrUnlikeAnswer, n)
+	from := &engine.RowSet{Rows: []*engine.Part{p}, Units: []int64{1}, RowOf: []int32{1}, Ended: func(bool) {}}
+	for n := range 2 * engine.NumbersOfAll { // all of them 0
+		require.ErrorIs(t, from.ReadTakes([]*engine.Part{p}, []int64{1}, make([]pgtype.Int8, n)), engine.ErrUnlikeAnswer, n)
+		if n < engine.NumbersOfAll {
+			require.ErrorIs(t, engine.ReadTakes([]*engine.Part{p}, nil, make([]pgtype.Int8, n)), engine.ErrUnlikeAnswer, n)
 		}
 	}
 }

@@ -122,9 +122,9 @@ func TestShortLinesLeaveTogether(t *testing.T) {
 		b.push(fmt.Sprint("limiter ", i), 1, 1+i, 1)
 	}
 	require.Equal(t, []string{"limiter 0 1: 1"}, b.next(), "too few of them")
-	b.push("limiter 0", 1, engine.ShortLine, 1)
-	b.push("limiter 5", 1, engine.ShortLine+1, 1) // is not short
-	b.push("limiter 6", 1, 2, 0)                  // looks
+	b.push("limiter 0", 1, engine.SmallGroup, 1)
+	b.push("limiter 5", 1, engine.SmallGroup+1, 1) // is not short
+	b.push("limiter 6", 1, 2, 0)                   // looks
 	require.Equal(t, []string{"limiter 1 1: 2"}, b.next())
 	b.push("limiter 1", 1, 2, 1)
 	b.push("limiter 7", 1, 1, 1)
@@ -145,9 +145,9 @@ func TestShortLinesLeaveTogether(t *testing.T) {
 	require.Empty(t, b.next())
 
 	// No more than MaxBatch, and nobody is forgotten.
-	b = newBoard(2 * engine.ShortLine)
+	b = newBoard(2 * engine.SmallGroup)
 	for i := range engine.WorthMixing {
-		b.push(fmt.Sprint("limiter ", i), 1, engine.ShortLine, 1)
+		b.push(fmt.Sprint("limiter ", i), 1, engine.SmallGroup, 1)
 	}
 	require.Equal(t, []string{"limiter 0 1: 8", "limiter 1 1: 8"}, b.next())
 	require.Equal(t, []string{"limiter 2 1: 8"}, b.next(), "too few are left")
@@ -157,7 +157,7 @@ func TestShortLinesLeaveTogether(t *testing.T) {
 func TestSmallBatchesOfManyLimiters(t *testing.T) {
 	t.Parallel()
 
-	for maxBatch := 1; maxBatch <= 2*engine.ShortLine; maxBatch++ {
+	for maxBatch := 1; maxBatch <= 2*engine.SmallGroup; maxBatch++ {
 		b := newBoard(maxBatch)
 		waiting := 0
 		for i := range 2 * engine.WorthMixing {
@@ -173,29 +173,4 @@ func TestSmallBatchesOfManyLimiters(t *testing.T) {
 		require.Zero(t, b.queue.Waiting)
 		require.Empty(t, b.next())
 	}
-}
-
-// An idle limiter holds no memory for what a burst needed, and one that is used again and again needs no new
-// memory for its line.
-func TestLinesKeepLittleMemory(t *testing.T) {
-	t.Parallel()
-
-	b := newBoard(500)
-	b.push("a", 1, 2000, 1)
-	for len(b.next()) > 0 {
-	}
-	require.Empty(t, b.queue.Lines)
-	require.Len(t, b.queue.Free, 1)
-	require.Nil(t, b.queue.Free[0].Spare)
-	b.push("a", 1, 3, 1)
-	b.next()
-	require.Len(t, b.queue.Free, 1)
-	require.NotNil(t, b.queue.Free[0].Spare)
-	for i := range 2 * engine.MaxFree {
-		b.push(fmt.Sprint("limiter ", i), 1, 1, 1)
-	}
-	for len(b.next()) > 0 {
-	}
-	require.Empty(t, b.queue.Lines)
-	require.Len(t, b.queue.Free, engine.MaxFree)
 }

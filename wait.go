@@ -77,7 +77,7 @@ func readingOf(r *Result) waitline.Reading {
 func partOf(all *Result, from, to, behind int64) Result {
 	own := *all
 	own.Remaining += behind
-	own.taken = all.taken.Share(from, to)
+	own.taken = all.taken.Portion(from, to)
 	return own
 }
 

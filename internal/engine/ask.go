@@ -122,7 +122,7 @@ func (e *Engine) FallBack(a Ask, share float64) Outcome {
 		}
 	}
 	o := r.Outcome()
-	o.By, o.Taken = ByFallback, Taken{}
+	o.By, o.Claim = ByFallback, Claim{}
 	for i := range o.Each {
 		o.Each[i].By = ByFallback
 	}

@@ -122,11 +122,11 @@ func (buf *Buffers) MergeAlike(requests []*Request) (leaders []*Request) {
 	if buf.last == nil && len(requests) > 1 {
 		buf.last = make(map[string]*Request, len(requests))
 	}
-	oneLine := true
+	oneGroup := true
 	for i, r := range requests {
 		r.next, r.last, r.Count, r.Place = nil, r, 1, 1
-		if i > 0 && !r.sameLine(requests[i-1]) {
-			oneLine = false
+		if i > 0 && !r.sameGroup(requests[i-1]) {
+			oneGroup = false
 			clear(buf.last)
 		}
 		key := r.Parts[0].Key
@@ -145,7 +145,7 @@ func (buf *Buffers) MergeAlike(requests []*Request) (leaders []*Request) {
 	for _, leader := range buf.leaders {
 		leader.Count += leader.Ahead
 	}
-	if oneLine && len(buf.leaders) > 1 && requests[0].Policy != nil {
+	if oneGroup && len(buf.leaders) > 1 && requests[0].Policy != nil {
 		slices.SortStableFunc(buf.leaders, func(a, b *Request) int {
 			return cmp.Or(len(b.Parts[0].Key)-len(a.Parts[0].Key), strings.Compare(a.Parts[0].Key, b.Parts[0].Key))
 		})
@@ -154,7 +154,7 @@ func (buf *Buffers) MergeAlike(requests []*Request) (leaders []*Request) {
 }
 
 // sameLine tells whether the function of one algorithm can decide both.
-func (r *Request) sameLine(other *Request) bool {
+func (r *Request) sameGroup(other *Request) bool {
 	return r.Space == other.Space && r.Policy.Is(other.Policy) && r.Looks() == other.Looks()
 }
 
@@ -249,7 +249,7 @@ func (s *batch) ask(requests []*Request, skip bool, wait time.Duration) {
 	switch {
 	case err == nil:
 		s.deliver(requests)
-	case severalLines(requests) && s.isOnesOwn(err):
+	case severalGroups(requests) && s.isOnesOwn(err):
 		s.askApart(requests, skip, wait)
 	case refused && len(requests) > 1 && (keyRefused || !ofOneLimiter(requests)):
 		// Every encoding of a database has the characters of ASCII.
@@ -269,8 +269,8 @@ func (s *batch) ask(requests []*Request, skip bool, wait time.Duration) {
 }
 
 // severalLines tells whether requests that leave together are of several lines.
-func severalLines(requests []*Request) bool {
-	return slices.ContainsFunc(requests, func(r *Request) bool { return !r.sameLine(requests[0]) })
+func severalGroups(requests []*Request) bool {
+	return slices.ContainsFunc(requests, func(r *Request) bool { return !r.sameGroup(requests[0]) })
 }
 
 // isOnesOwn tells whether an error of a statement for several lines may be due to one of them: the database has
@@ -284,15 +284,15 @@ func (b *Batcher) isOnesOwn(err error) bool {
 // askApart asks for the requests of each line by themselves. So the fault of one limiter is no other's.
 func (s *batch) askApart(requests []*Request, skip bool, wait time.Duration) {
 	for len(requests) > 0 {
-		var line, others []*Request
+		var group, others []*Request
 		for _, r := range requests {
-			if r.sameLine(requests[0]) {
-				line = append(line, r)
+			if r.sameGroup(requests[0]) {
+				group = append(group, r)
 			} else {
 				others = append(others, r)
 			}
 		}
-		s.ask(line, skip, wait)
+		s.ask(group, skip, wait)
 		requests = others
 	}
 }

@@ -77,7 +77,7 @@ func (h *heldLane) askAll(buf *Buffers, requests []*Request) (held []*Request) {
 	for len(requests) > 0 {
 		var batch, rest []*Request
 		for _, r := range requests {
-			if len(batch) < h.maxBatch && r.sameLine(requests[0]) && r.kind() == requests[0].kind() {
+			if len(batch) < h.maxBatch && r.sameGroup(requests[0]) && r.kind() == requests[0].kind() {
 				batch = append(batch, r)
 			} else {
 				rest = append(rest, r)
@@ -129,7 +129,7 @@ func (h *heldLane) waitForFirst(buf *Buffers, requests []*Request) []*Request {
 	oldest := first.Since
 	var mine, others []*Request
 	for _, r := range requests {
-		if r != first && (!r.sameLine(first) || !r.joins(first)) {
+		if r != first && (!r.sameGroup(first) || !r.joins(first)) {
 			others = append(others, r)
 			continue
 		}

@@ -154,7 +154,7 @@ func (ls *Leases) Spend(space *Space, policy *model.Policy, key string, n int64,
 	// The database's clock shows this, or later by at most the time that its answer took.
 	clock := e.decidedAt + int64(max(now.Elapsed-e.told.Elapsed, 0)/time.Microsecond)
 	e.Outcome(clock, o)
-	o.Taken = Taken{e.Receipt, first, n}
+	o.Claim = Claim{e.Receipt, first, n}
 	s.mu.Unlock()
 	return true
 }

@@ -28,7 +28,7 @@ type Outcome struct {
 	DecidedAt  time.Time
 	Each       []Outcome // what each of several rules says; else nil
 	Beside     *Outcome  // of the policy that was decided beside it, or nil
-	Taken      Taken
+	Claim      Claim
 }
 
 // Outcome is what the caller of a request of one limiter is told.
@@ -52,7 +52,7 @@ func (r *Request) outcomeOf(first, last int, policy *model.Policy) Outcome {
 			part := &r.Parts[first+i]
 			receipt.Parts[i] = part.Decision.TakenBy(part.Rules, part.Cost, r.Place)
 		}
-		o.Taken.Receipt = receipt
+		o.Claim.Receipt = receipt
 	}
 	return o
 }

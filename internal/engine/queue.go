@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// Queue is where requests wait for the next statement. Limiters take turns, and so do the lines of one limiter. A
+// Queue is where requests wait for the next statement. Limiters take turns, and so do the groups of one limiter. A
 // turn is one statement.
 type Queue struct {
 	Batcher     *Batcher
@@ -16,18 +16,17 @@ type Queue struct {
 	MaxInFlight int
 	MaxBatch    int
 
-	Mu       sync.Mutex
-	Turns    []*lines          // limiters with lines, in the order of their turns
-	Lines    map[*Space]*lines // the same
-	Free     []*lines          // memory that limiters without lines have left for others
-	Waiting  int               // requests in all lines
-	InFlight int
-	perKey   int           // how many requests the last large statement had for each of its keys
-	lonely   int           // how many calls in a row were alone, from the first to the last moment
-	leftAt   time.Duration // when the last statement left, since the batcher's begin
-	late     bool          // a timer is set for leaveLate
-	fastest  time.Duration // see noteDuration
-	flights  [kindCount]flights
+	Mu        sync.Mutex
+	Turns     []*limiterGroups          // limiters with groups, in the order of their turns
+	ByLimiter map[*Space]*limiterGroups // the same
+	Waiting   int                       // requests in all groups
+	InFlight  int
+	perKey    int           // how many requests the last large statement had for each of its keys
+	lonely    int           // how many calls in a row were alone, from the first to the last moment
+	leftAt    time.Duration // when the last statement left, since the batcher's begin
+	late      bool          // a timer is set for leaveLate
+	fastest   time.Duration // see noteDuration
+	flights   [kindCount]flights
 }
 
 // flights are what is known about the statements of one kind.
@@ -50,12 +49,12 @@ const (
 	TooLong = 10 * time.Millisecond
 )
 
-// One statement of rate_limit_all, for lines of several limiters, costs the server about 450 µs plus 28 µs per key. A
-// statement for each line costs 150 µs plus 22 µs per key. So only short lines leave together, and only if there are
+// One statement of rate_limit_all, for groups of several limiters, costs the server about 450 µs plus 28 µs per key. A
+// statement for each group costs 150 µs plus 22 µs per key. So only small groups leave together, and only if there are
 // enough of them.
 const (
-	ShortLine   = 8 // requests
-	WorthMixing = 6 // short lines
+	SmallGroup  = 8 // requests
+	WorthMixing = 6 // small groups
 )
 
 // Grace is for how long the statements of one caller go on who has left. Then the one under way is interrupted, which
@@ -65,9 +64,6 @@ const Grace = 50 * time.Millisecond
 
 // AloneAfter is after how many lone calls in a row callers send their statements themselves.
 const AloneAfter = 4
-
-// MaxFree bounds the memory that a queue keeps.
-const MaxFree = 16 // limiters, whose memory a queue keeps for others
 
 func newQueue(b *Batcher, maxInFlight, maxBatch int) *Queue {
 	q := &Queue{Batcher: b, MaxInFlight: maxInFlight, MaxBatch: maxBatch}
@@ -180,9 +176,9 @@ func (q *Queue) takeTurn(ctx context.Context, r *Request) error {
 	return err
 }
 
-// Push puts a request into its line. q.mu is locked.
+// Push puts a request into its group. q.mu is locked.
 func (q *Queue) Push(r *Request) {
-	l := q.line(r)
+	l := q.groupOf(r)
 	l.requests = append(l.requests, r)
 	q.Waiting++
 }
@@ -194,7 +190,7 @@ func (q *Queue) PushBack(requests []*Request) {
 	}
 	q.Mu.Lock()
 	for _, r := range slices.Backward(requests) {
-		l := q.line(r)
+		l := q.groupOf(r)
 		l.requests = slices.Insert(l.requests, 0, r)
 		q.Waiting++
 	}
@@ -216,46 +212,31 @@ func (q *Queue) leaveSoon(k kind) {
 	}
 }
 
-// line returns the line in which a request waits. q.mu is locked.
-func (q *Queue) line(r *Request) *line {
-	s, looks, kind := q.linesOf(r.Space), r.Looks(), r.kind()
-	for i := range s.each {
-		if l := &s.each[i]; l.policy.Is(r.Policy) && l.looks == looks && l.kind == kind {
+// group returns the group in which a request waits. q.mu is locked.
+func (q *Queue) groupOf(r *Request) *group {
+	s, looks, kind := q.groupsOf(r.Space), r.Looks(), r.kind()
+	for i := range s.groups {
+		if l := &s.groups[i]; l.policy.Is(r.Policy) && l.looks == looks && l.kind == kind {
 			return l
 		}
 	}
-	s.each = append(s.each, line{r.Policy, looks, kind, s.Spare})
-	s.Spare = nil
-	return &s.each[len(s.each)-1]
+	s.groups = append(s.groups, group{policy: r.Policy, looks: looks, kind: kind})
+	return &s.groups[len(s.groups)-1]
 }
 
-// linesOf returns the lines of a limiter, which gets a turn if it has had none. q.mu is locked.
-func (q *Queue) linesOf(space *Space) *lines {
-	s := q.Lines[space]
+// groupsOf returns the groups of a limiter, which gets a turn if it has had none. q.mu is locked.
+func (q *Queue) groupsOf(space *Space) *limiterGroups {
+	s := q.ByLimiter[space]
 	if s != nil {
 		return s
 	}
-	if n := len(q.Free); n > 0 {
-		s, q.Free = q.Free[n-1], q.Free[:n-1]
-	} else {
-		s = &lines{}
+	s = &limiterGroups{space: space}
+	if q.ByLimiter == nil {
+		q.ByLimiter = make(map[*Space]*limiterGroups)
 	}
-	s.space = space
-	if q.Lines == nil {
-		q.Lines = make(map[*Space]*lines)
-	}
-	q.Lines[space] = s
+	q.ByLimiter[space] = s
 	q.Turns = append(q.Turns, s)
 	return s
-}
-
-// emptied forgets a limiter that has no lines any more. q.mu is locked.
-func (q *Queue) emptied(s *lines) {
-	delete(q.Lines, s.space)
-	s.space = nil
-	if len(q.Free) < MaxFree {
-		q.Free = append(q.Free, s)
-	}
 }
 
 // MayLeave tells whether a statement may leave for a request of that kind, which has just come. q.mu is locked.
@@ -373,7 +354,7 @@ func (q *Queue) run() {
 	}
 }
 
-// Board takes those who leave next from their lines. It tells whether there are any. q.mu is locked.
+// Board takes those who leave next from their groups. It tells whether there are any. q.mu is locked.
 func (q *Queue) Board(buf *Buffers) bool {
 	buf.Batch = q.NextBatch(buf.Batch[:0])
 	if len(buf.Batch) == 0 {
@@ -410,35 +391,35 @@ func (q *Queue) reroute(held, lost []*Request) {
 func (q *Queue) rest() {
 	q.InFlight--
 	if len(q.Turns) == 0 && cap(q.Turns) > 64 { // free what a burst needed
-		q.Turns, q.Lines = nil, nil
+		q.Turns, q.ByLimiter = nil, nil
 	}
 }
 
-// NextBatch moves the requests that leave next from their lines to batch. They are those of the line whose turn it is,
-// or of many short lines. q.mu is locked.
+// NextBatch moves the requests that leave next from their groups to batch. They are those of the group whose turn it is,
+// or of many small groups. q.mu is locked.
 func (q *Queue) NextBatch(batch []*Request) []*Request {
-	turn, i, found := q.nextLine()
+	turn, i, found := q.nextGroup()
 	if !found {
 		return batch
 	}
 	s := q.Turns[turn]
-	lead := s.each[i]
-	if len(lead.requests) > min(ShortLine, q.MaxBatch) || q.shortLines(&lead) < WorthMixing {
-		batch = q.Take(batch, s, i)
+	lead := s.groups[i]
+	if len(lead.requests) > min(SmallGroup, q.MaxBatch) || q.smallGroups(&lead) < WorthMixing {
+		batch = q.Depart(batch, s, i)
 		q.Turns = slices.Delete(q.Turns, turn, turn+1)
-		if len(s.each) > 0 {
+		if len(s.groups) > 0 {
 			q.Turns = append(q.Turns, s)
 		} else {
-			q.emptied(s)
+			delete(q.ByLimiter, s.space)
 		}
 		return batch
 	}
-	served := make(map[*lines]bool, len(q.Turns))
-	for before := -1; len(batch) > before; { // each round takes a line of each limiter
+	served := make(map[*limiterGroups]bool, len(q.Turns))
+	for before := -1; len(batch) > before; { // each round takes a group of each limiter
 		before = len(batch)
 		for _, s := range q.Turns {
-			if i := s.shortLine(&lead); i >= 0 && len(batch)+len(s.each[i].requests) <= q.MaxBatch {
-				batch = q.Take(batch, s, i)
+			if i := s.smallGroup(&lead); i >= 0 && len(batch)+len(s.groups[i].requests) <= q.MaxBatch {
+				batch = q.Depart(batch, s, i)
 				served[s] = true
 			}
 		}
@@ -447,11 +428,11 @@ func (q *Queue) NextBatch(batch []*Request) []*Request {
 	return batch
 }
 
-// nextLine is the line whose turn it is, the i-th of a limiter in q.turns. Kinds without a place miss their turn.
-func (q *Queue) nextLine() (turn, i int, found bool) {
+// nextGroup is the group whose turn it is, the i-th of a limiter in q.turns. Kinds without a place miss their turn.
+func (q *Queue) nextGroup() (turn, i int, found bool) {
 	for turn, s := range q.Turns {
-		for i := range s.each {
-			if q.hasPlace(s.each[i].kind) {
+		for i := range s.groups {
+			if q.hasPlace(s.groups[i].kind) {
 				return turn, i, true
 			}
 		}
@@ -459,11 +440,11 @@ func (q *Queue) nextLine() (turn, i int, found bool) {
 	return 0, 0, false
 }
 
-// shortLines counts the short lines that may leave with lead.
-func (q *Queue) shortLines(lead *line) (n int) {
+// smallGroups counts the small groups that may leave with lead.
+func (q *Queue) smallGroups(lead *group) (n int) {
 	for _, s := range q.Turns {
-		for i := range s.each {
-			if s.each[i].leavesWith(lead) {
+		for i := range s.groups {
+			if s.groups[i].leavesWith(lead) {
 				n++
 			}
 		}
@@ -471,47 +452,40 @@ func (q *Queue) shortLines(lead *line) (n int) {
 	return n
 }
 
-// shortLine returns the index of a limiter's first short line that may leave with lead, or -1.
-func (s *lines) shortLine(lead *line) int {
-	return slices.IndexFunc(s.each, func(l line) bool { return l.leavesWith(lead) })
+// smallGroup returns the index of a limiter's first small group that may leave with lead, or -1.
+func (s *limiterGroups) smallGroup(lead *group) int {
+	return slices.IndexFunc(s.groups, func(l group) bool { return l.leavesWith(lead) })
 }
 
-// leavesWith tells whether one statement can decide a line together with lead. Lines that look take no locks.
-func (l *line) leavesWith(lead *line) bool {
-	return len(l.requests) <= ShortLine && l.looks == lead.looks && l.kind == lead.kind
+// leavesWith tells whether one statement can decide a group together with lead. Lines that look take no locks.
+func (l *group) leavesWith(lead *group) bool {
+	return len(l.requests) <= SmallGroup && l.looks == lead.looks && l.kind == lead.kind
 }
 
-// Take moves up to maxBatch requests of a limiter's i-th line to batch. If any are left, the line goes behind the
+// Take moves up to maxBatch requests of a limiter's i-th group to batch. If any are left, the group goes behind the
 // limiter's others.
-func (q *Queue) Take(batch []*Request, s *lines, i int) []*Request {
-	l := s.each[i]
-	n := min(len(l.requests), q.MaxBatch)
-	batch = append(batch, l.requests[:n]...)
+func (q *Queue) Depart(batch []*Request, s *limiterGroups, i int) []*Request {
+	g := s.groups[i]
+	n := min(len(g.requests), q.MaxBatch)
+	batch = append(batch, g.requests[:n]...)
 	q.Waiting -= n
-	rest := copy(l.requests, l.requests[n:])
-	clear(l.requests[rest:])
-	l.requests = l.requests[:rest]
-	s.each = slices.Delete(s.each, i, i+1)
-	if rest > 0 {
-		s.each = append(s.each, l)
-	} else if cap(l.requests) <= 64 { // free what a burst needed
-		s.Spare = l.requests
-	}
-	if len(s.each) == 0 && cap(s.each) > 8 {
-		s.each = nil
+	g.requests = slices.Delete(g.requests, 0, n)
+	s.groups = slices.Delete(s.groups, i, i+1)
+	if len(g.requests) > 0 {
+		s.groups = append(s.groups, g)
 	}
 	return batch
 }
 
-// rotate puts the limiters that were served behind the others, and removes those without lines. All others keep
+// rotate puts the limiters that were served behind the others, and removes those without groups. All others keep
 // their places.
-func (q *Queue) rotate(served map[*lines]bool) {
-	var again []*lines
+func (q *Queue) rotate(served map[*limiterGroups]bool) {
+	var again []*limiterGroups
 	stay := 0
 	for _, s := range q.Turns {
 		switch {
-		case len(s.each) == 0:
-			q.emptied(s)
+		case len(s.groups) == 0:
+			delete(q.ByLimiter, s.space)
 		case served[s]:
 			again = append(again, s)
 		default:

@@ -168,17 +168,16 @@ func (r *Request) Finish(err error) {
 	r.Done <- struct{}{}
 }
 
-// lines are those of one limiter in a queue.
-type lines struct {
-	space *Space
-	each  []line
-	Spare []*Request // memory that an emptied line has left for the next one
+// limiterGroups are the groups of one limiter in a queue.
+type limiterGroups struct {
+	space  *Space
+	groups []group
 }
 
-// line holds requests that the function of one algorithm can decide together, first come, first served. They are
-// of one limiter, under one policy, and either all look or all take. Those of AllowAll are of one kind, have no
-// policy, and rate_limit_all decides them.
-type line struct {
+// group is requests that the function of one algorithm can decide in one statement, first come, first served. They
+// belong to one limiter and have one policy. Either all of them look, or all take. Sets of AllowAll have no policy.
+// Those of one kind are a group, and rate_limit_all decides them.
+type group struct {
 	policy   *model.Policy
 	looks    bool
 	kind     kind

@@ -62,7 +62,7 @@ func (s *Shadow) Outcome() *Outcome {
 		}
 	}
 	o := s.request.Outcome()
-	o.Taken = Taken{}
+	o.Claim = Claim{}
 	return &o
 }
 

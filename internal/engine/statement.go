@@ -259,9 +259,9 @@ func (c *Call) answer() (targets []any, each func() error) {
 	var numbers pgtype.FlatArray[pgtype.Int8]
 	return []any{&numbers}, func() error {
 		if c.From != nil {
-			return c.From.TakenInto(c.Into, c.Counts, numbers)
+			return c.From.ReadTakes(c.Into, c.Counts, numbers)
 		}
-		return TakenInto(c.Into, c.Counts, numbers)
+		return ReadTakes(c.Into, c.Counts, numbers)
 	}
 }
 

@@ -7,7 +7,7 @@ import (
 )
 
 // Taken is what a decision has taken. The zero Taken is nothing. Copies share what was given back of it.
-type Taken struct {
+type Claim struct {
 	Receipt *Receipt
 	// Of the receipt of a lease, the units of this decision. units is 0 if the whole receipt is its own.
 	First, units int64
@@ -26,23 +26,23 @@ type Receipt struct {
 }
 
 // Own is the receipt of this decision alone, or nil if nothing was taken.
-func (t Taken) Own() *Receipt {
+func (t Claim) Own() *Receipt {
 	if t.units == 0 {
 		return t.Receipt
 	}
-	spent := t.Receipt.share(t.First, t.First+t.units)
+	spent := t.Receipt.portion(t.First, t.First+t.units)
 	spent.Back, spent.first = t.Receipt.Back, t.First
 	return spent
 }
 
 // Share is what one of several callers has taken, for whom the units from the from-th to the to-th were taken together.
-func (t Taken) Share(from, to int64) Taken { return Taken{Receipt: t.Own().share(from, to)} }
+func (t Claim) Portion(from, to int64) Claim { return Claim{Receipt: t.Own().portion(from, to)} }
 
 // TakenOf is what a receipt tells that comes from elsewhere.
-func TakenOf(space *Space, policy *model.Policy, key string, units int64, parts []model.Take) Taken {
+func ClaimOf(space *Space, policy *model.Policy, key string, units int64, parts []model.Take) Claim {
 	r := NewReceipt(space, policy, key, units)
 	copy(r.Parts, parts)
-	return Taken{Receipt: r}
+	return Claim{Receipt: r}
 }
 
 // NewReceipt returns a receipt of units whose parts are still to be set.
@@ -84,7 +84,7 @@ func (r *Receipt) Between(from, to int64) []model.Take {
 }
 
 // share is the receipt of the units from the from-th to the to-th, as if they had been taken by themselves.
-func (r *Receipt) share(from, to int64) *Receipt {
+func (r *Receipt) portion(from, to int64) *Receipt {
 	if r == nil || from == to {
 		return nil
 	}

@@ -15,8 +15,8 @@ import (
 // How many numbers such a function returns for a key (see sql/sliding.sql): of one whose requests were all granted by
 // its one statement, and of one that was left to the rules of rate_limit_all.
 const (
-	TakenNumbers = 9
-	LeftNumbers  = 15
+	NumbersOfTake = 9
+	NumbersOfAll  = 15
 )
 
 // ErrUnlikeAnswer tells that the database has answered something else.
@@ -24,23 +24,23 @@ var ErrUnlikeAnswer = errors.New("the answer is not one about these keys: does a
 
 // TakenInto reads the answer of such a function to requests for the parts, of which each stands for counts[i] requests.
 // counts is nil if that is 1 each.
-func TakenInto(into []*Part, counts []int64, numbers []pgtype.Int8) error {
-	left := (len(numbers) - TakenNumbers*len(into)) / (LeftNumbers - TakenNumbers)
+func ReadTakes(into []*Part, counts []int64, numbers []pgtype.Int8) error {
+	left := (len(numbers) - NumbersOfTake*len(into)) / (NumbersOfAll - NumbersOfTake)
 	if len(into) == 1 { // the log comes behind
 		left = min(left, 1)
 	}
-	want := TakenNumbers*(len(into)-left) + LeftNumbers*left
+	want := NumbersOfTake*(len(into)-left) + NumbersOfAll*left
 	if left < 0 || left > len(into) || len(numbers) < want || len(numbers) > want && len(into) > 1 {
 		return ErrUnlikeAnswer
 	}
-	taken, others := numbers[:TakenNumbers*(len(into)-left)], numbers[TakenNumbers*(len(into)-left):]
+	taken, others := numbers[:NumbersOfTake*(len(into)-left)], numbers[NumbersOfTake*(len(into)-left):]
 	for i, p := range into {
 		if len(others) > 0 && others[0].Int64 == int64(i)+1 {
-			p.Decision = leftDecision(others)
+			p.Decision = decisionOfAll(others)
 			if len(into) == 1 {
-				p.Decision.State.Log = entriesOf(others[LeftNumbers:])
+				p.Decision.State.Log = entriesOf(others[NumbersOfAll:])
 			}
-			others = others[LeftNumbers:]
+			others = others[NumbersOfAll:]
 			continue
 		}
 		if len(taken) == 0 || !p.like(taken) {
@@ -50,14 +50,14 @@ func TakenInto(into []*Part, counts []int64, numbers []pgtype.Int8) error {
 		if counts != nil {
 			count = counts[i]
 		}
-		p.Decision = p.takenDecision(count, count*p.Cost, 0, taken)
-		taken = taken[TakenNumbers:]
+		p.Decision = p.decisionOfTake(count, count*p.Cost, 0, taken)
+		taken = taken[NumbersOfTake:]
 	}
 	return nil
 }
 
 // leftDecision is a decision by the rules of rate_limit_all.
-func leftDecision(n []pgtype.Int8) model.Decision {
+func decisionOfAll(n []pgtype.Int8) model.Decision {
 	d := model.Decision{
 		Granted: n[1].Int64, Remaining: n[2].Int64, RetryAfter: model.Never, ResetAfter: n[4].Int64,
 		DecidedAt: time.UnixMicro(n[5].Int64),
@@ -87,7 +87,7 @@ func (p *Part) like(n []pgtype.Int8) bool { return !p.Rules.Numbers().Refills() 
 // takenDecision is the decision about as many requests as count, which were all granted. n has the time and the row.
 // The row was taken units from, and the last of them, as many as later, by other parts that came after this one. The
 // model tells what remains, and for how long.
-func (p *Part) takenDecision(count, units, later int64, n []pgtype.Int8) model.Decision {
+func (p *Part) decisionOfTake(count, units, later int64, n []pgtype.Int8) model.Decision {
 	of, at, s := p.Rules.Numbers(), n[0].Int64, stateOf(n)
 	d := model.Decision{Granted: count, Taken: model.Take{Since: s.Since, In: s.WindowStart}}
 	if p.begins(units, s) { // at the reading of the clock that decided
@@ -132,7 +132,7 @@ type RowSet struct {
 	Rows []*Part // each by a part that takes from it, in the order of locking
 	// units is what all parts take from each of the rows.
 	Units []int64
-	Of    []int32         // each part's row, from 1
+	RowOf []int32         // each part's row, from 1
 	Ended func(left bool) // see attempts
 }
 
@@ -176,7 +176,7 @@ func RowSetOf(requests []*Request, parts []*Part, counts []int64) *RowSet {
 		order[i] = int32(i)
 	}
 	slices.SortFunc(order, func(a, b int32) int { return compareLockOrder(parts[a], parts[b]) })
-	s := &RowSet{Of: make([]int32, len(parts))}
+	s := &RowSet{RowOf: make([]int32, len(parts))}
 	for _, i := range order {
 		p := parts[i]
 		last := len(s.Rows) - 1
@@ -189,7 +189,7 @@ func RowSetOf(requests []*Request, parts []*Part, counts []int64) *RowSet {
 			return nil
 		}
 		s.Units[last] += units
-		s.Of[i] = int32(last) + 1
+		s.RowOf[i] = int32(last) + 1
 	}
 	return s
 }
@@ -211,36 +211,36 @@ func (d *Database) TakeAll(from *RowSet, into []*Part, owners []int32, counts []
 		SQL: d.statements[takesOfAll], Into: into, Takes: true, Counts: counts, From: from,
 		Args: []any{
 			rows.names, rows.keys, durable, rows.algorithms, rows.limits, rows.spans, rows.refills, rows.zones,
-			from.Units, owners, from.Of, costs, asked,
+			from.Units, owners, from.RowOf, costs, asked,
 			tx.LockTimeout, d.synchronousCommit(tx, durable, rows.flush), microsOf(d.now()),
 		},
 	}
 }
 
 // TakenInto reads the answer of rate_limit_take_all to requests for the parts.
-func (s *RowSet) TakenInto(into []*Part, counts []int64, numbers []pgtype.Int8) error {
+func (s *RowSet) ReadTakes(into []*Part, counts []int64, numbers []pgtype.Int8) error {
 	switch len(numbers) {
-	case TakenNumbers * len(s.Rows):
+	case NumbersOfTake * len(s.Rows):
 		s.Ended(false)
 		later := slices.Clone(s.Units)
 		for i, p := range into {
-			row := s.Of[i] - 1
+			row := s.RowOf[i] - 1
 			later[row] -= counts[i] * p.Cost
-			n := numbers[TakenNumbers*row:][:TakenNumbers]
+			n := numbers[NumbersOfTake*row:][:NumbersOfTake]
 			if !p.like(n) {
 				return ErrUnlikeAnswer
 			}
-			p.Decision = p.takenDecision(counts[i], s.Units[row], later[row], n)
+			p.Decision = p.decisionOfTake(counts[i], s.Units[row], later[row], n)
 		}
 		return nil
-	case LeftNumbers * len(into):
+	case NumbersOfAll * len(into):
 		s.Ended(true)
-		for ; len(numbers) > 0; numbers = numbers[LeftNumbers:] {
+		for ; len(numbers) > 0; numbers = numbers[NumbersOfAll:] {
 			i := numbers[0].Int64
 			if i < 1 || i > int64(len(into)) {
 				return ErrUnlikeAnswer
 			}
-			into[i-1].Decision = leftDecision(numbers)
+			into[i-1].Decision = decisionOfAll(numbers)
 		}
 		return nil
 	}
