@@ -1,4 +1,4 @@
-// Package algorithm is the one table of the algorithms, and the text form of the policies that use them.
+// Package algorithm has the table of the algorithms, and the text form of the policies that use them.
 package algorithm
 
 import (
@@ -8,15 +8,15 @@ import (
 	"time"
 )
 
-// Algorithm is a line of the table.
+// Algorithm is a row of the table.
 type Algorithm struct {
-	Code     int16  // in the rows, and for rate_limit_all
-	Word     string // that a policy's text begins with
-	Example  string // of such a text
-	File     string // the NAME of NAME.go, internal/model/NAME.go, sql/NAME.sql and internal/engine/call/NAME.sql
-	Function string // which takes from keys of one limiter
-	// Arguments of the function, for the numbers of a policy: the limit, the refill if there is one, the span, and the
-	// time zone if there is one.
+	Code     int16  // its code in rows and for rate_limit_all
+	Word     string // the first word of a policy's text
+	Example  string // an example of such a text
+	File     string // the NAME in NAME.go, internal/model/NAME.go, sql/NAME.sql and internal/engine/call/NAME.sql
+	Function string // it takes from keys of one limiter
+	// These are the function's arguments for a policy's numbers: the limit, the refill if any, the span, and the time
+	// zone if any.
 	Arguments []string
 }
 
@@ -29,22 +29,22 @@ const (
 	CalendarWindow
 )
 
-// All returns the table, in the order of the codes.
+// All returns the table in the order of the codes.
 //
-// A new algorithm needs a line here. NAME.go has its policy, and a case of policyOf in policy.go makes it of numbers.
-// internal/model/NAME.go has its rules, and a case of model.Of makes them of numbers; NAME_test.go lies beside that.
-// sql/NAME.sql has the rules in SQL, and internal/engine/call/NAME.sql the statement that calls its function. The
-// function goes into deploy/grants.sql, docs/operating.md and, with the
-// types of its arguments, cmd/pgratelimit/internal/cli/sql/foreign.sql. An example of its text form goes into
-// docs/algorithms.md. Then run make sql. TestEveryAlgorithmIsComplete tells which of these is missing. Once a release
-// has the functions, internal/gensql needs a further migration for it.
+// A new algorithm needs a row here. NAME.go has its policy, and policyOf in policy.go gets a case that makes the policy
+// from numbers. internal/model/NAME.go has its rules, with NAME_test.go beside it, and model.Of gets a case that makes
+// the rules from numbers. sql/NAME.sql has the rules in SQL, and internal/engine/call/NAME.sql the statement that calls
+// its function. Add the function to deploy/grants.sql and docs/operating.md. With its argument types, add it to
+// cmd/pgratelimit/internal/cli/sql/foreign.sql. Add an example of its text form to docs/algorithms.md. Then run make
+// sql. TestEveryAlgorithmIsComplete says which of these is missing. After the functions are released, internal/gensql
+// needs another migration for it.
 //
-// If something flows in, as into a TokenBucket, if there is a log, as of a SlidingLog, or a time zone, as of a
-// CalendarWindow, look for these names and codes in internal/engine, model.go and credit.go of internal/model, text.go
-// here, sql/all.sql, sql/refund.sql, sql/takeall.sql and sql/policy.sql, too.
+// The algorithm may also have a refill like TokenBucket, a log like SlidingLog, or a time zone like CalendarWindow.
+// Then search for these names and codes in internal/engine, in model.go and credit.go of internal/model, in text.go
+// here, and in sql/all.sql, sql/refund.sql, sql/takeall.sql and sql/policy.sql, too.
 func All() []Algorithm { return slices.Clone(table[:]) }
 
-//nolint:gochecknoglobals // nobody changes it, and With asks it for each request
+//nolint:gochecknoglobals // it never changes, and With reads it for each request
 var (
 	window = []string{"max_count", "window_us"}
 	bucket = []string{"capacity", "refill", "every_us"}
@@ -71,16 +71,16 @@ func ByWord(word string) (Algorithm, bool) {
 	return Algorithm{}, false
 }
 
-// ByCode returns the algorithm of a code that exists.
+// ByCode returns the algorithm with this code. The code must exist.
 func ByCode(code int16) Algorithm { return table[code-1] }
 
-// Refills tells whether a policy has a refill, besides limit and span.
+// Refills tells whether its policies have a refill, besides limit and span.
 func (a *Algorithm) Refills() bool { return slices.Contains(a.Arguments, "refill") }
 
-// Zoned tells whether a policy has a time zone.
+// Zoned tells whether its policies have a time zone.
 func (a *Algorithm) Zoned() bool { return slices.Contains(a.Arguments, "zone") }
 
-// Functions names the functions that applications call: those that decide, and the one that resets.
+// Functions names the functions that applications call: those that decide, and the one for resets.
 func Functions() []string {
 	var names []string
 	for _, a := range table {
@@ -89,7 +89,7 @@ func Functions() []string {
 	return append(names, "rate_limit_all", "rate_limit_take_all", "rate_limit_reset")
 }
 
-// Examples lists a text for each algorithm, in quotation marks, for people to read.
+// Examples lists a text for each algorithm, in quotation marks, for error messages.
 func Examples() string {
 	var quoted []string
 	for _, a := range table {
@@ -99,15 +99,14 @@ func Examples() string {
 	return strings.Join(quoted[:last], ", ") + " or " + quoted[last]
 }
 
-// Numbers are a policy's data. Two policies for one row are the same if their Numbers are equal.
+// Numbers are a policy's data. Two policies for one row are equal if their Numbers are.
 type Numbers struct {
 	Algorithm int16
-	Limit     int64 // of a bucket, its capacity
-	// Span is the window; of a bucket, the time in which Refill flows in. A month of the calendar counts as 31 days,
-	// however long it is.
+	Limit     int64 // for a bucket, its capacity
+	// Span is the window; for a bucket, the time in which Refill flows in. Every calendar month counts as 31 days.
 	Span   time.Duration
-	Refill int64  // of a bucket; else 0
-	Zone   string // of a calendar window; else empty
+	Refill int64  // for a bucket; else 0
+	Zone   string // for a calendar window; else empty
 }
 
 // Refills tells whether there is a refill, besides limit and span.
@@ -122,7 +121,7 @@ var units = [...]struct {
 	span time.Duration
 }{{"minute", time.Minute}, {"hour", time.Hour}, {"day", day}, {"week", 7 * day}, {"month", 31 * day}}
 
-// UnitSpan is the Span of windows of a unit of the calendar, or 0 if there is no such unit.
+// UnitSpan is the Span for a calendar unit, or 0 if the unit is unknown.
 func UnitSpan(name string) time.Duration {
 	for _, u := range units {
 		if u.name == name {
@@ -132,7 +131,7 @@ func UnitSpan(name string) time.Duration {
 	return 0
 }
 
-// UnitName is the unit of the calendar with a Span, or empty if there is none.
+// UnitName is the calendar unit with this Span, or empty if there is none.
 func UnitName(span time.Duration) string {
 	for _, u := range units {
 		if u.span == span {
@@ -142,13 +141,13 @@ func UnitName(span time.Duration) string {
 	return ""
 }
 
-// UnitNames lists the units of the calendar, for people to read.
+// UnitNames lists the calendar units for error messages.
 func UnitNames() string { return `"minute", "hour", "day", "week" or "month"` }
 
-// MaxPolicies is how many policies a limiter may have.
+// MaxPolicies is the most policies that a limiter may have.
 const MaxPolicies = 8
 
-// RowName is the name of the rows that a limiter keeps for its i-th policy, from 0.
+// RowName is the name in a limiter's rows for its i-th policy, counted from 0.
 func RowName(limiter string, i int) string {
 	if i == 0 {
 		return limiter
@@ -156,7 +155,7 @@ func RowName(limiter string, i int) string {
 	return fmt.Sprintf("%s/%d", limiter, i+1)
 }
 
-// RowNames are the names of all rows that a limiter may have.
+// RowNames are the names of all rows that a limiter can have.
 func RowNames(limiter string) []string {
 	names := make([]string, MaxPolicies)
 	for i := range names {

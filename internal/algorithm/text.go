@@ -9,7 +9,8 @@ import (
 	"time"
 )
 
-// Parse reads the text of a policy, or of several with commas between them. It does not check the numbers.
+// Parse reads the text of one policy, or of several policies separated by commas. It does not check the numbers'
+// ranges.
 func Parse(text string) ([]Numbers, error) {
 	var all []Numbers
 	for one := range strings.SplitSeq(text, ",") {
@@ -22,7 +23,7 @@ func Parse(text string) ([]Numbers, error) {
 	return all, nil
 }
 
-// String is the text that Parse reads.
+// String returns the text that Parse reads.
 func (n Numbers) String() string {
 	a := &table[n.Algorithm-1]
 	switch {
@@ -67,10 +68,10 @@ func parse(words []string) (Numbers, error) {
 	return n, err
 }
 
-// utc is the time zone of a text that names none.
+// utc is the default time zone of a text.
 const utc = "UTC"
 
-// parseZoned reads 1000/month Europe/Berlin, or 1000/month for UTC.
+// parseZoned reads "1000/month Europe/Berlin", or "1000/month" for UTC.
 func parseZoned(a *Algorithm, words []string) (Numbers, error) {
 	if len(words) != 1 && len(words) != 2 {
 		return Numbers{}, fmt.Errorf("has %d words after %q, and needs 1 or 2", len(words), a.Word)
@@ -140,7 +141,7 @@ func parseSpan(text string) (span time.Duration, err error) {
 	return span + part, nil
 }
 
-// spanText is a duration without parts that are zero: 1m rather than 1m0s. Whole days are written as 30d.
+// spanText writes a duration without its zero parts: 1m instead of 1m0s. It writes whole days as 30d.
 func spanText(span time.Duration) string {
 	if span >= day && span%day == 0 {
 		return strconv.FormatInt(int64(span/day), 10) + "d"

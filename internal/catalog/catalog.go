@@ -1,5 +1,5 @@
-// Package catalog knows what the migrations make, as the catalogs of Postgres tell it. With it a schema that was made
-// by other means, or changed since, is compared with what it should be.
+// Package catalog compares what is in a database's catalogs with what the migrations make there. So it finds a schema
+// that was made by other means, or changed since.
 package catalog
 
 import (
@@ -17,27 +17,27 @@ import (
 //go:embed read.sql
 var readSQL string
 
-// madeJSON holds what there is after each migration. "make sql" writes it from a database, and a test compares it with
-// the database of the tests, on each version of Postgres.
+// madeJSON describes the schema after each migration. "make sql" writes it from a database. A test compares it with the
+// tests' database on each version of Postgres.
 //
 //go:embed made.json
 var madeJSON []byte
 
-// Catalog holds the objects of ours in a schema, by kind and name: "table rate_limit_durable",
-// "function _rate_limit_late()".
+// Catalog holds this library's objects in a schema, by kind and name: "table rate_limit_durable", "function
+// _rate_limit_late()".
 type Catalog map[string]Object
 
 // Object is a table, type or function.
 type Object struct {
-	// Owner is "" in what the migrations make, since anybody may run them.
+	// Owner is "" in the catalog of the migrations, because anybody may run them.
 	Owner string `json:"owner,omitempty"`
 
-	// Aspects holds all else, by what it is: "column key", "body". A body is a hash.
+	// Aspects holds everything else, by name: "column key", "body". A body is stored as a hash.
 	Aspects map[string]string `json:"aspects"`
 }
 
-// Made returns what there is after all migrations up to a version. After version 0 there is nothing. For a version that
-// this release does not know, ok is false.
+// Made returns the objects that exist after all migrations up to a version. After version 0 there are none. For a
+// version that this release does not know, ok is false.
 func Made(version int64) (made Catalog, ok bool) {
 	if version == 0 {
 		return Catalog{}, true
@@ -48,12 +48,12 @@ func Made(version int64) (made Catalog, ok bool) {
 
 func all() map[int64]Catalog {
 	made := map[int64]Catalog{}
-	// It is part of this program, and a test reads all of it.
+	// madeJSON is part of this program, and a test reads all of it.
 	_ = json.Unmarshal(madeJSON, &made)
 	return made
 }
 
-// Names returns the names of all tables, types and functions that there are after any migration.
+// Names returns the names of all tables, types and functions that exist after any migration.
 func Names() []string {
 	names := map[string]bool{}
 	for _, made := range all() {
@@ -71,8 +71,8 @@ func Name(object string) string {
 	return name
 }
 
-// Read returns what is in a schema of the objects with our names, whoever has made them. It runs nothing that is there.
-// Until the end of the transaction, search_path is pg_catalog, and only the names that need it are quoted.
+// Read returns the objects in a schema that have our names, no matter who made them. It runs none of them. Until the
+// end of the transaction, search_path is pg_catalog, so Postgres qualifies all other names.
 func Read(ctx context.Context, tx pgx.Tx, schema string) (Catalog, error) {
 	return read(ctx, tx, schema, Names())
 }
@@ -98,15 +98,15 @@ func read(ctx context.Context, tx pgx.Tx, schema string, names []string) (Catalo
 	return found, err
 }
 
-// Difference is one between what was found and what the migrations make.
+// Difference is one difference between a database and the migrations.
 type Difference struct {
 	Object string
-	Aspect string // "" if the object as a whole is missing, is one too many, or belongs to somebody else
-	Text   string // a clause that says all: "table rate_limit_durable lacks column key"
+	Aspect string // "" if the whole object is missing, is one too many, or has another owner
+	Text   string // a full clause: "table rate_limit_durable lacks column key"
 }
 
-// Differences compares what was found with what the migrations up to a version make. All of it must belong to owner. An
-// object that the migrations do not make counts only if it is the owner's.
+// Differences compares found objects with those of the migrations up to a version. All of them must belong to owner. An
+// object that the migrations do not make counts only if owner owns it.
 func (found Catalog) Differences(made Catalog, owner string) []Difference {
 	var all []Difference
 	for _, object := range slices.Sorted(maps.Keys(made)) {
@@ -134,7 +134,8 @@ func aspects(object string, made, found map[string]string) []Difference {
 	add := func(aspect, text string, args ...any) {
 		all = append(all, Difference{object, aspect, object + " " + fmt.Sprintf(text, args...)})
 	}
-	// Another order says nothing new if a column is missing. In a table it does no harm: statements name its columns.
+	// If a column is missing, the order differs too, and need not be reported. In a table the order is harmless,
+	// because statements name its columns.
 	const order = "order of columns"
 	for _, aspect := range slices.Sorted(maps.Keys(made)) {
 		switch got, ok := found[aspect]; {
@@ -158,7 +159,7 @@ func aspects(object string, made, found map[string]string) []Difference {
 	return all
 }
 
-// Nearest returns the version of all but 0 whose migrations make what differs least from what was found.
+// Nearest returns the version, except 0, with the fewest differences from the found objects.
 func (found Catalog) Nearest(owner string) (nearest int64) {
 	least := -1
 	for version, made := range all() {

@@ -1,8 +1,8 @@
-// Package forget is what processes tell each other of keys that were given back to, granted credit or reset, so that
-// denials that others remember of them are forgotten.
+// Package forget defines the messages about keys with a refund, a grant or a reset. Other processes then forget the
+// denials that they remember of these keys.
 //
-// A notification has hashes of limiters and keys, because any role may listen to it. Two keys with the same hash cost a
-// statement, and no more.
+// A notification contains only hashes of limiters and keys, because any role may listen to it. If two keys have the
+// same hash, the only cost is one more statement.
 package forget
 
 import (
@@ -12,15 +12,15 @@ import (
 	"strings"
 )
 
-// Channel is what processes listen on.
+// Channel is the channel for these notifications.
 const Channel = "rate_limit"
 
 const prefix = "forget "
 
-// maxPayload is how long a notification is at most. Postgres allows 7,999 bytes.
+// maxPayload is the longest notification. Postgres allows 7,999 bytes.
 const maxPayload = 7900
 
-// Hash is what stands for a key of a limiter.
+// Hash returns the hash of a limiter's key.
 func Hash(limiter, key string) string {
 	h := fnv.New32a()
 	_, _ = io.WriteString(h, limiter)
@@ -29,7 +29,7 @@ func Hash(limiter, key string) string {
 	return strconv.FormatUint(uint64(h.Sum32()), 36)
 }
 
-// Read returns the hashes in a notification. ok is false if it is about something else.
+// Read returns the hashes in a notification. ok is false if the notification has another subject.
 func Read(payload string) (hashes map[string]bool, ok bool) {
 	list, ok := strings.CutPrefix(payload, prefix)
 	if !ok {
@@ -42,7 +42,7 @@ func Read(payload string) (hashes map[string]bool, ok bool) {
 	return hashes, true
 }
 
-// Payloads are the notifications that tell all hashes.
+// Payloads are the notifications for all hashes.
 func Payloads(hashes map[string]bool) func(yield func(string) bool) {
 	return func(yield func(string) bool) {
 		var text strings.Builder

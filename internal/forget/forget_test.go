@@ -9,7 +9,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/forget"
 )
 
-// Hashes are told in notifications that Postgres accepts, each once.
+// The notifications contain each hash once, and Postgres accepts them.
 func TestPayloads(t *testing.T) {
 	t.Parallel()
 

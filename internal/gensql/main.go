@@ -3,10 +3,9 @@
 //	go run ./internal/gensql           # writes migrations/*.sql
 //	go run ./internal/gensql -check    # only tells whether they are up to date
 //
-// A migration is the text of some of these files, one after the other. Only what goose needs comes with it: its marks,
-// and a way down.
+// A migration is the text of some of these files. Only goose's annotations and a way down are added.
 //
-// A released migration never changes. It leaves the list below, and a new migration brings what changes.
+// A released migration never changes. It is removed from the list below, and changes go into a new migration.
 package main
 
 import (
@@ -20,7 +19,7 @@ import (
 	"strings"
 )
 
-// migration is a file of package migrations, and what it is made of. Its number is its place in the list.
+// migration is a file of package migrations, and the sources of its text. Its number is its place in the list.
 type migration struct {
 	file    string
 	comment string
@@ -75,7 +74,7 @@ func generate(root string, check bool) error {
 		case check:
 			return fmt.Errorf("%s is not what sql/ says: run make sql", path)
 		default:
-			if err := os.WriteFile(path, want, 0o644); err != nil { //nolint:gosec // as git would write it
+			if err := os.WriteFile(path, want, 0o644); err != nil { //nolint:gosec // the mode that git would use
 				return err
 			}
 		}
@@ -83,14 +82,14 @@ func generate(root string, check bool) error {
 	return nil
 }
 
-// pin begins both halves of a migration. It lasts until the end of their transaction.
+// pin begins each half of a migration. It lasts until the end of the migration's transaction.
 const pin = `-- This may run as a superuser, with a search_path of several schemas in which others create. From here on,
 -- names are looked up only in pg_catalog and then in our schema.
 SELECT pg_catalog.set_config('search_path', pg_catalog.format('%I, pg_temp', pg_catalog.current_schema()), true);
 `
 
-// text is the migration of a number in the format of goose. goose would split it at semicolons, and does not know
-// dollar quotes. So each half is one statement to it.
+// text is the migration with this number in goose's format. Goose splits at semicolons and ignores dollar quotes, so
+// each half is marked as one statement.
 func (m migration) text(dir string, number int) ([]byte, error) {
 	read := func(source string) (string, error) {
 		content, err := os.ReadFile(filepath.Join(dir, source+".sql")) //nolint:gosec // a file of this repository
@@ -111,8 +110,7 @@ func (m migration) text(dir string, number int) ([]byte, error) {
 	says := func(number int) string {
 		return "\n" + versionIn.ReplaceAllString(version, fmt.Sprintf("SELECT %d::bigint", number))
 	}
-	// Replacing a function would leave it to its owner, who may be a stranger. So the one of the version before is
-	// dropped.
+	// A replaced function would keep its owner, who may be a stranger. So drop the previous version's function first.
 	drop := "\n" + drops(version)
 	up, down := pin+sources.String(), pin+"\n"+drops(sources.String())+drop
 	if number > 1 {
@@ -131,12 +129,12 @@ var (
 
 	makes    = regexp.MustCompile(`(?m)^CREATE (?:UNLOGGED )?(TABLE|TYPE|FUNCTION) (\w+)`)
 	triggers = regexp.MustCompile(`(?m)^CREATE TRIGGER (\w+) .* ON (\w+)$`)
-	// twins finds the calls of what twins.sql makes.
+	// twins finds the calls in the SQL that twins.sql generates.
 	twins = regexp.MustCompile(`\b_rate_limit_\w+_durable\b`)
 )
 
-// drops returns the statements that drop what sources make. What is missing is no reason to keep the rest: "down" and
-// "up" mend a schema that somebody has damaged.
+// drops returns the statements that drop the objects of sources. A missing object is no error, so that "down" and "up"
+// can repair a damaged schema.
 func drops(sources string) string {
 	names := map[string][]string{}
 	for _, match := range makes.FindAllStringSubmatch(sources, -1) {
@@ -159,7 +157,7 @@ func drops(sources string) string {
 	return statements.String()
 }
 
-// fold breaks a list of one line, so that it fits into 120 columns.
+// fold breaks a list into lines of at most 120 columns.
 func fold(list string) string {
 	var text strings.Builder
 	column := 0

@@ -11,12 +11,12 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
-	published "github.com/pgratelimit/ratelimit/migrations" // migrations are what this command writes
+	published "github.com/pgratelimit/ratelimit/migrations" // the migrations that this command writes
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// loaded are the files of sql/ in the order in which sql/install.sql loads them.
+// loaded returns the files of sql/ in the order of sql/install.sql.
 func loaded(t *testing.T) []string {
 	t.Helper()
 	install, err := os.ReadFile("../../sql/install.sql")
@@ -31,7 +31,7 @@ func loaded(t *testing.T) []string {
 func TestMigrationsYieldWhatSQLSays(t *testing.T) {
 	t.Parallel()
 
-	// Each file is loaded, and is part of a migration, in that order.
+	// Each file is loaded and is part of a migration, in the same order.
 	sources := loaded(t)
 	files, err := filepath.Glob("../../sql/*.sql")
 	require.NoError(t, err)
@@ -41,7 +41,8 @@ func TestMigrationsYieldWhatSQLSays(t *testing.T) {
 	var migrated []string
 	for _, m := range migrations() {
 		for _, source := range m.sources {
-			migrated = slices.DeleteFunc(migrated, func(file string) bool { return file == source+".sql" }) // once, at the end
+			// only once, at the end
+			migrated = slices.DeleteFunc(migrated, func(file string) bool { return file == source+".sql" })
 			migrated = append(migrated, source+".sql")
 		}
 	}
@@ -62,7 +63,7 @@ func TestMigrationsYieldWhatSQLSays(t *testing.T) {
 	require.Empty(t, pgtest.Differences(
 		want, pgtest.WithoutSchema(pgtest.Catalog(t, db.Pool, "by_sources"), "by_sources")))
 
-	// The comparison can fail. It sees each of these changes.
+	// The comparison can fail: it notices each of these changes.
 	for name, change := range map[string]string{
 		"relation option":      `ALTER TABLE rate_limit_durable SET (fillfactor = 42)`,
 		"persistence":          `ALTER TABLE rate_limit_ephemeral SET LOGGED`,

@@ -1,5 +1,5 @@
-// Package limitertest holds what tests of packages that use a limiter have in common. The tests of package
-// ratelimit itself cannot import it.
+// Package limitertest has helpers for tests of packages that use a limiter. The tests of package ratelimit itself
+// cannot import it.
 package limitertest
 
 import (
@@ -13,7 +13,7 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// New returns a limiter with a client of its own, which has the defaults unless one config is given for it.
+// New returns a limiter with its own client. The client has the default configuration, unless a config is given.
 func New(
 	t testing.TB, db ratelimit.DBTX, config ratelimit.Config, client ...ratelimit.ClientConfig,
 ) *ratelimit.Limiter {
@@ -29,7 +29,7 @@ func NewClient(t testing.TB, db ratelimit.DBTX, config ratelimit.ClientConfig) *
 	return client
 }
 
-// Of returns a limiter of a client.
+// Of returns a limiter that uses the client.
 func Of(t testing.TB, client *ratelimit.Client, config ratelimit.Config) *ratelimit.Limiter {
 	t.Helper()
 	limiter, err := client.Limiter(config)
@@ -42,7 +42,7 @@ func Frozen(at time.Time) ratelimit.TestConfig {
 	return ratelimit.TestConfig{Now: func() time.Time { return at }}
 }
 
-// Plain returns a result without what it remembers of its take, so that == compares what callers see.
+// Plain returns a result without its internal data, so that == compares only the fields that callers see.
 func Plain(r ratelimit.Result) ratelimit.Result {
 	return ratelimit.Result{
 		Allowed: r.Allowed, Source: r.Source, Limit: r.Limit, Remaining: r.Remaining,

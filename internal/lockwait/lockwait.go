@@ -1,5 +1,5 @@
-// Package lockwait tells who has the lock that a session waits for, so that nobody waits in silence. It tells no texts
-// of statements, because keys may stand in them.
+// Package lockwait says who holds the lock that a session waits for, so that no command waits in silence. It prints no
+// statements, because they may contain keys.
 package lockwait
 
 import (
@@ -14,27 +14,27 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// every is how long somebody waits before it is said, and how often the holders are looked up from then on.
+// every is the wait before the first message, and the time between the next ones.
 const every = time.Second
 
-// Migrations is the advisory lock under which migrations run: "ratelimt" in ASCII. goose's own default, 4097083626,
-// fits in 32 bits, and so do the ids of tools that hash with CRC-32. So an application's migrations never wait for
-// ours.
+// Migrations is the advisory lock of the migrations: "ratelimt" in ASCII. goose's default, 4097083626, fits into 32
+// bits, and so do the ids of tools that hash with CRC-32. So an application's own migrations never wait for ours.
 const Migrations int64 = 0x726174656c696d74
 
 //go:embed holders.sql
 var holdersSQL string
 
-// Holder is a session or a prepared transaction that has a lock.
+// Holder is a session or a prepared transaction that holds a lock.
 type Holder struct {
 	PID         int32
 	Prepared    string // the name of a prepared transaction; empty for a session
 	Application string
-	State       string     // empty if this role may not see it
-	Since       *time.Time // when its transaction began, or else when it became idle; nil if this role may not see it
+	State       string // empty if this role may not see it
+	// the beginning of its transaction, or else of its idle time; nil if this role may not see it
+	Since *time.Time
 }
 
-// Name is what the holder is called in a sentence.
+// Name is the holder's name in a sentence.
 func (h Holder) Name() string {
 	if h.Prepared != "" {
 		return "prepared transaction " + strconv.QuoteToGraphic(h.Prepared)
@@ -61,7 +61,7 @@ func (h Holder) String() string {
 	return h.Name() + " (" + strings.Join(append(about, since), ", ") + ")"
 }
 
-// End is the statement that ends what holds the lock.
+// End is the statement that ends the holder's session or transaction.
 func (h Holder) End() string {
 	if h.Prepared != "" {
 		return "ROLLBACK PREPARED '" + strings.ReplaceAll(h.Prepared, "'", "''") + "'"
@@ -69,10 +69,10 @@ func (h Holder) End() string {
 	return fmt.Sprintf("SELECT pg_terminate_backend(%d)", h.PID)
 }
 
-// Holders returns who keeps a session waiting, and who has an advisory lock. A pid of 0 and a nil stand for none. The
-// search_path of tx is pg_catalog afterwards.
+// Holders returns the sessions that a session waits for, and those that hold an advisory lock. A pid of 0 and a nil
+// lock mean none. Afterwards, the search_path of tx is pg_catalog.
 func Holders(ctx context.Context, tx pgx.Tx, pid uint32, advisory *int64) ([]Holder, error) {
-	// Where statements that look at the catalogs seem dear, Postgres would compile them for seconds.
+	// If Postgres estimates catalog queries as expensive, its JIT compiler would take seconds.
 	for _, setting := range []string{"SET LOCAL search_path = pg_catalog, pg_temp", "SET LOCAL jit = off"} {
 		if _, err := tx.Exec(ctx, setting); err != nil {
 			return nil, err
@@ -85,7 +85,7 @@ func Holders(ctx context.Context, tx pgx.Tx, pid uint32, advisory *int64) ([]Hol
 	return pgx.CollectRows(rows, pgx.RowToStructByPos[Holder])
 }
 
-// Text names holders, or is empty if there is none.
+// Text lists the holders, or is empty if there are none.
 func Text(holders []Holder) string {
 	texts := make([]string, len(holders))
 	for i, holder := range holders {
@@ -96,8 +96,8 @@ func Text(holders []Holder) string {
 
 type sayKey struct{}
 
-// To returns a context of which say gets what Say and Watch have to say, one sentence each, unless somebody else gets
-// it already. Without it they log a warning by slog.Default().
+// To returns a context in which Say and Watch pass their messages to say, one sentence each. If the context already has
+// such a function, it stays. Without it, they log warnings to slog.Default().
 func To(ctx context.Context, say func(sentence string)) context.Context {
 	if ctx.Value(sayKey{}) != nil {
 		return ctx
@@ -105,7 +105,7 @@ func To(ctx context.Context, say func(sentence string)) context.Context {
 	return context.WithValue(ctx, sayKey{}, say)
 }
 
-// Say says who has the lock that somebody waits for.
+// Say reports who holds the lock that a session waits for.
 func Say(ctx context.Context, holders []Holder) {
 	ends := make([]string, len(holders))
 	for i, holder := range holders {
@@ -120,8 +120,8 @@ func Say(ctx context.Context, holders []Holder) {
 	slog.Default().WarnContext(ctx, "ratelimit: "+sentence)
 }
 
-// Watch says who has the lock whenever the session of a connection has waited for one for a second, until stop is
-// called. It asks on another connection, which it opens then, and says nothing if it gets none.
+// Watch reports who holds the lock whenever the connection's session has waited for a second, until stop is called. It
+// asks on another connection, which it opens when needed. If it cannot open one, it says nothing.
 func Watch(ctx context.Context, conn *pgx.Conn, pid uint32) (stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	config := conn.Config()
@@ -152,7 +152,8 @@ func watch(ctx context.Context, config *pgx.ConnConfig, pid uint32) {
 		case <-ticker.C:
 		}
 		if other == nil || other.IsClosed() {
-			config.Tracer, config.DefaultQueryExecMode = nil, pgx.QueryExecModeExec // as a pooler may be in between
+			// because there may be a pooler in between
+			config.Tracer, config.DefaultQueryExecMode = nil, pgx.QueryExecModeExec
 			var err error
 			if other, err = pgx.ConnectConfig(ctx, config); err != nil {
 				other = nil

@@ -1,4 +1,4 @@
-// Package memory holds the database in memory of package ratelimittest. Package ratelimit decides on it by its models.
+// Package memory has the in-memory database of package ratelimittest. Package ratelimit decides on it with its models.
 package memory
 
 import (
@@ -9,19 +9,19 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// DB stands for a database. All limiters on one DB share its rows. The zero DB is ready to use.
+// DB replaces a database. All limiters of one DB share its rows. The zero DB is ready to use.
 type DB struct {
 	Mu   sync.Mutex
-	Rows map[Row]any // what package ratelimit keeps there; nil if there is nothing
+	Rows map[Row]any // package ratelimit's data; nil if there is none
 }
 
-// Row says which row of which table.
+// Row identifies a row of one of the tables.
 type Row struct {
 	Durable   bool
 	Name, Key string
 }
 
-// Query refuses everything. Limiters do not call it, but sweepers and migrations might.
+// Query refuses everything. Limiters do not call this, but sweepers and migrations might.
 func (*DB) Query(context.Context, string, ...any) (pgx.Rows, error) {
 	return nil, errors.New("ratelimittest: there is no SQL in memory; test this on Postgres")
 }

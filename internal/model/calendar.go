@@ -10,13 +10,13 @@ import (
 // CalendarWindow is the rules of a CalendarWindow.
 type CalendarWindow struct {
 	Limit int64
-	Span  time.Duration // of a minute, hour, day or week, or 31 days for a month
+	Span  time.Duration // a minute, an hour, a day, a week, or 31 days for a month
 	Zone  string
 }
 
 var _ Rules = CalendarWindow{}
 
-// span is how long the unit lasts; a month at most.
+// SpanMicros is the longest that the unit can last: 31 days for a month.
 func (p CalendarWindow) SpanMicros() int64 { return Micros(p.Span) }
 
 func (p CalendarWindow) Lasts() int64 { return 2 * p.SpanMicros() }
@@ -46,14 +46,14 @@ func (p CalendarWindow) Refund(s State, clock int64, t Take) (State, Decision) {
 
 func (p CalendarWindow) Roll(s State, clock int64) (rolled State, moved bool) {
 	span := p.SpanMicros()
-	if s.Scale > 2*span { // the window of a longer unit
+	if s.Scale > 2*span { // it counts a longer unit's window
 		s.Count = 0
 	}
 	if clock >= s.ExpiresAt || s.Count == 0 && s.Credit == 0 {
 		s = State{WindowStart: clock, ExpiresAt: s.ExpiresAt}
 	} else if s.WindowStart-clock > span {
-		// The clock has jumped back: keep the usage, from now on. If it were kept only until the calendar's window
-		// ends, a clock that jumps back again and again could come by one end after the other.
+		// The clock has jumped back. Keep the usage for a full span, from now on. If the row were kept only until the
+		// calendar's window ends, a clock that jumps back repeatedly could pass one window's end after another.
 		s.WindowStart, s.Scale, s.ExpiresAt = clock, span, clock+span
 		if s.Credit > 0 {
 			s.ExpiresAt = clock + p.Lasts()
@@ -108,7 +108,7 @@ func (p CalendarWindow) Decide(s State, clock, n int64) (State, Decision) {
 	return stored, d
 }
 
-// End is when the window ends that the clock is in. It does as _rate_limit_window_end in sql/calendar.sql does.
+// End is the end of the window at the given time. It computes the same as _rate_limit_window_end in sql/calendar.sql.
 func (p CalendarWindow) End(clock int64) int64 {
 	zone, err := Location(p.Zone)
 	if err != nil {
@@ -131,7 +131,7 @@ func (p CalendarWindow) End(clock int64) int64 {
 
 const daySeconds = 24 * 60 * 60
 
-// begins is date_trunc of Postgres, in seconds since 1970.
+// begins computes Postgres's date_trunc, in seconds since 1970.
 func (p CalendarWindow) begins(at int64, zone *time.Location) int64 {
 	local := time.Unix(at, 0).In(zone)
 	year, month, day := local.Date()
@@ -148,8 +148,8 @@ func (p CalendarWindow) begins(at int64, zone *time.Location) int64 {
 	}
 	midnight := time.Date(year, month, day, 0, 0, 0, 0, time.UTC).Unix()
 
-	// Of a local time that does not exist or exists twice, Postgres takes the later one: see DetermineTimeZoneOffset
-	// in its source. It looks at the first change of the clocks since the day before.
+	// If a local time does not exist or exists twice, Postgres takes the later one: see DetermineTimeZoneOffset in its
+	// source. Postgres looks at the first change of the clocks since the day before.
 	before := time.Unix(midnight-daySeconds, 0).In(zone)
 	_, offset := before.Zone()
 	_, change := before.ZoneBounds()
@@ -169,10 +169,10 @@ func (p CalendarWindow) begins(at int64, zone *time.Location) int64 {
 
 var locations sync.Map //nolint:gochecknoglobals // a cache: time.LoadLocation reads a file each time
 
-// Location is the time zone of a name, by the data that this process has.
+// Location returns the time zone with this name, from this process's time zone data.
 func Location(name string) (*time.Location, error) {
 	if known, ok := locations.Load(name); ok {
-		return known.(*time.Location), nil //nolint:forcetypeassert // nothing else is stored
+		return known.(*time.Location), nil //nolint:forcetypeassert // only *time.Location values are stored
 	}
 	zone, err := time.LoadLocation(name)
 	if err == nil {

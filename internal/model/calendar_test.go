@@ -21,7 +21,7 @@ const (
 	monthly  = 31 * daily
 )
 
-// clockAt is a time as clocks show it, with their offset, such as "2026-03-29T03:00:00+02:00".
+// clockAt parses a time with its offset, such as "2026-03-29T03:00:00+02:00".
 func clockAt(text string) int64 {
 	t, err := time.Parse(time.RFC3339Nano, text)
 	if err != nil {
@@ -118,7 +118,7 @@ func TestCalendarWindow(t *testing.T) {
 			{clockAt("2026-07-05T23:59:59-04:00"), 10, granted(0, second)}, // a Sunday
 			{clockAt("2026-07-06T00:00:00-04:00"), 1, granted(9, 7*day)},
 			{clockAt("2026-10-26T00:00:00-04:00"), 1, granted(9, 7*day+hour)},
-			{clockAt("2026-12-28T00:00:00-05:00"), 1, granted(9, 7*day)}, // as the year ends
+			{clockAt("2026-12-28T00:00:00-05:00"), 1, granted(9, 7*day)}, // the week reaches into the next year
 		}},
 		{"costs", in(minutely, "UTC"), []modelStep{
 			{at("12:00:10"), 0, free(10, 0)},
@@ -135,7 +135,7 @@ func TestCalendarWindow(t *testing.T) {
 		{"the clock steps back by less than a window", in(minutely, "UTC"), []modelStep{
 			{at("12:10:05"), 6, granted(4, 55*second)},
 			{at("12:10:01"), 1, granted(3, 59*second)},
-			{at("12:09:59.999999"), 1, granted(2, minute+1)}, // it stays in the window
+			{at("12:09:59.999999"), 1, granted(2, minute+1)}, // the request stays in its window
 			{at("12:09:05"), 3, denied(2, 115*second, 115*second)},
 			{at("12:10:59.999999"), 3, denied(2, 1, 1)},
 			{at("12:11:00"), 1, granted(9, minute)},
@@ -185,7 +185,7 @@ func TestCalendarWindowLimitChangesAtOnce(t *testing.T) {
 		modelStep{at("12:01:00"), 4, granted(0, minute)})
 }
 
-// The window that a key is in ends when it was said to.
+// A key's window ends at the announced time, even under another unit.
 func TestCalendarWindowKeepsItsEndUnderAnotherZoneOrALongerUnit(t *testing.T) {
 	t.Parallel()
 	const day = 24 * hour
@@ -209,7 +209,7 @@ func TestCalendarWindowStartsAnewUnderAShorterUnit(t *testing.T) {
 	playModel(t, model.CalendarWindow{10, daily, "UTC"}, s,
 		modelStep{clockAt("2026-07-10T13:00:00Z"), 10, granted(0, 11*hour)},
 		modelStep{clockAt("2026-07-11T00:00:00Z"), 10, granted(0, day)})
-	// Unless it is over soon.
+	// Unless the new unit's window is too short for that.
 	s = playModel(t, model.CalendarWindow{100, monthly, "UTC"}, model.State{},
 		modelStep{clockAt("2026-07-30T12:00:00Z"), 50, granted(50, 36*hour)})
 	playModel(t, model.CalendarWindow{10, daily, "UTC"}, s,
@@ -217,7 +217,7 @@ func TestCalendarWindowStartsAnewUnderAShorterUnit(t *testing.T) {
 		modelStep{clockAt("2026-08-01T00:00:00Z"), 10, granted(0, day)})
 }
 
-// Granted credit outlasts the window, also in the units that are shorter than its two windows.
+// Granted credit outlasts the window, also under units that are shorter than its two windows.
 func TestCalendarWindowCreditIsKeptForTwoWindows(t *testing.T) {
 	t.Parallel()
 	p := model.CalendarWindow{10, minutely, "Asia/Kolkata"}
@@ -234,7 +234,8 @@ func TestCalendarWindowCreditIsKeptForTwoWindows(t *testing.T) {
 	playModel(t, p, s, modelStep{at("12:02:11"), 1, denied(0, 49*second, 49*second)})
 }
 
-// What was taken in a window of the same name, before a Reset or under another policy, is not given back to this one.
+// A refund does not give back units to a later window with the same start, such as after a Reset or under another
+// policy.
 func TestCalendarWindowRefundsOnlyItsOwnTakes(t *testing.T) {
 	t.Parallel()
 	p := model.CalendarWindow{10, monthly, "UTC"}
@@ -253,7 +254,8 @@ func TestCalendarWindowProperties(t *testing.T) {
 	testModelProperties(t, func(d modeltest.Dice) model.Rules { return d.Calendar() })
 }
 
-// slowCalendarModel looks for the end of a window by what the clocks show, where they never change by less than an hour.
+// slowCalendarModel finds the end of a window from the clocks' display. It needs a zone whose clocks never change by
+// less than an hour.
 type slowCalendarModel struct {
 	limit int64
 	unit  time.Duration
@@ -262,7 +264,7 @@ type slowCalendarModel struct {
 	count *big.Rat
 }
 
-// shows is what a calendar and a clock show of a time, up to the unit.
+// shows is a time as a calendar and a clock show it, down to the unit.
 func (m *slowCalendarModel) shows(t int64) string {
 	local := time.UnixMicro(t).In(m.zone)
 	switch m.unit {
@@ -346,7 +348,8 @@ func TestCalendarWindowNeverGrantsMoreThanTheClockGives(t *testing.T) {
 	testNeverMoreThanTheClockGives(t, func(d modeltest.Dice) (p model.Rules, first, rate, span int64, whole bool) {
 		c := d.Calendar()
 		c.Limit = min(c.Limit, 1<<50)
-		// Few windows are shorter than nine tenths of the longest: the first, and an hour that is cut short.
+		// Few windows are shorter than nine tenths of the longest: only the first one, and an hour that a clock change
+		// cuts short.
 		return c, 3 * c.Limit, c.Limit, c.SpanMicros() / 10 * 9, true
 	})
 }
@@ -363,7 +366,7 @@ func FuzzCalendarWindow(f *testing.F) {
 	})
 }
 
-// A fallback has to decide, so it takes UTC for a time zone that this process does not know.
+// A fallback has to decide. So it uses UTC if this process does not know the time zone.
 func TestCalendarWindowOfAnUnknownTimeZoneFallsBackToUTC(t *testing.T) {
 	t.Parallel()
 	p := model.CalendarWindow{Limit: 10, Span: daily, Zone: "Mars/Phobos"}

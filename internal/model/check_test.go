@@ -9,7 +9,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
-// usage is what a row counts at a time, all of which can be given back, in units of which a cost of 1 has scale.
+// usage is the amount that a row counts at a time and that can be given back. A cost of 1 is scale units of it.
 func usage(p model.Rules, s model.State, clock int64) (counted *big.Int, scale int64) {
 	_, d := p.Decide(s, clock, 0)
 	if bucket, ok := p.(model.TokenBucket); ok {
@@ -18,23 +18,23 @@ func usage(p model.Rules, s model.State, clock int64) (counted *big.Int, scale i
 	return new(big.Int).Add(big.NewInt(d.State.Count), big.NewInt(d.State.PrevCount)), 1
 }
 
-// withoutLog is a state without its log, of which a decision tells only a part.
+// withoutLog is a state without its log, because a decision has only a part of the log.
 func withoutLog(s model.State) model.State {
 	s.Log = ""
 	return s
 }
 
-// longestWait is the longest RetryAfter and ResetAfter of a row whose time does not lie ahead of the clock.
+// longestWait is the longest RetryAfter and ResetAfter of a row whose time is not ahead of the clock.
 func longestWait(p model.Rules) int64 {
 	switch p.(type) {
-	case model.SlidingWindow, model.CalendarWindow: // of a longer unit of the calendar, a window of up to two
+	case model.SlidingWindow, model.CalendarWindow: // under a longer unit of the calendar, up to two windows
 		return 2 * modeltest.Reach(p)
 	}
 	return modeltest.Reach(p)
 }
 
-// leftBehind tells whether the clock has jumped back so far from a row that the row has to be pulled back to it. A
-// full row is as good as new wherever it is. It is full if its capacity was lowered or all was given back.
+// leftBehind tells whether the clock jumped back so far that the row has to be pulled back to it. A full bucket is as
+// good as new wherever its time is. It is full if its capacity was lowered or everything was given back.
 func leftBehind(p model.Rules, s model.State, clock int64) bool {
 	if counted, _ := usage(p, s, clock); counted.Sign() == 0 && modeltest.CreditOf(p, s, clock) == 0 {
 		return false
@@ -42,7 +42,7 @@ func leftBehind(p model.Rules, s model.State, clock int64) bool {
 	return clock < s.ExpiresAt && s.WindowStart-clock > modeltest.Reach(p)
 }
 
-// ask is decide without the decision's state.
+// ask is Decide, without the state in its decision.
 func ask(p model.Rules, s model.State, clock, n int64) (model.State, model.Decision) {
 	next, d := p.Decide(s, clock, n)
 	d.State, d.Taken = model.State{}, model.Take{}
@@ -55,20 +55,20 @@ func fits(p model.Rules, s model.State, clock, n int64) bool {
 	return d.Granted == 1
 }
 
-// rollForward is a row at the time clock.
+// rollForward returns the row as it is at the clock's time.
 func rollForward(p model.Rules, s model.State, clock int64) model.State {
 	s, _ = p.Roll(s, clock)
 	return s
 }
 
-// peek is what a Peek tells.
+// peek returns a Peek's decision.
 func peek(p model.Rules, s model.State, clock int64) model.Decision {
 	_, d := ask(p, s, clock, 0)
 	return d
 }
 
-// checkDecision decides one request. It returns an error if the states and decisions around it show that anything
-// is wrong. The decision that it returns is without its state.
+// checkDecision decides one request. It returns an error if the decision or the states before and after it break the
+// specification. The returned decision has no state.
 func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, model.Decision, error) {
 	limit := p.Numbers().Limit
 	before := peek(p, s, clock)
@@ -80,7 +80,7 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 			p, p, n, clock, s, d, next, fmt.Sprintf(format, args...))
 	}
 
-	// What is granted, and what is written.
+	// Check what is granted and what is written.
 	healed := false
 	switch {
 	case d.Remaining < 0 || d.Remaining > limit+modeltest.CreditOf(p, next, clock):
@@ -96,7 +96,7 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 		}
 	case next != s:
 		healed = leftBehind(p, s, clock) && 0 < n && n <= limit
-		// A window that has become shorter takes entries from a log.
+		// A window that became shorter removes entries from a log.
 		kept := next.Count == s.Count && next.PrevCount == s.PrevCount || s.Log != "" && d.Remaining == before.Remaining
 		if !healed || next.WindowStart != clock || !kept {
 			return fail("a denial has changed the row")
@@ -107,7 +107,7 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 		return fail("a denial has not pulled the row back to the clock")
 	}
 	if written := next; d.Granted == 1 || healed {
-		written.Log = rolled.Log // a part of it
+		written.Log = rolled.Log // the decision's log is only a part of it
 		if rolled != written {
 			return fail("its state is %+v", rolled)
 		}
@@ -121,15 +121,15 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 		}
 	}
 
-	// What a Peek tells is what a request of 1 would be told.
+	// A Peek gets the same answer as a request of 1.
 	if _, one := ask(p, s, clock, 1); one.Granted != min(before.Remaining, 1) ||
 		one.Granted == 0 &&
 			(one.RetryAfter != before.RetryAfter || one.ResetAfter != before.ResetAfter || one.Remaining != before.Remaining) {
 		return fail("a Peek says %+v, and a request of 1 is told %+v", before, one)
 	}
 
-	// RetryAfter and ResetAfter. If the clock has left the row behind, they count from when the row is pulled
-	// back. What writes nothing cannot pull it back: a Peek, and a cost above the limit.
+	// RetryAfter and ResetAfter. If the clock has left the row behind, they count from when the row is pulled back. A
+	// Peek and a cost above the limit write nothing, so they cannot pull it back.
 	ahead := max(min(s.WindowStart-clock, modeltest.Reach(p)), 0)
 	if d.ResetAfter < 0 || modeltest.CreditOf(p, next, clock) == 0 && d.ResetAfter > longestWait(p)+ahead {
 		return fail("ResetAfter is out of bounds")
@@ -168,7 +168,7 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 		}
 	}
 
-	// A client that remembers the state of a denial can go on from it as from the row.
+	// A client that remembers a denial's state decides as the row itself would.
 	if d.RetryAfter > 0 && n <= limit && !unwritten {
 		for _, later := range []int64{1, d.RetryAfter / 2, d.RetryAfter - 1, d.RetryAfter, d.ResetAfter - 1, d.ResetAfter, 2 * modeltest.Reach(p)} {
 			for _, n := range []int64{0, 1, least, limit} {
@@ -190,7 +190,7 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 		return fail("Remaining is not the largest cost that is allowed")
 	}
 
-	// From when it expires, the row equals no row.
+	// Once it has expired, the row equals no row.
 	for _, late := range []int64{0, 1, modeltest.Reach(p), model.MaxSpan} {
 		if !equalsNoRow(p, next, max(next.ExpiresAt, clock)+late) {
 			return fail("%d µs after it has expired the row does not equal no row", late)
@@ -202,7 +202,7 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 		if back > clock {
 			continue
 		}
-		// But for credit, which has expired later.
+		// Credit is an exception, because it may already have expired at the later time.
 		if was := peek(p, next, clock-back).Remaining - modeltest.CreditOf(p, next, clock-back); was > d.Remaining {
 			return fail("%d µs back, %d remain", back, was)
 		}
@@ -213,9 +213,8 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 	return next, d, nil
 }
 
-// remembers tells whether a decision from what was remembered of a row equals the decision from the row. What is
-// remembered of a log suffices only for denials, and for no longer than the denial that it was told with. Without
-// a denial, the database is asked.
+// remembers tells whether the remembered state of a row gives the same decision as the row. A remembered log suffices
+// only for denials, and only until the RetryAfter of the remembered denial. Otherwise the client asks the database.
 func remembers(p model.Rules, known, row model.State, clock, n int64) bool {
 	if _, isLog := p.(model.SlidingLog); isLog {
 		if _, d := ask(p, known, clock, n); n == 0 || d.RetryAfter <= 0 {
@@ -225,7 +224,7 @@ func remembers(p model.Rules, known, row model.State, clock, n int64) bool {
 	return sameDecision(p, known, row, clock, n)
 }
 
-// equalsNoRow tells whether a row cannot be told from no row.
+// equalsNoRow tells whether a row gives the same decisions as no row.
 func equalsNoRow(p model.Rules, s model.State, clock int64) bool {
 	for _, n := range []int64{0, 1, p.Numbers().Limit, p.Numbers().Limit + 1} {
 		if !sameDecision(p, s, model.State{}, clock, n) {
@@ -235,16 +234,17 @@ func equalsNoRow(p model.Rules, s model.State, clock int64) bool {
 	return true
 }
 
-// sameDecision tells whether two states give the same decision.
+// sameDecision tells whether two states lead to the same decision.
 func sameDecision(p model.Rules, a, b model.State, clock, n int64) bool {
 	nextA, dA := ask(p, a, clock, n)
 	nextB, dB := ask(p, b, clock, n)
-	nextA.Since, nextB.Since = min(nextA.Since, 1), min(nextB.Since, 1) // which tells it from others, whatever it is
+	// only whether Since is set matters here, not its value
+	nextA.Since, nextB.Since = min(nextA.Since, 1), min(nextB.Since, 1)
 	return dA == dB && (dA.Granted == 0 || nextA == nextB)
 }
 
-// checkElement decides count requests of cost n one by one. It returns an error if one of them is told something
-// else than if all were one element. Of such an element the database tells only how it ended.
+// checkElement decides count requests of cost n one by one. It returns an error if deciding them as one element would
+// give other answers. For such an element, the database returns only the last decision.
 func checkElement(p model.Rules, s model.State, clock, n, count int64) error {
 	var single []model.Decision
 	last, taken := model.Decision{}, int64(0)
@@ -256,7 +256,7 @@ func checkElement(p model.Rules, s model.State, clock, n, count int64) error {
 	}
 	last.DecidedAt = time.UnixMicro(clock)
 	last.Taken.Spent = credit - modeltest.CreditOf(p, s, clock)
-	// last is that of a denial, if not all were granted.
+	// If not all were granted, last is a denial's decision.
 	for i, want := range single[:taken] {
 		units := (taken - 1 - int64(i)) * n
 		if got := last.Remaining + units; got != want.Remaining {
@@ -317,7 +317,7 @@ func checkRefund(p model.Rules, s model.State, clock int64, k model.Take) (model
 			p, p, k, clock, s, d, next, fmt.Sprintf(format, args...))
 	}
 
-	// It gives back up to what was asked, ordinary room and credit apart.
+	// It gives back at most what was asked, and counts ordinary units and credit separately.
 	counted, scale := usage(p, s, clock)
 	left, _ := usage(p, next, clock)
 	ordinary := new(big.Int).Mul(big.NewInt(k.Units-k.Spent), big.NewInt(scale))
@@ -343,7 +343,7 @@ func checkRefund(p model.Rules, s model.State, clock int64, k model.Take) (model
 		return fail("something in it counts, and is forgotten earlier")
 	}
 
-	// When all is given back, the key is as good as new.
+	// After everything is given back, the key is as good as new.
 	if (left.Sign() == 0 && modeltest.CreditOf(p, next, clock) == 0) != (d.ResetAfter == 0) {
 		return fail("ResetAfter does not go with what it counts")
 	}
@@ -357,9 +357,9 @@ func checkRefund(p model.Rules, s model.State, clock int64, k model.Take) (model
 		return fail("a µs before ResetAfter the key is as good as new")
 	}
 
-	// It does harm at no time: what would have been allowed without it, is allowed. (A row that is pulled back to
-	// the clock is another matter, and one that gets credit lives longer, as after a Grant.) And a clock that
-	// steps back shows no more.
+	// A refund never harms: every request that would be allowed without it is still allowed. (There are two exceptions:
+	// a row that is pulled back to the clock, and one that gets credit and so lives longer, as after a Grant.) A clock
+	// that steps back does not show more quota either.
 	for _, later := range []int64{0, 1, d.ResetAfter, before.ResetAfter - 1, before.ResetAfter, modeltest.Reach(p), 2 * modeltest.Reach(p)} {
 		for _, n := range []int64{1, before.Remaining, d.Remaining, p.Numbers().Limit} {
 			if later >= 0 && credited == 0 && !leftBehind(p, s, clock) && fits(p, s, clock+later, n) &&

@@ -61,8 +61,8 @@ func (p FixedWindow) Decide(s State, clock, n int64) (State, Decision) {
 	window, stored := Micros(p.Window), s
 	s, moved := p.Roll(s, clock)
 	t := max(clock, s.WindowStart)
-	// A denial writes nothing, except to a row that the clock has left behind. Left as it is, it would deny for
-	// ever.
+	// A denial writes nothing, unless the clock has jumped far behind the row. An unchanged row would then deny until
+	// the clock catches up.
 	changed := moved && 0 < n && n <= p.Limit
 
 	room := max(p.Limit-s.Count, 0)

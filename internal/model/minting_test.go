@@ -13,7 +13,7 @@ import (
 
 type refundFunc func(p model.Rules, s model.State, clock int64, k model.Take) model.State
 
-// askModel asks the model, and gives back as refund does.
+// askModel asks the model, and gives back units as Refund does.
 func askModel(refund refundFunc) func(p model.Rules, clock, n int64) (*modeltest.Taken, error) {
 	var s model.State
 	return func(p model.Rules, clock, n int64) (*modeltest.Taken, error) {
@@ -37,8 +37,7 @@ func rightRefund(p model.Rules, s model.State, clock int64, k model.Take) model.
 	return next
 }
 
-// What is admitted and never given back stays within what the policy admits without refunds, whatever is given
-// back and when.
+// The units admitted and not given back stay within the policy's limit without refunds, for any sequence of refunds.
 func TestRefundsMintNothing(t *testing.T) {
 	t.Parallel()
 	d := modeltest.RandomDice(t)
@@ -51,7 +50,7 @@ func TestRefundsMintNothing(t *testing.T) {
 	}
 }
 
-// With a clock that steps back, at most what the clock gives forwards.
+// If the clock steps back, at most as much is admitted as a clock that only goes forward would allow.
 func TestRefundsMintNothingWhenTheClockStepsBack(t *testing.T) {
 	t.Parallel()
 	d := modeltest.RandomDice(t)
@@ -66,7 +65,8 @@ func TestRefundsMintNothingWhenTheClockStepsBack(t *testing.T) {
 			}
 			gives := new(big.Int).Quo(forwards, big.NewInt(modeltest.Reach(p)))
 			gives.Mul(gives, big.NewInt(p.Numbers().Limit))
-			if calendar, ok := p.(model.CalendarWindow); ok { // few windows are shorter: the first, and an hour that is cut short
+			// few windows are shorter: only the first one, and an hour cut short by a clock change
+			if calendar, ok := p.(model.CalendarWindow); ok {
 				gives.Quo(forwards, big.NewInt(calendar.SpanMicros()/10*9))
 				gives.Add(gives, big.NewInt(2)).Mul(gives, big.NewInt(calendar.Limit))
 			}
@@ -80,7 +80,7 @@ func TestRefundsMintNothingWhenTheClockStepsBack(t *testing.T) {
 	}
 }
 
-// Negative controls: refunds that are broken in one way mint, and the check sees it.
+// Negative controls: a refund with a bug lets too many units through, and the check notices it.
 func TestBrokenRefundsMint(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {

@@ -27,8 +27,8 @@ func TestCoalescedRequestsAreToldWhatSingleOnesWouldBe(t *testing.T) {
 			}
 		}
 	}
-	// Three times 2 from a bucket whose time lies 2 s ahead, with one token gone. The first is told 2 + 3 s, the
-	// last 2 + 7 s.
+	// Three requests of 2 ask a bucket whose time is 2 s ahead and which lacks one token. The first gets a RetryAfter
+	// of 2 + 3 s, the last one of 2 + 7 s.
 	p := model.TokenBucket{10, 1, time.Second}
 	s := playModel(t, p, model.State{}, modelStep{c2, 1, granted(9, second)})
 	var last model.Decision
@@ -108,7 +108,7 @@ func TestMulDivIsExactOver128Bits(t *testing.T) {
 	}
 }
 
-// FuzzExactRange: whatever numbers of the exact range a policy has, nothing overflows.
+// FuzzExactRange: no policy within the exact range makes anything overflow.
 func FuzzExactRange(f *testing.F) {
 	f.Add(int64(10), int64(5), minute)
 	f.Add(int64(2048), int64(2048), int64(model.MaxSpan))
@@ -123,7 +123,7 @@ func FuzzExactRange(f *testing.F) {
 			if !modeltest.InRange(p) {
 				continue
 			}
-			// Everything is taken, and asked for again when the clock has stepped back by as much as it may.
+			// Everything is taken, and then asked for again after the clock stepped back by the most allowed.
 			const begin = 4 * model.MaxSpan
 			var s model.State
 			reach := modeltest.Reach(p)

@@ -6,7 +6,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// Policy is what a key is decided by: rules for each of its rows. It never changes.
+// Policy has the rules that decide a key, one for each of its rows. It never changes.
 type Policy struct {
 	Rules []Rules
 	Limit int64 // the largest cost that can ever be allowed
@@ -32,7 +32,7 @@ func (p *Policy) Is(other *Policy) bool {
 	return p == other || p != nil && other != nil && p.same == other.same
 }
 
-// KindsDiffer tells whether two policies cannot share rows, and the kinds of the first rules that differ.
+// KindsDiffer tells whether two policies cannot share rows. It also returns the kinds of the first rules that differ.
 func (p *Policy) KindsDiffer(other *Policy) (kind, otherKind string, differ bool) {
 	for i := range min(len(p.Rules), len(other.Rules)) {
 		kind, otherKind = kindOf(p.Rules[i]), kindOf(other.Rules[i])
@@ -46,7 +46,7 @@ func (p *Policy) KindsDiffer(other *Policy) (kind, otherKind string, differ bool
 // kindOf is the name of the policy's type.
 func kindOf(r Rules) string { return reflect.TypeOf(r).Name() }
 
-// Of returns the rules with these numbers.
+// Of returns the rules with the given numbers.
 func Of(n algorithm.Numbers) Rules {
 	switch n.Algorithm {
 	case algorithm.FixedWindow:

@@ -12,11 +12,11 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// refundStep takes n, or gives back n of what the step before it named of has taken; back is what it gives back.
+// refundStep takes n, or gives back n units of the take in step of. back is how many go back.
 type refundStep struct {
 	at   int64
-	n    int64 // 0: as much as is left
-	of   int   // from 1; 0 is a take
+	n    int64 // 0: all that is left
+	of   int   // counted from 1; 0 for a take
 	back int64
 }
 
@@ -47,7 +47,8 @@ func TestRefundGivesBackWhatStillCounts(t *testing.T) {
 			{c0, 1, 0, 0}, {c0, 2, 0, 0}, {c0, 3, 0, 0}, {c0, 0, 3, 3}, {c0, 0, 2, 2}, {c0, 4, 0, 0}, {c0, 0, 1, 1}, {c0, 3, 6, 3}, {c0, 0, 6, 1},
 		}},
 		{"a bucket that others have taken from before", model.TokenBucket{10, 1, time.Second}, []refundStep{
-			{c0, 8, 0, 0}, {c0, 2, 0, 0}, {c8, 7, 0, 0}, {c8 + second/2, 1, 2, 1}, {c9, 0, 2, 0}, // its other one was served at c9
+			// the second take's other unit was refilled at c9
+			{c0, 8, 0, 0}, {c0, 2, 0, 0}, {c8, 7, 0, 0}, {c8 + second/2, 1, 2, 1}, {c9, 0, 2, 0},
 			{c9 + second, 0, 1, 0}, {c9 + second, 2, 3, 2},
 		}},
 		{"parts of a reservation", model.TokenBucket{1000, 100, time.Second}, []refundStep{
@@ -88,7 +89,7 @@ func TestRefundGivesBackWhatStillCounts(t *testing.T) {
 	}
 }
 
-// What has left a log does not come back, although the refund lets the row's time fall to a clock that was set back.
+// Units that have left a log do not come back, even if the refund sets the row's time back to an earlier clock.
 func TestRefundBehindTheClockCountsNoMore(t *testing.T) {
 	t.Parallel()
 	long := model.SlidingLog{Limit: 3, Window: 2 * time.Microsecond}
@@ -99,7 +100,7 @@ func TestRefundBehindTheClockCountsNoMore(t *testing.T) {
 	require.Zero(t, next.Count)
 }
 
-// What came out of credit goes back as credit, and before the rest; but not to a row that was made since.
+// Units spent from credit go back first, and as credit. They do not go back to a later row.
 func TestRefundGivesCreditBackAsCredit(t *testing.T) {
 	t.Parallel()
 	for _, p := range []model.Rules{
@@ -125,13 +126,13 @@ func TestRefundGivesCreditBackAsCredit(t *testing.T) {
 		require.Equal(t, 2*scale, before.Sub(before, after).Int64(), "%T", p)
 
 		later := c3 + 100*hour
-		s, _ = p.Decide(s, later, 1) // as good as new
+		s, _ = p.Decide(s, later, 1) // the row is as good as new
 		back(later, 0, 6, 0)
 	}
 }
 
-// A refund keeps what the policy has promised that took: usage does not last longer because another policy gives
-// some of it back.
+// A refund keeps the promise of the policy that took: usage does not last longer because another policy gives some of
+// it back.
 func TestRefundUnderALongerWindowDoesNotProlongUsage(t *testing.T) {
 	t.Parallel()
 	for long, short := range map[model.Rules]model.Rules{
@@ -145,8 +146,8 @@ func TestRefundUnderALongerWindowDoesNotProlongUsage(t *testing.T) {
 	}
 }
 
-// A bucket that was taken from under other numbers gives nothing of an earlier take back: it may have been full by
-// them.
+// After a take under other numbers, a bucket gives nothing back of an earlier take, because it may have been full under
+// those numbers.
 func TestRefundOfABucketWhoseNumbersHaveChanged(t *testing.T) {
 	t.Parallel()
 	p := model.TokenBucket{10, 1, time.Hour}
@@ -167,7 +168,7 @@ func TestRefundOfABucketWhoseNumbersHaveChanged(t *testing.T) {
 	}
 }
 
-// Within the same instant refunds undo takes, to the last bit of what counts, in any order.
+// Refunds within the same instant undo takes exactly, in any order.
 func TestRefundUndoesATake(t *testing.T) {
 	t.Parallel()
 	d := modeltest.RandomDice(t)
@@ -176,7 +177,7 @@ func TestRefundUndoesATake(t *testing.T) {
 		limit, window := d.Window()
 		p := []model.Rules{model.FixedWindow{limit, window}, model.SlidingWindow{limit, window}, d.Bucket(), d.Log(), d.Calendar()}[d(5)]
 		if bucket, ok := p.(model.TokenBucket); ok && bucket.Full() > model.MaxReturned/4 {
-			continue // it may forget, see maxReturned
+			continue // the bucket may have forgotten the take, see MaxReturned
 		}
 		var s model.State
 		var last model.Decision
@@ -207,8 +208,8 @@ func TestRefundUndoesATake(t *testing.T) {
 	require.Greater(t, undone, 3000)
 }
 
-// A take that was lost, with a crash or the transaction that it was in, gives nothing back to a row that the clock has
-// left behind. The row stays what it is, and so gives back what was taken before, if the clock is set forward again.
+// A take can be lost in a crash or a rollback. A refund of such a take gives nothing to a row that is ahead of the
+// clock. The row stays unchanged, so it can still give back earlier takes when the clock is set forward again.
 func TestRefundToABucketThatTheClockHasLeftBehind(t *testing.T) {
 	t.Parallel()
 	const later = c0 + minute
@@ -231,8 +232,8 @@ func TestRefundToABucketThatTheClockHasLeftBehind(t *testing.T) {
 	}
 }
 
-// Whatever policies the same key is asked for under, a refund changes nothing but what it gives back: each of them
-// leaves as much room as before, at any later time, and at most what was given back more.
+// The same key may be asked for under several policies. A refund adds at most the units given back to each policy's
+// room, at any later time, and never reduces it.
 func TestRefundAmongOtherPolicies(t *testing.T) {
 	t.Parallel()
 	d, rounds := modeltest.RandomDice(t), testkit.Rounds(t, "RATELIMIT_TEST_ROUNDS", 1)
@@ -273,12 +274,12 @@ func TestRefundAmongOtherPolicies(t *testing.T) {
 				for _, q := range policies {
 					for range 8 {
 						at := clock
-						if gained == 0 { // else the row lives longer, as after a Grant
+						if gained == 0 { // otherwise the row lives longer, as after a Grant
 							at += d(d.Magnitude(1, 4*modeltest.Reach(q)))
 						}
 						before, after := peek(q, s, at).Remaining, peek(q, next, at).Remaining
 						if before > after ||
-							// Which its key would have become by itself.
+							// The key would have reached that state by itself.
 							!equalsNoRow(p, next, clock) && after > before+k.Units {
 							require.Fail(t, "room", "%v took %+v from %+v at %d, then %+v, seen by %v at %d: %d, and then %d",
 								p, k, s, clock, next, q, at, before, after)

@@ -40,7 +40,7 @@ func (p SlidingWindow) Refund(s State, clock int64, t Take) (State, Decision) {
 	case from == 0 && t.In == s.WindowStart-window:
 		back = min(t.Units-t.Spent, rolled.PrevCount)
 		s.PrevCount -= back
-	case from == window && t.In == s.WindowStart: // a window later than the row, which stays as it is
+	case from == window && t.In == s.WindowStart: // one window later than the row, which stays unchanged
 		back = min(t.Units-t.Spent, rolled.PrevCount)
 		s.Count -= back
 	}
@@ -77,14 +77,15 @@ func (p SlidingWindow) Decide(s State, clock, n int64) (State, Decision) {
 	s, moved := p.Roll(s, clock)
 	t := max(clock, s.WindowStart)
 
-	// A denial writes nothing, except to a row that the clock has left behind. Left as it is, it would deny for ever.
+	// A denial writes nothing, unless the clock has jumped far behind the row. An unchanged row would then deny until
+	// the clock catches up.
 	changed := moved && 0 < n && n <= p.Limit
 
-	// rest is how long the current window still lasts, and so how much of the window before is still covered.
-	// weight is what that one still weighs, rounded up.
+	// rest is how much longer the current window lasts, which is also how much of the previous window still counts.
+	// weight is the previous window's weight, rounded up.
 	rest := s.WindowStart + window - t
 	weight := p.Limit
-	// A prevCount that an older, larger limit has left could overflow the product, so this divides.
+	// An older policy with a larger limit may have left a prevCount whose product overflows, so this divides.
 	if s.PrevCount == 0 || rest <= p.Limit*window/s.PrevCount {
 		weight = CeilDiv(s.PrevCount*rest, window)
 	}
@@ -105,10 +106,10 @@ func (p SlidingWindow) Decide(s State, clock, n int64) (State, Decision) {
 	case n > p.Limit:
 		d.RetryAfter = Never
 	case ask <= p.Limit-s.Count: // the sum could overflow
-		// It fits into this window, once prevCount × rest has fallen to what is left of Limit × Window.
+		// It fits into this window once prevCount × rest has fallen to the free part of Limit × Window.
 		d.RetryAfter = min(t+rest-(p.Limit-s.Count-ask)*window/s.PrevCount, s.ExpiresAt) - clock
 	default:
-		// It fits only into the next window, where count takes the place of prevCount.
+		// It fits only into the next window, where count becomes prevCount.
 		d.RetryAfter = min(t+rest+window-(p.Limit-ask)*window/s.Count, s.ExpiresAt) - clock
 	}
 	switch {

@@ -55,8 +55,9 @@ func TestSlidingWindow(t *testing.T) {
 			{at("12:01:05.999999"), 1, denied(0, 1, 54*second+1)},
 			{at("12:01:06"), 0, free(1, 54*second)},
 			{at("12:01:59.999999"), 10, denied(9, 1, 1)},
-			{at("12:01:59.999999"), 1, granted(8, minute+1)}, // that window is 12:01's
-			{at("12:02:00"), 10, denied(9, minute, minute)},  // here begins 12:02's, where the other 8 would still fit
+			{at("12:01:59.999999"), 1, granted(8, minute+1)}, // still in the window of 12:01
+			// the window of 12:02 begins, where the other 8 would still fit
+			{at("12:02:00"), 10, denied(9, minute, minute)},
 			{at("12:02:00"), 9, granted(0, 2*minute)},
 			{at("12:04:00"), 10, granted(0, 2*minute)},
 		}},
@@ -83,7 +84,7 @@ func TestSlidingWindow(t *testing.T) {
 		{"a cost that fits only when the window before is gone", model.SlidingWindow{10, time.Minute}, []modelStep{
 			{at("12:00:00"), 5, granted(5, 2*minute)},
 			{at("12:01:30"), 2, granted(5, 90*second)},
-			{at("12:01:30"), 8, denied(5, 30*second, 90*second)}, // 2 + 8 = 10, when nothing of 12:00 weighs any more
+			{at("12:01:30"), 8, denied(5, 30*second, 90*second)}, // 2 + 8 = 10, once nothing of 12:00 counts any more
 			{at("12:01:30"), 9, denied(5, 60*second, 90*second)}, // in the window after: 2 × 1/2 + 9
 			{at("12:02:00"), 8, granted(0, 2*minute)},
 		}},
@@ -108,7 +109,7 @@ func TestSlidingWindow(t *testing.T) {
 			{at("12:09:00"), 1, denied(0, 126*second, 180*second)},
 			{at("12:08:59.999999"), 0, denied(0, 66*second, 2*minute)}, // a Peek does not pull the row back
 			{at("12:09:00"), 1, denied(0, 126*second, 180*second)},
-			{at("12:08:59.999999"), 11, denied(0, model.Never, 2*minute)}, // nor does what can never be granted
+			{at("12:08:59.999999"), 11, denied(0, model.Never, 2*minute)}, // nor does a cost above the limit
 			{at("12:09:00"), 1, denied(0, 126*second, 180*second)},
 			{at("12:08:59.999999"), 1, denied(0, 66*second, 2*minute)}, // a denial does
 			{at("12:09:00"), 1, denied(0, 66*second-1, 2*minute-1)},
@@ -153,7 +154,7 @@ func TestSlidingWindow(t *testing.T) {
 	}
 }
 
-// Bug 4 of the peers: they say 60 s, deny again, and say 120 s.
+// Bug 4 of other limiters: they say 60 s, deny again, and then say 120 s.
 func TestSlidingWindowRetryAfterLooksIntoTheNextWindow(t *testing.T) {
 	t.Parallel()
 	p := model.SlidingWindow{10, time.Minute}
@@ -172,7 +173,7 @@ func TestSlidingWindowRetryAfterLooksIntoTheNextWindow(t *testing.T) {
 	}
 }
 
-// Bug 9 of the peers: in 64 bits, the product of a count and a time of this size once became negative, and
+// Bug 9 of other limiters: the product of a count and a time of this size overflowed 64 bits and became negative, so
 // everything passed.
 func TestSlidingWindowProductsNeverOverflow(t *testing.T) {
 	t.Parallel()
@@ -186,7 +187,7 @@ func TestSlidingWindowProductsNeverOverflow(t *testing.T) {
 		modelStep{c0 + 2*model.MaxSpan - 1, 1024, denied(1023, 1, model.MaxSpan+1)},
 		modelStep{c0 + 2*model.MaxSpan, 1024, granted(0, 2*model.MaxSpan)})
 
-	// A count that only the largest limit of the shortest window can leave, met by the longest window.
+	// Only the largest limit of the shortest window can leave this count. The longest window reads it.
 	s := playModel(t, model.SlidingWindow{model.MaxProduct, time.Microsecond}, model.State{},
 		modelStep{c0, model.MaxProduct - 1, granted(1, 2)},
 		modelStep{c0, model.MaxProduct - 1, denied(1, 2, 2)},
@@ -211,7 +212,7 @@ func TestSlidingWindowLargestLimit(t *testing.T) {
 		modelStep{c0 + 2, model.MaxProduct, granted(0, 2)})
 }
 
-// Bug 10 of the peers.
+// Bug 10 of other limiters.
 func TestSlidingWindowRaisedLimitHelpsAtOnce(t *testing.T) {
 	t.Parallel()
 	s := playModel(t, model.SlidingWindow{10, time.Minute}, model.State{},
@@ -225,7 +226,7 @@ func TestSlidingWindowRaisedLimitHelpsAtOnce(t *testing.T) {
 		modelStep{c0 + minute, 5, granted(0, 2*minute)})
 }
 
-// Bug 11 of the peers.
+// Bug 11 of other limiters.
 func TestSlidingWindowCostAboveTheLimitNeverFits(t *testing.T) {
 	t.Parallel()
 	p := model.SlidingWindow{10, time.Minute}
@@ -262,7 +263,7 @@ func TestSlidingWindowLongerWindowAppliesFromTheNextGrant(t *testing.T) {
 	t.Parallel()
 	s := playModel(t, model.SlidingWindow{10, time.Minute}, model.State{}, modelStep{at("12:00:00"), 6, granted(4, 2*minute)})
 	longer := model.SlidingWindow{10, time.Hour}
-	// Untouched, the row expires as the policy has promised that last took from it.
+	// An untouched row expires as promised by the policy that last took from it.
 	playModel(t, longer, s,
 		modelStep{at("12:01:30"), 5, denied(4, 30*second, 30*second)},
 		modelStep{at("12:01:59.999999"), 5, denied(4, 1, 1)},
@@ -284,7 +285,7 @@ func TestSlidingWindowShorterWindowAppliesAtOnce(t *testing.T) {
 		{at("12:01:59.999999"), 10, denied(9, 1, 1)},
 		{at("12:02:00"), 10, granted(0, 2*minute)},
 		{at("12:30:00"), 10, granted(0, 2*minute)},
-		// The row's time may lie ahead by the new window only.
+		// The row's time may be ahead by at most the new window.
 		{at("11:59:00"), 1, denied(0, 126*second, 3*minute)},
 		{at("11:58:59.999999"), 1, denied(0, 66*second, 2*minute)},
 	} {
@@ -292,8 +293,7 @@ func TestSlidingWindowShorterWindowAppliesAtOnce(t *testing.T) {
 	}
 }
 
-// The clock jumps back, and the window has become longer. The row that is pulled back starts anew, under the new
-// window.
+// The clock jumps back, and the window has become longer. The row is pulled back and begins again under the new window.
 func TestSlidingWindowLongerWindowAfterAJumpBack(t *testing.T) {
 	t.Parallel()
 	s := playModel(t, model.SlidingWindow{10, time.Second}, model.State{}, modelStep{at("12:01:31"), 10, granted(0, 2*second)})
@@ -306,7 +306,7 @@ func TestSlidingWindowLongerWindowAfterAJumpBack(t *testing.T) {
 func TestSlidingWindowExpiredRowEqualsNoRow(t *testing.T) {
 	t.Parallel()
 	p := model.SlidingWindow{10, time.Minute}
-	row := model.State{Count: 1, PrevCount: 10, WindowStart: c0, ExpiresAt: c5} // a window of 2.5 s has left it
+	row := model.State{Count: 1, PrevCount: 10, WindowStart: c0, ExpiresAt: c5} // a window of 2.5 s would be over
 	require.False(t, equalsNoRow(p, row, c5-1))
 	for _, clock := range []int64{c5, c5 + 1, c0 + minute - 1, c0 + minute, c0 + 2*minute - 1, c0 + 2*minute, c0 + hour} {
 		require.True(t, equalsNoRow(p, row, clock))
@@ -321,7 +321,7 @@ func TestSlidingWindowProperties(t *testing.T) {
 	})
 }
 
-// slowSliding is design.md's: roll, then weigh. Allowed if prev × (W − e)/W + count + n ≤ Limit.
+// slowSliding follows design.md: roll, then weigh. It allows if prev × (W − e)/W + count + n ≤ Limit.
 type slowSliding struct {
 	limit, window int64
 	start         *int64
@@ -338,7 +338,7 @@ func (m *slowSliding) at(t int64) (start int64, prev, count *big.Rat) {
 	return *m.start, m.prev, m.count
 }
 
-// sum is the estimate of what was taken in the window that ends at t.
+// sum is the estimated usage of the window that ends at t.
 func (m *slowSliding) sum(t int64) *big.Rat {
 	start, prev, count := m.at(t)
 	share := new(big.Rat).Sub(rat(1), big.NewRat(t-start, m.window))
@@ -374,7 +374,7 @@ func TestSlidingWindowWeightedSumNeverExceedsTheLimit(t *testing.T) {
 	for range 500 {
 		limit, length := d.Window()
 		p := model.SlidingWindow{limit, length}
-		slow := &slowSliding{limit: limit, window: model.Micros(length)} // does not decide here, only adds up
+		slow := &slowSliding{limit: limit, window: model.Micros(length)} // only adds up here; it does not decide
 		var s model.State
 		var last model.Decision
 		clock := d.Magnitude(0, 1<<52)
@@ -401,7 +401,7 @@ func FuzzSlidingWindow(f *testing.F) {
 	fuzzWindows(f, func(limit int64, window time.Duration) model.Rules { return model.SlidingWindow{limit, window} })
 }
 
-// Found by TestSQLEqualsModel: the count and the cost, both of 2^62, added up to less than nothing.
+// Found by TestSQLEqualsModel: the sum of a count and a cost of 2^62 each overflowed to a negative number.
 func TestSlidingWindowDoesNotAddACountThatFillsTheRangeToACostThatDoes(t *testing.T) {
 	t.Parallel()
 	policy := model.SlidingWindow{Limit: model.MaxProduct, Window: time.Microsecond}

@@ -15,13 +15,13 @@ type SlidingLog struct {
 var _ Rules = SlidingLog{}
 
 const (
-	// MaxLogLimit is the largest limit of a SlidingLog. With a full log, the server's CPU needs 60 µs for a request
-	// with a Limit of 10, 80 µs with 100 (0.8 kB) and 110 µs with 1,000 (8 kB, which are kept out of the row), and 50
-	// to 70 µs for a denial. A SlidingWindow needs 70 µs.
+	// MaxLogLimit is the largest limit of a SlidingLog. With a full log, a request takes 60 µs of the server's CPU with
+	// a Limit of 10, 80 µs with 100 (0.8 kB) and 110 µs with 1,000 (8 kB, stored outside of the row). A denial takes 50
+	// to 70 µs. A request to a SlidingWindow takes 70 µs.
 	MaxLogLimit = 1000
 
-	// MaxDenialEntries is how many entries a decision has at most. A denial is remembered by them (see denials). A
-	// larger request, for which more of them have to leave, costs a query each time, but no memory.
+	// MaxDenialEntries is the most entries in a decision. The client remembers a denial by them (see denials). A larger
+	// request needs more of them to leave. Each denial of it costs a query, but no memory.
 	MaxDenialEntries = 64
 )
 
@@ -31,7 +31,7 @@ func (p SlidingLog) Numbers() algorithm.Numbers {
 	return algorithm.Numbers{Algorithm: algorithm.SlidingLog, Limit: p.Limit, Span: p.Window}
 }
 
-// LeaseOf leases nothing, because the log has the times at which units were taken, not those at which they are spent.
+// LeaseOf leases nothing, because the log stores when units were taken, and not when they are spent.
 func (p SlidingLog) LeaseOf(State, int64, int64) (spare, lasts int64) { return 0, 0 }
 
 func (p SlidingLog) ResetAfter(last Decision, units int64) int64 {
@@ -44,7 +44,7 @@ func (p SlidingLog) Refund(s State, clock int64, t Take) (State, Decision) {
 	s, credited := withCreditBack(s, rolled, now, p.Lasts(), t)
 	if !moved {
 		if _, back = rolled.Log.without(t.In, t.Units-t.Spent); back > 0 { // it still counts
-			if clock < rolled.WindowStart { // the row's time may fall, but what has left does not come back
+			if clock < rolled.WindowStart { // the row's time may go back, but entries that have left do not return
 				s.Log, s.Count = rolled.Log, rolled.Count
 			}
 			s.Log, _ = s.Log.without(t.In, back)
@@ -84,8 +84,8 @@ func (p SlidingLog) Decide(s State, clock, n int64) (State, Decision) {
 	stored := s
 	s, moved := p.Roll(s, clock)
 	t := max(clock, s.WindowStart)
-	// A denial writes nothing, except to a row that the clock has left behind. Left as it is, it would deny for
-	// ever.
+	// A denial writes nothing, unless the clock has jumped far behind the row. An unchanged row would then deny until
+	// the clock catches up.
 	changed := moved && 0 < n && n <= p.Limit
 
 	room := max(p.Limit-s.Count, 0)
@@ -103,13 +103,13 @@ func (p SlidingLog) Decide(s State, clock, n int64) (State, Decision) {
 		d.Granted = 1
 		d.Remaining -= n
 	}
-	needed := Entries("") // what retryAfter comes from
+	needed := Entries("") // the entries that determine RetryAfter
 	switch ask := max(n, 1); {
 	case d.Granted == 1 || n == 0 && d.Remaining > 0:
 	case ask > p.Limit:
 		d.RetryAfter = Never
 	default:
-		// It fits when enough of the oldest entries have left. A denial that is remembered does not know them all;
+		// The request fits once enough of the oldest entries have left. A remembered denial does not have all of them;
 		// see denials.
 		over := s.Count - s.Credit + ask - p.Limit
 		for i := 0; over > 0 && 8*i < len(s.Log); i++ {

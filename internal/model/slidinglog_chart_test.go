@@ -15,19 +15,19 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// docs/slidinglog.svg: what a SlidingWindow and a SlidingLog of the same numbers let through of the same traffic.
+// docs/slidinglog.svg shows what a SlidingWindow and a SlidingLog of the same limit let through of the same traffic.
 
-// drawVariable, if it is set, has the test write the chart instead of comparing it.
+// If drawVariable is set, the test writes the chart instead of comparing it.
 const drawVariable = "RATELIMIT_TEST_DRAW"
 
 const (
 	chartSeconds = 800 // a pixel each
 	chartLimit   = 100 // a minute
 	chartLeft    = 40
-	chartBottom  = 330 // of which two units are three pixels
+	chartBottom  = 330 // two units are three pixels
 )
 
-// The colours are readable on white and on black; where the reader's system says which, the text is clearer.
+// The colours are readable on white and on black. Text is lighter if the reader's system asks for a dark theme.
 const chartTemplate = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 366" width="880" height="366" role="img" aria-labelledby="title desc" font-family="sans-serif" font-size="13">
 <title id="title">Taken in the last minute, with a limit of 100</title>
 <desc id="desc">The same bursts of requests, decided by both. In any minute SlidingLog admits at most {{.Log.Most}}, SlidingWindow {{.Window.Most}}.</desc>
@@ -58,17 +58,17 @@ const chartTemplate = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 
 </svg>
 `
 
-// chartLine is a policy that decides the traffic.
+// chartLine is a policy in the chart, with its decisions.
 type chartLine struct {
 	model.Rules
 	Path  string // of the line
 	Most  int64  // in any minute
 	state model.State
-	taken []int64 // when, in microseconds; each of cost 1
+	taken []int64 // times in microseconds; each request costs 1
 	y     int64   // of the line
 }
 
-// within is what was taken in the minute that ends at t.
+// within is the number of units taken in the minute that ends at t.
 func (l *chartLine) within(t int64) int64 {
 	for len(l.taken) > 0 && l.taken[0] <= t-minute {
 		l.taken = l.taken[1:]
@@ -102,10 +102,10 @@ func TestChartOfSlidingLogAndSlidingWindow(t *testing.T) {
 		chart.Ticks = append(chart.Ticks, tick{chartLeft + minutes*60, fmt.Sprintf("%d min", minutes)})
 	}
 
-	r := rand.New(rand.NewPCG(2026, 0)) // the same traffic each time
+	r := rand.New(rand.NewPCG(2026, 0)) // a fixed seed gives the same traffic each time
 	var log, window strings.Builder
-	burst := int64(0) // when the next request comes
-	left := 0         // requests of this burst
+	burst := int64(0) // the time of the next request
+	left := 0         // requests left in this burst
 	for s := range int64(chartSeconds) {
 		for ; burst < (s+1)*second; left-- {
 			if left == 0 {

@@ -10,16 +10,16 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
-// slowModel is an algorithm as the design says it, in rationals.
+// slowModel is an algorithm as the design defines it, in rationals.
 type slowModel interface {
-	// fits tells whether n would be allowed at the time t, which is never before that of the last take.
+	// fits tells whether n would be allowed at t. t is never before the last take.
 	fits(t, n int64) bool
 	take(t, n int64)
-	// state is the row at t as the model rolls it forward, except for when it expires.
+	// state is the row as the model rolls it forward to t, except for ExpiresAt.
 	state(t int64) model.State
 }
 
-// slowDecision decides by what fits, and finds Remaining, RetryAfter and ResetAfter by search.
+// slowDecision decides by calling fits, and finds Remaining, RetryAfter and ResetAfter by search.
 func slowDecision(m slowModel, limit, horizon, t, n int64) model.Decision {
 	var d model.Decision
 	if 0 < n && m.fits(t, n) {
@@ -40,8 +40,8 @@ func slowDecision(m slowModel, limit, horizon, t, n int64) model.Decision {
 	return d
 }
 
-// search is the smallest number from lo to hi for which the condition holds, or hi if there is none. Once it
-// holds, it must hold for all larger numbers.
+// search returns the smallest number from lo to hi for which the condition holds, or hi if there is none. The condition
+// must stay true for all larger numbers.
 func search(lo, hi int64, is func(int64) bool) int64 {
 	for lo < hi {
 		if middle := lo + (hi-lo)/2; is(middle) {
@@ -55,7 +55,7 @@ func search(lo, hi int64, is func(int64) bool) int64 {
 
 func rat(n int64) *big.Rat { return new(big.Rat).SetInt64(n) }
 
-// whole is a rational that must be a whole number. It is -1 if it is not.
+// whole converts a rational to an integer, or returns -1 if it is not a whole number.
 func whole(r *big.Rat) int64 {
 	if !r.IsInt() || !r.Num().IsInt64() {
 		return -1
@@ -85,9 +85,9 @@ func testAgainstSlowModel(t *testing.T, draw func(modeltest.Dice) (model.Rules, 
 	}
 }
 
-// testNeverMoreThanTheClockGives lets a clock step forwards and back. It compares all that is granted with how far
-// the clock has gone forwards: at most first at the beginning, and then rate more in every span. Steps back give
-// nothing.
+// testNeverMoreThanTheClockGives lets a clock step forwards and back. It compares the granted total with the time that
+// the clock went forwards: at most first at the beginning, and then rate more in every span. A step back allows no more
+// units.
 func testNeverMoreThanTheClockGives(t *testing.T, draw func(modeltest.Dice) (p model.Rules, first, rate, span int64, whole bool)) {
 	t.Helper()
 	d := modeltest.RandomDice(t)

@@ -10,14 +10,14 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
-// The tests of the models share:
+// The tests of the models share these helpers:
 //
 //   - playModel, which plays a table of steps worked out by hand.
 //   - checkDecision, which checks everything that the specification promises of one decision.
 //   - walkModel, which does so at random clocks, costs and policies, for the property tests and the fuzz targets alike.
 //   - slowDecision, which decides by a search over what would fit, in rationals. The models are compared with it.
 
-// In microseconds, as the models count.
+// Times are in microseconds, as in the models.
 const (
 	second int64 = 1_000_000
 	minute       = 60 * second
@@ -38,7 +38,7 @@ const (
 	c9
 )
 
-// at is a time of day in microseconds, such as "12:01:15" or "12:01:15.000001". Each day is as good as another.
+// at returns a time of day in microseconds, such as "12:01:15" or "12:01:15.000001". The day does not matter.
 func at(clock string) int64 {
 	t, err := time.Parse(time.DateTime, "2026-07-01 "+clock)
 	if err != nil {
@@ -47,28 +47,28 @@ func at(clock string) int64 {
 	return t.UnixMicro()
 }
 
-// modelStep asks for n at the time at.
+// modelStep asks for n at a time.
 type modelStep struct {
 	at   int64
 	n    int64
 	want model.Decision
 }
 
-// granted is what is wanted of a request that is allowed. Times are in microseconds.
+// granted is the expected decision of an allowed request. Times are in microseconds.
 func granted(remaining, resetAfter int64) model.Decision {
 	return model.Decision{Granted: 1, Remaining: remaining, ResetAfter: resetAfter}
 }
 
-// denied is what is wanted of a request that is not, or of a Peek that says so.
+// denied is the expected decision of a denied request, or of a Peek that finds no room.
 func denied(remaining, retryAfter, resetAfter int64) model.Decision {
 	return model.Decision{Remaining: remaining, RetryAfter: retryAfter, ResetAfter: resetAfter}
 }
 
-// free is what is wanted of a Peek that says that 1 would fit.
+// free is the expected decision of a Peek that finds room for 1.
 func free(remaining, resetAfter int64) model.Decision { return denied(remaining, 0, resetAfter) }
 
-// playModel plays steps from the state s on and returns the last state. Next to what a step wants, it checks what every
-// decision has to keep.
+// playModel plays steps, beginning with the state s, and returns the last state. It checks each decision against the
+// step and against the specification.
 func playModel(t *testing.T, p model.Rules, s model.State, steps ...modelStep) model.State {
 	t.Helper()
 	require.True(t, modeltest.InRange(p))

@@ -15,8 +15,8 @@ type TokenBucket struct {
 
 var _ Rules = TokenBucket{}
 
-// MaxReturned is how much given back a bucket counts before it forgets what was taken. More could overflow the
-// sum.
+// MaxReturned is the most returned credit that a bucket counts. Beyond it, the bucket forgets its earlier takes. A
+// larger sum could overflow.
 const MaxReturned = 1 << 61
 
 func (p TokenBucket) Lasts() int64 { return p.FillTime(p.Full()) }
@@ -28,30 +28,32 @@ func (p TokenBucket) Numbers() algorithm.Numbers {
 // Full is the credit of a full bucket.
 func (p TokenBucket) Full() int64 { return p.Capacity * Micros(p.Every) }
 
-// FillTime is how many microseconds it takes until credit has flowed in.
+// FillTime is how many microseconds it takes to refill that much credit.
 func (p TokenBucket) FillTime(credit int64) int64 { return CeilDiv(credit, p.Refill) }
 
-// Refund gives back what of a take has not flowed in again. The tokens that are missing are a queue: a take joins
-// its end, refill serves its front, and a refund leaves from where it stands. If nobody before it has left the
-// queue since, a take of n that had others of size b before it has b + n - refill of its own left; and if others
-// have, at most b less was before it, but never less than nothing. Not knowing where those stood who have left,
-// refund takes them all to have stood before it, the worst case: that is
+// Refund gives back the units of a take that have not been refilled yet. Think of the missing tokens as a queue: a take
+// joins at the end, refill serves the front, and a refund leaves from its own place. Suppose that a take of n had b
+// tokens before it, and none of those left since. Then b + n - refill of its own are still left. If some did leave,
+// fewer than b were before it. Refund does not know where those that left stood. It assumes the worst case, that all
+// stood before it, so this many are left:
 //
 //	max(b - returned since, 0) + n - refill since, and at most n
 //
-// Why this mints nothing: without the takes that are given back, the queue would be shorter by what is left of
-// them at most, because refill that has served them would have served others. So a bucket never holds more than it
-// would hold without these takes.
+// Refunds create no extra tokens, for this reason: without the refunded takes, the queue would be shorter by at most
+// the tokens left of them, because the refill that served them would have served others. So a bucket never holds more
+// than it would hold without these takes.
 //
-// A row that the clock has left behind gives nothing back: the next take makes it a new bucket, with another since.
+// If the clock jumped back behind the row, a refund gives nothing back, because the next take makes a new bucket with
+// another Since.
 func (p TokenBucket) Refund(s State, clock int64, k Take) (State, Decision) {
 	every, full := Micros(p.Every), p.Full()
 	rolled, moved := p.Roll(s, clock)
 	t := rolled.WindowStart
 	if moved ||
-		// It was taken from under other numbers since.
+		// There was a take under other numbers since.
 		s.Scale != every || s.Capacity != p.Capacity || s.Refill != p.Refill ||
-		rolled.Since != k.Since || rolled.Credit == full && rolled.Count == 0 { // another bucket, or as good as new
+		// a later bucket, or one that is as good as new
+		rolled.Since != k.Since || rolled.Credit == full && rolled.Count == 0 {
 		return afterRefund(p, s, clock, false)
 	}
 	spent := min(k.Spent, MaxCredit-s.Count)
@@ -80,17 +82,17 @@ func (p TokenBucket) Refund(s State, clock int64, k Take) (State, Decision) {
 	return afterRefund(p, s, clock, spent > 0 || back > 0)
 }
 
-// bucketLeases are the tokens of a bucket that leases may hold. They stand in the row's log, so that what is given back
-// leaves as much of the bucket empty. No lease lasts longer than a period, so those of the current period and of the
-// one before are counted. That may be too many: the row does not know which tokens have been spent.
+// bucketLeases are the tokens of a bucket that leases may still hold. They are stored in the row's log, so that refunds
+// leave room for them in the bucket. No lease lasts longer than a period, so only the leases of the current and the
+// previous period count. This may count too many, because the row does not know which tokens have been spent.
 type bucketLeases struct {
 	since  int64 // the start of the current period
-	now    int64 // what was leased in it
-	before int64 // what was leased in the period before
+	now    int64 // tokens leased in the current period
+	before int64 // tokens leased in the previous period
 	period int64
 }
 
-// leased are the leases of a bucket in the state s at time t.
+// leased returns the leases of a bucket in the state s at time t.
 func (p TokenBucket) leased(s State, t int64) bucketLeases {
 	l := bucketLeases{since: t, period: p.Lasts() / LeasesInBucket}
 	if s.Log == "" {
@@ -106,10 +108,10 @@ func (p TokenBucket) leased(s State, t int64) bucketLeases {
 	return l
 }
 
-// End ends the lease that k gives back.
+// End ends the lease that the refund k gives back.
 func (l *bucketLeases) End(k Take, t int64) {
 	switch {
-	case t-k.In >= l.period: // it may not be counted any more
+	case t-k.In >= l.period: // it no longer counts, or may not
 	case k.In >= l.since:
 		l.now = max(l.now-max(k.Ended, 0), 0)
 	default:
@@ -117,7 +119,7 @@ func (l *bucketLeases) End(k Take, t int64) {
 	}
 }
 
-// entries is what the row's log says of them.
+// entries encodes the leases for the row's log.
 func (l bucketLeases) entries() Entries {
 	if l.now+l.before == 0 {
 		return ""
@@ -125,7 +127,7 @@ func (l bucketLeases) entries() Entries {
 	return NewEntries([]int64{l.since, l.now, l.before})
 }
 
-// occupied is how much of the bucket stays empty for leases: what is held, and what flows in until they end.
+// occupied is the part of the bucket that stays empty for leases: the held tokens, and the refill until they end.
 func (p TokenBucket) occupied(l bucketLeases) int64 {
 	if l.now+l.before == 0 {
 		return 0
@@ -133,7 +135,7 @@ func (p TokenBucket) occupied(l bucketLeases) int64 {
 	return min(l.now+l.before, p.Capacity)*Micros(p.Every) + l.period*p.Refill
 }
 
-// Lend notes that so many of the units just taken are to be spent later, as far as they may be held.
+// Lend records that units of the last take are spent later, up to the number that may be held.
 func (p TokenBucket) Lend(s State, units int64) State {
 	spare, _ := p.LeaseOf(s, s.WindowStart, Never)
 	if units = min(units, spare); units > 0 {
@@ -144,7 +146,7 @@ func (p TokenBucket) Lend(s State, units int64) State {
 	return s
 }
 
-// LeaseOf leaves so much of the bucket empty that all that is held could be put back at any time until the lease ends.
+// LeaseOf leaves enough of the bucket empty to put all held units back at any time until the lease ends.
 func (p TokenBucket) LeaseOf(s State, clock, longest int64) (spare, lasts int64) {
 	l := p.leased(s, max(clock, s.WindowStart))
 	held := min(l.now+l.before, p.Capacity) * Micros(p.Every)
@@ -156,11 +158,11 @@ func (p TokenBucket) LeaseOf(s State, clock, longest int64) (spare, lasts int64)
 }
 
 func (p TokenBucket) ResetAfter(last Decision, units int64) int64 {
-	if last.State.Count > 0 || last.Taken.Spent > 0 { // there is granted credit, or there was
+	if last.State.Count > 0 || last.Taken.Spent > 0 { // there is granted credit, or there was some
 		return creditResetAfter(last, last.State.Count, units, p.Lasts())
 	}
 	need := p.Full() - last.State.Credit
-	// The first two differ by how far the row's time lies ahead of the clock, if it does.
+	// The two terms differ by how far the row's time is ahead of the clock.
 	return last.ResetAfter - p.FillTime(need) + p.FillTime(need-units*Micros(p.Every))
 }
 
@@ -169,10 +171,11 @@ func (p TokenBucket) Roll(s State, clock int64) (rolled State, moved bool) {
 	if clock >= s.ExpiresAt {
 		s = State{Credit: full, WindowStart: clock, ExpiresAt: s.ExpiresAt, Log: s.Log}
 	} else {
-		if s.Scale != every || s.Capacity != p.Capacity || s.Refill != p.Refill { // what was taken stays taken
+		// an older take can no longer be given back
+		if s.Scale != every || s.Capacity != p.Capacity || s.Refill != p.Refill {
 			s.Since, s.Returned = max(s.Since+1, s.WindowStart, clock), 0
 		}
-		if s.Scale != every { // the policy has changed: keep whole tokens, and the part of one, rounded down
+		if s.Scale != every { // the policy has changed: keep whole tokens, and round the partial one down
 			if tokens := s.Credit / s.Scale; tokens >= p.Capacity {
 				s.Credit = full
 			} else {
@@ -180,7 +183,7 @@ func (p TokenBucket) Roll(s State, clock int64) (rolled State, moved bool) {
 			}
 		}
 		s.Credit = min(s.Credit, full)
-		if s.Credit == full && s.Count == 0 { // the capacity is lower now: as good as new
+		if s.Credit == full && s.Count == 0 { // the capacity is lower now, so the row is as good as new
 			s = State{Credit: full, WindowStart: clock, ExpiresAt: clock, Log: s.Log}
 		} else if s.WindowStart-clock > p.FillTime(full) { // the clock has jumped back: keep the credit, from now on
 			s.WindowStart = clock
@@ -199,7 +202,7 @@ func (p TokenBucket) Roll(s State, clock int64) (rolled State, moved bool) {
 		s.Credit += (t - s.WindowStart) * p.Refill
 	} else {
 		s.Credit = full
-		if s.Count == 0 { // as good as new
+		if s.Count == 0 { // the row is as good as new
 			s.Since, s.Returned = t, 0
 		}
 	}
@@ -212,8 +215,8 @@ func (p TokenBucket) Decide(s State, clock, n int64) (State, Decision) {
 	s, moved := p.Roll(s, clock)
 	t := s.WindowStart
 
-	// A denial writes nothing, except to a row that the clock has left behind. Left as it is, it would deny for
-	// ever.
+	// A denial writes nothing, unless the clock has jumped far behind the row. An unchanged row would then deny until
+	// the clock catches up.
 	changed := moved && 0 < n && n <= p.Capacity
 
 	room := s.Credit / every

@@ -80,7 +80,7 @@ func TestTokenBucket(t *testing.T) {
 			{at("12:09:50"), 1, denied(0, 11*second, 20*second)},
 			{at("12:09:49.999999"), 0, denied(0, second, 10*second)}, // a Peek does not pull the row back
 			{at("12:09:50"), 1, denied(0, 11*second, 20*second)},
-			{at("12:09:49.999999"), 11, denied(0, model.Never, 10*second)}, // nor does what can never be granted
+			{at("12:09:49.999999"), 11, denied(0, model.Never, 10*second)}, // nor does a cost above the capacity
 			{at("12:09:50"), 1, denied(0, 11*second, 20*second)},
 			{at("12:09:49.999999"), 1, denied(0, second, 10*second)}, // a denial does
 			{at("12:09:50"), 1, denied(0, second-1, 10*second-1)},
@@ -121,8 +121,7 @@ func TestTokenBucket(t *testing.T) {
 	}
 }
 
-// Bug 1 of the peers: if they round the elapsed intervals down and store the current time, they grant half of
-// that.
+// Bug 1 of other limiters: they round the elapsed intervals down and store the current time, and so grant half of that.
 func TestTokenBucketCallEveryPartOfAnIntervalGetsTheFullRate(t *testing.T) {
 	t.Parallel()
 	for _, every := range []time.Duration{10 * time.Microsecond, time.Second, 24 * time.Hour} {
@@ -138,20 +137,20 @@ func TestTokenBucketCallEveryPartOfAnIntervalGetsTheFullRate(t *testing.T) {
 	}
 }
 
-// Bug 2 of the peers.
+// Bug 2 of other limiters.
 func TestTokenBucketOlderClockAfterALockWaitRefillsNothingTwice(t *testing.T) {
 	t.Parallel()
 	playModel(t, model.TokenBucket{10, 1, time.Second}, model.State{},
 		modelStep{c0, 10, granted(0, 10*second)},
 		modelStep{c5, 4, granted(1, 9*second)},
-		modelStep{c2, 1, granted(0, 13*second)}, // has waited for the row since c2; the refill up to c5 is spent
+		modelStep{c2, 1, granted(0, 13*second)}, // it has waited for the row since c2; the refill up to c5 is used up
 		modelStep{c2, 1, denied(0, 4*second, 13*second)},
 		modelStep{c5, 1, denied(0, second, 10*second)},
 		modelStep{c6, 1, granted(0, 10*second)},
 		modelStep{c6, 1, denied(0, second, 10*second)})
 }
 
-// Bug 10 of the peers.
+// Bug 10 of other limiters.
 func TestTokenBucketRaisedLimitsHelpAtOnce(t *testing.T) {
 	t.Parallel()
 	s := playModel(t, model.TokenBucket{10, 1, time.Second}, model.State{},
@@ -160,7 +159,7 @@ func TestTokenBucketRaisedLimitsHelpAtOnce(t *testing.T) {
 	playModel(t, model.TokenBucket{10, 4, time.Second}, s,
 		modelStep{c1, 5, denied(4, second/4, second+second/2)},
 		modelStep{c1, 4, granted(0, 10*second/4)})
-	// The tokens stay, and there is more room for them. As the row was last written, it is full at c0 + 10 s.
+	// The tokens stay, and the bucket becomes larger. As last written, the row is full at c0 + 10 s.
 	playModel(t, model.TokenBucket{20, 1, time.Second}, s,
 		modelStep{c9, 10, denied(9, second, second)},
 		modelStep{c9, 1, granted(8, 12*second)},
@@ -168,7 +167,7 @@ func TestTokenBucketRaisedLimitsHelpAtOnce(t *testing.T) {
 	playModel(t, model.TokenBucket{20, 1, time.Second}, s, modelStep{c9 + second, 20, granted(0, 20*second)})
 }
 
-// Bug 11 of the peers.
+// Bug 11 of other limiters.
 func TestTokenBucketCostAboveTheCapacityNeverFits(t *testing.T) {
 	t.Parallel()
 	p := model.TokenBucket{10, 1, time.Second}
@@ -199,7 +198,7 @@ func TestTokenBucketLoweredCapacityClampsTheTokens(t *testing.T) {
 		modelStep{c0, 5, granted(0, 5*second)})
 }
 
-// Though the row's time lies ahead of the clock.
+// This also holds if the row's time is ahead of the clock.
 func TestTokenBucketLoweredCapacityThatIsFullIsAsGoodAsNew(t *testing.T) {
 	t.Parallel()
 	s := playModel(t, model.TokenBucket{10, 1, time.Second}, model.State{}, modelStep{c5, 1, granted(9, second)})
@@ -221,7 +220,7 @@ func TestTokenBucketKeepsItsTokensWhenTheIntervalChanges(t *testing.T) {
 	t.Parallel()
 	s := playModel(t, model.TokenBucket{10, 1, time.Second}, model.State{}, modelStep{c0, 4, granted(6, 4*second)})
 	playModel(t, model.TokenBucket{10, 1, time.Minute}, s,
-		modelStep{c0, 0, free(6, 4*second)}, // when the row expires; in 4 minutes once something is taken
+		modelStep{c0, 0, free(6, 4*second)}, // here the row expires; after a take, in 4 minutes
 		modelStep{c0, 7, denied(6, 4*second, 4*second)},
 		modelStep{c0, 6, granted(0, 10*minute)},
 		modelStep{c0 + minute, 1, granted(0, 10*minute)})
@@ -229,7 +228,7 @@ func TestTokenBucketKeepsItsTokensWhenTheIntervalChanges(t *testing.T) {
 		modelStep{c0, 7, denied(6, second/1000, 4*second/1000)},
 		modelStep{c0, 6, granted(0, 10*second/1000)})
 
-	// Two thirds of a token, rounded down to each scale: one half, two thirds, five eighths.
+	// Two thirds of a token are rounded down to each scale: one half, two thirds, five eighths.
 	s = playModel(t, model.TokenBucket{10, 1, 3 * time.Microsecond}, model.State{},
 		modelStep{c0, 10, granted(0, 30)},
 		modelStep{c0 + 8, 2, granted(0, 28)})
@@ -249,7 +248,7 @@ func TestTokenBucketChangedIntervalNeverOverflows(t *testing.T) {
 	s = playModel(t, fast, model.State{}, modelStep{c0, 1, granted(model.MaxProduct-1, 1)})
 	playModel(t, slow, s, modelStep{c0, 0, free(2048, 0)})
 
-	// Part of a token times the longest interval needs more than 64 bits.
+	// A part of a token times the longest interval needs more than 64 bits.
 	s = model.State{Credit: model.MaxSpan - 2, Scale: model.MaxSpan - 1, WindowStart: c0, ExpiresAt: c9}
 	_, d := slow.Decide(s, c0, 1)
 	require.Equal(t, int64(model.MaxSpan-2), d.State.Credit)
@@ -262,7 +261,7 @@ func TestTokenBucketKeepsItsTokensWhateverChanges(t *testing.T) {
 	for range 5000 {
 		before, after := d.Bucket(), d.Bucket()
 		s, _ := before.Decide(model.State{}, c0, d.Magnitude(1, before.Capacity))
-		s, _ = before.Decide(s, c0+d(s.ExpiresAt-c0), 1) // leaves a part of a token
+		s, _ = before.Decide(s, c0+d(s.ExpiresAt-c0), 1) // a part of a token is left
 		start := s.WindowStart
 		clock := start + d.Magnitude(0, s.ExpiresAt-start-1)
 		_, got := after.Decide(s, clock, 0)
@@ -282,7 +281,7 @@ func TestTokenBucketKeepsItsTokensWhateverChanges(t *testing.T) {
 func TestTokenBucketExpiredRowEqualsNoRow(t *testing.T) {
 	t.Parallel()
 	p := model.TokenBucket{10, 1, time.Second}
-	row := model.State{Scale: second, WindowStart: c0, ExpiresAt: c5} // a bucket that fills in 5 s has left it
+	row := model.State{Scale: second, WindowStart: c0, ExpiresAt: c5} // a bucket that fills in 5 s would be full
 	require.False(t, equalsNoRow(p, row, c5-1))
 	for _, clock := range []int64{c5, c5 + 1, c9, c9 + second, c0 + hour} {
 		require.True(t, equalsNoRow(p, row, clock))
@@ -341,8 +340,8 @@ func TestTokenBucketNeverGrantsMoreThanCapacityAndRefillInAnyInterval(t *testing
 		var s model.State
 		var last model.Decision
 		clock := d.Magnitude(0, 1<<52)
-		// Consider every interval that ends now, and what was granted in it less what has flowed in. That is
-		// largest for the interval that began when the level was lowest.
+		// The level follows from all intervals that end now: each has the units granted in it minus the refill in it.
+		// The largest difference is that of the interval that began when the level was lowest.
 		level, lowest := new(big.Rat), new(big.Rat)
 		for range 40 {
 			was := clock

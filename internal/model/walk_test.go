@@ -11,7 +11,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
-// bytesDice is what a fuzzer has thrown. more tells whether there are bytes left; without any, each throw is a 0.
+// bytesDice throws the dice with a fuzzer's bytes. more tells whether any are left; after the last one, each throw is
+// 0.
 func bytesDice(b []byte) (d modeltest.Dice, more func() bool) {
 	d = func(n int64) int64 {
 		if n <= 1<<8 {
@@ -29,11 +30,11 @@ func bytesDice(b []byte) (d modeltest.Dice, more func() bool) {
 	return d, func() bool { return len(b) > 0 }
 }
 
-// seen counts what a walk has come by, so that a test can tell that it has looked at everything.
+// seen counts the cases of a walk, so that a test can tell that it has seen all of them.
 type seen struct{ granted, denied, never, peeked, refunded, renewed, stale, credited, spent, ahead, healed, expired, changed, clamped int }
 
-// walkModel asks for one request after the other, at clocks and costs that d draws, and now and then under another
-// policy. It checks each decision. It begins with the policy that draw returns first.
+// walkModel makes one request after another, at clocks and costs drawn from d. Now and then it changes the policy. It
+// checks each decision. The first policy that draw returns is the first of the walk.
 func walkModel(d modeltest.Dice, more func() bool, draw func() model.Rules) (seen, error) {
 	var count seen
 	var s model.State
@@ -115,7 +116,7 @@ func walkModel(d modeltest.Dice, more func() bool, draw func() model.Rules) (see
 	return count, nil
 }
 
-// testModelProperties walks many times, beginning with no row each time.
+// testModelProperties makes many walks. Each begins without a row.
 func testModelProperties(t *testing.T, draw func(modeltest.Dice) model.Rules) {
 	t.Helper()
 	d := modeltest.RandomDice(t)
@@ -154,7 +155,7 @@ func testModelProperties(t *testing.T, draw func(modeltest.Dice) model.Rules) {
 	}
 }
 
-// fuzzModel walks as the fuzzer's bytes say, under one or the other of two policies.
+// fuzzModel makes a walk from the fuzzer's bytes, under one or the other of two policies.
 func fuzzModel(t *testing.T, steps []byte, policies ...model.Rules) {
 	t.Helper()
 	for _, p := range policies {
@@ -171,7 +172,7 @@ func fuzzModel(t *testing.T, steps []byte, policies ...model.Rules) {
 	require.NoError(t, err)
 }
 
-// fuzzWindows fuzzes a policy that has a limit and a window, and its change to another limit and window.
+// fuzzWindows fuzzes a policy with a limit and a window, and a change to another limit and window.
 func fuzzWindows(f *testing.F, policy func(limit int64, window time.Duration) model.Rules) {
 	f.Helper()
 	f.Add(int64(10), minute, int64(20), minute, []byte("a request at each of some clocks, at some costs"))

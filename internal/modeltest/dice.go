@@ -1,4 +1,4 @@
-// Package modeltest holds what tests of the model, and tests that compare something with the model, have in common.
+// Package modeltest has helpers for tests of the model, and for tests that compare something with the model.
 package modeltest
 
 import (
@@ -7,26 +7,26 @@ import (
 	"math/rand/v2"
 	"testing"
 	"time"
-	_ "time/tzdata" // so that the tests know time zones wherever they run
+	_ "time/tzdata" // so that the tests have time zones on every machine
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// SeedVariable repeats the random cases of a run that has failed.
+// SeedVariable is the environment variable that repeats the random cases of a failed run.
 const SeedVariable = "RATELIMIT_TEST_SEED"
 
-// Dice returns one of 0 to n-1.
+// Dice returns a number from 0 to n-1.
 type Dice func(n int64) int64
 
-// RandomDice are seeded with what the test prints if it fails.
+// RandomDice returns dice with a seed that is printed if the test fails.
 func RandomDice(t testing.TB) Dice {
 	t.Helper()
 	return rand.New(rand.NewPCG(testkit.Seed(t, SeedVariable), 0)).Int64N
 }
 
-// Magnitude is a number from lo to hi: every order of magnitude is as likely as another, and so are the ends.
+// Magnitude draws a number from lo to hi. All orders of magnitude are equally likely, and so are the ends.
 func (d Dice) Magnitude(lo, hi int64) int64 {
 	switch d(16) {
 	case 0:
@@ -42,7 +42,7 @@ func (d Dice) Magnitude(lo, hi int64) int64 {
 	return lo + int64(min(uint64(d(1<<min(bits, 62))), width))
 }
 
-// Window draws the numbers of a window from all of the exact range: everyday ones, and ones up to its edge.
+// Window draws the limit and window of a policy from the whole exact range: common values, and values near its edge.
 func (d Dice) Window() (limit int64, window time.Duration) {
 	if d(3) == 0 {
 		return 1 + d(20), model.Duration(1 + d(100))
@@ -84,7 +84,7 @@ func (d Dice) Calendar() model.CalendarWindow {
 	return model.CalendarWindow{Limit: limit, Span: units[d(int64(len(units)))], Zone: zones[d(int64(len(zones)))]}
 }
 
-// Units are the spans of the units of the calendar.
+// Units are the spans of the calendar units.
 func Units() (spans []time.Duration) {
 	for _, unit := range []string{"minute", "hour", "day", "week", "month"} {
 		spans = append(spans, algorithm.UnitSpan(unit))
@@ -92,16 +92,16 @@ func Units() (spans []time.Duration) {
 	return spans
 }
 
-// SteadyZones are time zones whose rules have been the same for long, so that this process and a server agree on
-// them. Among them are changes of half an hour, and changes a minute after midnight.
+// SteadyZones are time zones whose rules have not changed for years, so that this process and a server agree on them.
+// Some of them have changes of half an hour, and changes one minute after midnight.
 func SteadyZones() []string {
 	return []string{
 		"UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "America/St_Johns", "Asia/Kolkata",
 	}
 }
 
-// Clock draws the clock of the next request: where something happens to the row, a microsecond beside that, or any
-// step away, forwards and back.
+// Clock draws the next request's clock: a time when the row changes, a microsecond beside it, or any step forwards or
+// back.
 func (d Dice) Clock(p model.Rules, s model.State, clock int64, last model.Decision) int64 {
 	const highest = 1 << 60
 	start, window := s.WindowStart, Reach(p)
@@ -127,7 +127,7 @@ func (d Dice) Clock(p model.Rules, s model.State, clock int64, last model.Decisi
 	return min(max(clock, 0), highest)
 }
 
-// Forwards draws the next clock of one that never steps back.
+// Forwards draws the next time of a clock that never steps back.
 func (d Dice) Forwards(p model.Rules, s model.State, clock int64, last model.Decision) int64 {
 	return max(clock, min(d.Clock(p, s, clock, last), clock+8*model.MaxSpan))
 }
@@ -143,7 +143,7 @@ func (d Dice) Cost(limit, remaining int64) int64 {
 	return d.Magnitude(0, limit)
 }
 
-// Refund draws what is given back: all or part of a take, again and again, or something that nobody has taken.
+// Refund draws a refund: all or part of a take, possibly repeated, or a take that never happened.
 func (d Dice) Refund(takes []model.Take, p model.Rules, clock int64) model.Take {
 	if len(takes) == 0 || d(8) == 0 {
 		k := model.Take{

@@ -7,18 +7,18 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Taken is a take that was allowed in a random history.
+// Taken is an allowed take of a random history.
 type Taken struct {
 	Units, In int64
 	GiveBack  func(clock, n int64) error
-	Kept      int64 // of the units, what was never given back
+	Kept      int64 // the units that were never given back
 
 	policy model.Rules
 	clock  int64
 }
 
-// History plays a random history for one key: takes, now and then under another limit, and refunds of what was taken,
-// each unit at most once. ask returns nil if it is denied. forwards is how far the clock has gone forwards.
+// History plays a random history of one key: takes, sometimes under another limit, and refunds of taken units, each
+// unit at most once. ask returns nil for a denial. forwards is the total time that the clock went forwards.
 func (d Dice) History(
 	draw func() model.Rules, steps int, back bool, ask func(p model.Rules, clock, n int64) (*Taken, error),
 ) (takes []*Taken, forwards *big.Int, err error) {
@@ -63,16 +63,16 @@ func (d Dice) History(
 	return takes, forwards, nil
 }
 
-// Mints tells what is wrong with what a history has kept.
+// Mints returns an error if too many units of a history were kept.
 func Mints(takes []*Taken) error {
-	var without model.State // of a bucket without all that was given back
+	var without model.State // a bucket that never saw the refunded units
 	largest := int64(0)
 	for i, took := range takes {
 		if took.Kept == 0 {
 			continue
 		}
 		limit, window := took.policy.Numbers().Limit, Reach(took.policy)
-		// Kept in the window that ends here, in the same of the row's and in the one before.
+		// The units kept in the window that ends here, in the row's window, and in the one before.
 		var within, same, before int64
 		for _, other := range takes[:i+1] {
 			if other.clock > took.clock-window {
@@ -88,7 +88,7 @@ func Mints(takes []*Taken) error {
 		largest = max(largest, limit)
 		ok := true
 		switch p := took.policy.(type) {
-		case model.FixedWindow: // the take that has opened a window may have been given back
+		case model.FixedWindow: // the take that opened a window may have been given back
 			ok = same <= limit && within <= 2*largest
 		case model.SlidingWindow:
 			sum := new(big.Int).Mul(big.NewInt(before), big.NewInt(window-(took.clock-took.In)))
@@ -112,7 +112,7 @@ func Mints(takes []*Taken) error {
 	return nil
 }
 
-// ofTheCalendar is what is kept in the window of the calendar that the last take is in.
+// ofTheCalendar is the number of units kept in the last take's calendar window.
 func ofTheCalendar(p model.CalendarWindow, takes []*Taken) (kept int64) {
 	end := p.End(takes[len(takes)-1].clock)
 	for _, took := range takes {
@@ -123,9 +123,8 @@ func ofTheCalendar(p model.CalendarWindow, takes []*Taken) (kept int64) {
 	return kept
 }
 
-// DrawFor returns policies of one kind, which differ in nothing but their limit, and buckets in nothing: of a
-// bucket it matters whose numbers it was last rolled forward by, so that a take can let others through that would
-// not have been without it.
+// DrawFor returns policies of one kind that differ only in their limit. Buckets do not differ at all: the numbers that
+// a bucket was last rolled forward with matter, so a take could let others through that would be denied without it.
 func (d Dice) DrawFor(kind int64) func() model.Rules {
 	window := 1_000_000 + d.Magnitude(0, 1<<40)
 	capacity := 1 + d(20)

@@ -11,7 +11,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// RowID is where a row stands in its table.
+// RowID identifies a row within its table.
 type RowID struct{ Name, Key string }
 
 // Row is a row of one of the tables.
@@ -20,29 +20,29 @@ type Row struct {
 	model.State
 }
 
-// Rows is the model of both tables; of rate_limit_durable under true.
+// Rows is the model of both tables. The key true is rate_limit_durable.
 type Rows map[bool]map[RowID]Row
 
-// NewRows is the model of empty tables.
+// NewRows returns the model of empty tables.
 func NewRows() Rows { return Rows{false: {}, true: {}} }
 
-// Element is what a statement asks for one key: count requests of one cost.
+// Element is a statement's request for one key: count requests of the same cost.
 type Element struct {
 	Key         string
 	Cost, Count int64
-	Refund      []model.Take // of a cost below 0; nil: it grants
+	Refund      []model.Take // for a cost below 0; nil means a grant
 	Decision    model.Decision
 }
 
-// Step is one call of a function.
+// Step is one function call.
 type Step struct {
 	Policy   model.Rules
 	Durable  bool
-	Name     string // short, so that a test can put something before it
+	Name     string // short, so that a test can add a prefix
 	Clock    int64
-	Skip     bool      // rows that somebody holds are passed over
-	Brief    bool      // costs and counts that are all 1 are left out
-	Elements []Element // with the decisions that the model makes
+	Skip     bool      // skip rows that are locked
+	Brief    bool      // leave out costs and counts if all are 1
+	Elements []Element // includes the model's decisions
 }
 
 func (s Step) String() string {
@@ -54,25 +54,25 @@ func (s Step) String() string {
 		s.Clock, s.Name, s.Durable, s.Policy, s.Skip, s.Brief, elements.String())
 }
 
-// Part is a part of a request of rate_limit_all, with the decision that the models make.
+// Part is one part of a request to rate_limit_all, with the model's decision.
 type Part struct {
 	ID       RowID
 	Durable  bool
 	Policy   model.Rules
 	Cost     int64
-	Refund   []model.Take // what a cost below 0 is of, or nil for a grant
+	Refund   []model.Take // the takes that a cost below 0 gives back, or nil for a grant
 	Decision model.Decision
 }
 
-// Request takes from all of its parts, or from none, count times one after the other.
+// Request takes from all of its parts or from none, and it does so count times.
 type Request struct {
 	Parts []Part
 	Count int64
-	Ahead int64 // how many of these are to be spent later
-	moved bool  // a row that refuses it is written, because the clock has left it behind
+	Ahead int64 // how many of these are spent later
+	moved bool  // a denial writes a row, because the clock has jumped back behind it
 }
 
-// State is the row of a part as its algorithm sees it.
+// State is a part's row as its algorithm sees it.
 func (m Rows) State(p Part) model.State {
 	if row := m[p.Durable][p.ID]; row.Algorithm == p.Policy.Numbers().Algorithm {
 		return row.State
@@ -87,12 +87,12 @@ func (m Rows) has(p Part) bool {
 
 func (m Rows) clone() Rows { return Rows{false: maps.Clone(m[false]), true: maps.Clone(m[true])} }
 
-// Decide has the model make the decisions of a step: an element of count k is k requests, one after the other.
+// Decide fills in the model's decisions of a step. An element with a count of k is k requests in sequence.
 func (m Rows) Decide(s Step) {
 	for i := range s.Elements {
 		e := &s.Elements[i]
 		id := RowID{s.Name, e.Key}
-		var current model.State // of no row, and of a row of another algorithm
+		var current model.State // empty for a missing row, or one of another algorithm
 		if row := m[s.Durable][id]; row.Algorithm == s.Policy.Numbers().Algorithm {
 			current = row.State
 		}
@@ -108,7 +108,7 @@ func (m Rows) Decide(s Step) {
 			next, d := e.Decide(s.Policy, current, s.Clock)
 			granted += d.Granted
 			last = d
-			if next == current { // and so for all further ones
+			if next == current { // all further requests get the same decision
 				break
 			}
 			current = next
@@ -127,7 +127,7 @@ func (m Rows) Decide(s Step) {
 	}
 }
 
-// Decide is the model's decision of one of its requests, or of what they give together.
+// Decide is the model's decision of one of its requests, or of its whole refund or grant.
 func (e Element) Decide(p model.Rules, s model.State, clock int64) (model.State, model.Decision) {
 	if e.Cost >= 0 {
 		return p.Decide(s, clock, e.Cost)
@@ -144,9 +144,9 @@ func (e Element) Decide(p model.Rules, s model.State, clock int64) (model.State,
 	return p.Refund(s, clock, k)
 }
 
-// DecideAll has the model make the decisions of a statement. If rows are missing, the function looks first. A
-// request that is refused then stays refused, and a refund that finds nothing then gives nothing back. Rows are
-// made for the others. A request that shares a row with one of those others before it counts as one of them.
+// DecideAll fills in the model's decisions of a statement. If rows are missing, the function first looks without them.
+// A request that is denied then stays denied, and a refund that finds no row gives nothing back. Rows are created for
+// the other requests. If a denied request shares a row with an earlier one of those, it is decided like them.
 func (m Rows) DecideAll(requests []Request, clock int64) {
 	lacks := slices.ContainsFunc(requests, func(r Request) bool {
 		return slices.ContainsFunc(r.Parts, func(p Part) bool {
@@ -163,7 +163,7 @@ func (m Rows) DecideAll(requests []Request, clock int64) {
 			refused := r.Parts[0].Decision.Granted == 0 && !r.moved ||
 				givesBack && !slices.ContainsFunc(r.Parts, seen.has)
 			if len(r.Parts) == 1 && 1 <= r.Parts[0].Cost && r.Parts[0].Cost <= r.Parts[0].Policy.Numbers().Limit {
-				refused = false // it needs no row but one from which it takes
+				refused = false // it only needs a row if it takes from it
 			}
 			if refused && !slices.ContainsFunc(r.Parts, func(p Part) bool { return changes[p.Durable][p.ID] }) {
 				continue
@@ -202,7 +202,7 @@ func (m Rows) decideRequest(r *Request, clock int64) {
 	granted := int64(0)
 	for ; granted < requests && fits(); granted++ {
 		for _, p := range r.Parts {
-			if next, _ := decide(p, p.Cost); next != m.State(p) { // as it is when there was nothing to give back
+			if next, _ := decide(p, p.Cost); next != m.State(p) { // equal if there was nothing to give back
 				m[p.Durable][p.ID] = Row{p.Policy.Numbers().Algorithm, next}
 			}
 		}
@@ -223,9 +223,9 @@ func (m Rows) decideRequest(r *Request, clock int64) {
 		if p.Cost > 0 {
 			p.Decision.Taken.Spent = credit - CreditOf(p.Policy, current, clock)
 		}
-		log := model.NewEntries(nil) // what retryAfter comes from
+		log := model.NewEntries(nil) // the entries that determine RetryAfter
 		if granted < r.Count && asked.Granted == 0 {
-			p.Decision.RetryAfter, log = asked.RetryAfter, asked.State.Log // it is this part that refuses
+			p.Decision.RetryAfter, log = asked.RetryAfter, asked.State.Log // this part denies
 			if next != current {
 				m[p.Durable][p.ID] = Row{p.Policy.Numbers().Algorithm, next}
 				p.Decision.State = next

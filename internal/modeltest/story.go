@@ -14,11 +14,11 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// NewStory makes up requests that hang together: few keys, one clock, and policies that change now and then. The
-// error is a panic of the model.
+// NewStory invents a sequence of related requests: few keys, one clock, and policies that change now and then. It
+// returns an error if the model panics.
 func NewStory(r *rand.Rand, steps int) ([]Step, error) { return NewStoryOf(r, steps, RandomPolicy) }
 
-// NewStoryOf is NewStory with policies drawn by a function.
+// NewStoryOf is NewStory with policies from the given function.
 func NewStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) model.Rules) (story []Step, err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -28,7 +28,7 @@ func NewStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) model.R
 	asModel := NewRows()
 	policy := randomPolicy(r)
 	clock := int64(1)<<50 + r.Int64N(1<<51)
-	var goals []int64 // times at which something happens, of recent decisions
+	var goals []int64 // times at which recent decisions say that something changes
 	takes := map[RowID][]model.Take{}
 
 	for range steps {
@@ -65,7 +65,7 @@ func NewStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) model.R
 			}
 			s.Elements = append(s.Elements, e)
 		}
-		if r.IntN(4) > 0 { // as the limiter sends them
+		if r.IntN(4) > 0 { // with the same arguments as a limiter
 			slices.SortStableFunc(s.Elements, func(a, b Element) int {
 				return cmp.Or(len(b.Key)-len(a.Key), strings.Compare(a.Key, b.Key))
 			})
@@ -87,8 +87,8 @@ func NewStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) model.R
 	return story, nil
 }
 
-// RandomRefund is a refund: of all or part of something that was taken, whether it was given back already or not,
-// or of what nobody has.
+// RandomRefund draws a refund: of all or part of a take, even one that was already given back, or of a take that never
+// happened.
 func RandomRefund(r *rand.Rand, p model.Rules, takes []model.Take, cost, count int64) (int64, int64, []model.Take) {
 	if len(takes) == 0 || r.IntN(6) == 0 {
 		extreme := func() int64 {
@@ -119,10 +119,10 @@ func RandomRefund(r *rand.Rand, p model.Rules, takes []model.Take, cost, count i
 	return -k.Units, 1, []model.Take{k}
 }
 
-// OneOf draws one of them.
+// OneOf draws one element.
 func OneOf[T any](r *rand.Rand, all []T) T { return all[r.IntN(len(all))] }
 
-// magnitude is a number from 1 to limit of any order of magnitude, and often the one or the other end.
+// magnitude draws a number from 1 to limit. All orders of magnitude are likely, and both ends are frequent.
 func magnitude(r *rand.Rand, limit int64) int64 {
 	switch r.IntN(12) {
 	case 0:
@@ -166,8 +166,8 @@ func RandomPolicy(r *rand.Rand) model.Rules {
 	return model.TokenBucket{Capacity: limit, Refill: refill, Every: model.Duration(window)}
 }
 
-// ChangedPolicy is what an operator might make of a policy: a little more or less of something, or the other kind
-// of window.
+// ChangedPolicy changes a policy as an operator might: some numbers a little higher or lower, or the other kind of
+// window.
 func ChangedPolicy(r *rand.Rand, p model.Rules) model.Rules {
 	vary := func(n int64) int64 {
 		if r.IntN(2) == 0 {
@@ -215,7 +215,7 @@ func ChangedPolicy(r *rand.Rand, p model.Rules) model.Rules {
 	return changed
 }
 
-// RandomCost is what somebody may ask for, and for a refund or a grant a cost below 0.
+// RandomCost draws a cost. For a refund or a grant it is below 0.
 func RandomCost(r *rand.Rand, limit int64) int64 {
 	switch r.IntN(10) {
 	case 0, 1:
@@ -236,7 +236,7 @@ func RandomCost(r *rand.Rand, limit int64) int64 {
 	return 1 + r.Int64N(min(limit, 3))
 }
 
-// RandomTake is a cost that may fit.
+// RandomTake draws a cost that may fit.
 func RandomTake(r *rand.Rand, limit int64) int64 {
 	switch r.IntN(4) {
 	case 0:
@@ -253,7 +253,7 @@ func randomCount(r *rand.Rand, limit, cost int64) int64 {
 		return 1 + r.Int64N(1000)
 	case 1:
 		if cost == 0 || cost > 1<<51 ||
-			cost < -1<<51 { // a model is no closed formula, and a key may hold credit of 2^61
+			cost < -1<<51 { // the model loops over units, and a key may hold credit of 2^61
 			return math.MaxInt64
 		}
 		if cost > 0 && limit/cost < 1000 {
@@ -265,10 +265,10 @@ func randomCount(r *rand.Rand, limit, cost int64) int64 {
 	return 1
 }
 
-// NextClock lets time stand still, go on, or jump, by any magnitude up to several windows; often to the very
-// microsecond at which something is to happen, or to one beside it.
+// NextClock leaves the time unchanged, lets it pass, or makes it jump by any magnitude up to several windows. It often
+// hits the microsecond at which something changes, or the one before or after.
 func NextClock(r *rand.Rand, clock int64, policy model.Rules, goals []int64) int64 {
-	const first, last = 1, 1 << 55 // 1970, and the year 3111
+	const first, last = 1, 1 << 55 // the year 1970, and the year 3111
 	window := Reach(policy)
 	switch choice := r.IntN(20); {
 	case choice < 4:

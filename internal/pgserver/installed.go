@@ -18,20 +18,21 @@ import (
 	"syscall"
 )
 
-// programs runs a server from programs of this machine, whose files all lie in its folder.
+// programs runs a server from programs on this machine. All of its files are in its folder.
 //
-// The postmaster is a child of this process. One that pg_ctl starts would be an orphan. After Kill it would stay a
-// zombie until init reaps it, which in some containers never happens, and Postgres does not start beside it.
+// The postmaster is a child of this process. If pg_ctl started it, the postmaster would be an orphan. After Kill it
+// would stay a zombie until init reaps it. In some containers that never happens, and Postgres does not start beside a
+// zombie.
 type programs struct {
 	binDir string
-	from   string // where the programs come from, for people
+	from   string // where the programs come from, in words
 }
 
-// installFolders are the usual folders of the programs. Few of them are in PATH.
+// installFolders are the folders where packages usually install the programs. Few of them are in PATH.
 func installFolders() []string {
 	return []string{
 		"/usr/lib/postgresql/*/bin",         // Debian, Ubuntu
-		"/usr/pgsql-*/bin",                  // Red Hat and others, packages of postgresql.org
+		"/usr/pgsql-*/bin",                  // Red Hat and others, with packages of postgresql.org
 		"/usr/libexec/postgresql*",          // Alpine
 		"/usr/lib/postgresql*/bin",          // SUSE
 		"/usr/local/pgsql/bin",              // built from source
@@ -44,7 +45,8 @@ func installFolders() []string {
 	}
 }
 
-// findInstalled looks in PATH, and then in folders, where it takes the newest. A major of "" is any from 14 on.
+// findInstalled looks in PATH first. Then it takes the newest version in folders. A major of "" accepts any version
+// from 14 on.
 func findInstalled(ctx context.Context, major string, folders []string) (way, error) {
 	var candidates []string
 	if initdb, err := exec.LookPath("initdb"); err == nil {
@@ -65,7 +67,7 @@ func findInstalled(ctx context.Context, major string, folders []string) (way, er
 		cmp.Or(major, "14 or later"), strings.Join(folders, ", "))
 }
 
-// versionOf returns the major version of the programs in a folder. Those that do not run are as good as none.
+// versionOf returns the major version of the programs in a folder. Programs that do not run count as missing.
 func versionOf(ctx context.Context, binDir string) (major int, err error) {
 	for _, name := range []string{"initdb", "postgres"} {
 		output, err := exec.CommandContext(ctx, filepath.Join(binDir, name), "--version").CombinedOutput()
@@ -113,7 +115,8 @@ func (w programs) prepare(ctx context.Context, p *process) error {
 	settings := map[string]string{
 		"listen_addresses":        "127.0.0.1",
 		"unix_socket_directories": "",
-		// Files in the data directory go with it. The default, files in /dev/shm, stay there after kill -9.
+		// Files in the data directory are removed with it. The default is files in /dev/shm, which stay there after
+		// kill -9.
 		"dynamic_shared_memory_type": "mmap",
 		"logging_collector":          "off",
 		"log_destination":            "stderr",
@@ -124,7 +127,7 @@ func (w programs) prepare(ctx context.Context, p *process) error {
 		value := strings.NewReplacer(`'`, `''`, `\`, `\\`).Replace(settings[name])
 		fmt.Fprintf(&lines, "%s = '%s'\n", name, value)
 	}
-	// Unlike options of the command line, settings there can be changed by ALTER SYSTEM.
+	// ALTER SYSTEM can change the settings in this file, but not those on the command line.
 	file, err := os.OpenFile(filepath.Join(p.dataDir, "postgresql.conf"), os.O_WRONLY|os.O_APPEND, 0)
 	if err != nil {
 		return fmt.Errorf("pgserver: %w", err)
@@ -137,7 +140,8 @@ func (w programs) server(p *process) *exec.Cmd {
 	return w.command("postgres", "-D", p.dataDir, "-p", strconv.Itoa(p.port))
 }
 
-// command is a program that only knows what we tell it: the environment may have variables of Postgres, and a locale.
+// command returns a command with only the environment that we give it, because ours may have variables of Postgres and
+// a locale.
 func (w programs) command(name string, args ...string) *exec.Cmd {
 	cmd := exec.Command(filepath.Join(w.binDir, name), args...)
 	cmd.Dir = "/" // the account may have no access to our own working directory
@@ -145,14 +149,15 @@ func (w programs) command(name string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// signal sends SIGINT, SIGTERM and SIGQUIT to the postmaster, and all others to its children too.
+// signal sends SIGINT, SIGTERM and SIGQUIT only to the postmaster, and all other signals to its children too.
 func (w programs) signal(p *process, signal syscall.Signal) error {
 	postmaster := p.pid()
 	pids := []int{postmaster}
 	switch signal {
 	case syscall.SIGINT, syscall.SIGTERM, syscall.SIGQUIT:
 	default:
-		// A suspended postmaster neither starts children nor reaps them. Otherwise their ids could go to others.
+		// A suspended postmaster neither starts children nor reaps them. Otherwise the operating system could reuse
+		// their ids.
 		if err := syscall.Kill(postmaster, syscall.SIGSTOP); err != nil {
 			return err
 		}
@@ -170,7 +175,8 @@ func (w programs) signal(p *process, signal syscall.Signal) error {
 	return nil
 }
 
-// childrenOf returns the processes that a process has started. All processes of a server are the postmaster's.
+// childrenOf returns the processes that a process has started. All processes of a server are children of the
+// postmaster.
 func childrenOf(pid int) (children []int, err error) {
 	output, err := exec.Command("pgrep", "-P", strconv.Itoa(pid)).Output()
 	if _, none := errors.AsType[*exec.ExitError](err); err != nil && !none {
@@ -186,7 +192,7 @@ func childrenOf(pid int) (children []int, err error) {
 	return children, nil
 }
 
-// otherUser returns a user to run the server as if we are root, because Postgres refuses to run as root.
+// If we are root, otherUser returns a user who can run the server, because Postgres refuses to run as root.
 func otherUser() (name string, credential *syscall.Credential, err error) {
 	if os.Geteuid() != 0 {
 		return "", nil, nil

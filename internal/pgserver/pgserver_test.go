@@ -23,7 +23,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// ownerVariable makes this test binary start a server, and then do what it says.
+// ownerVariable makes this test binary start a server, and then do what the variable says.
 const ownerVariable = "PGSERVER_TEST_OWNER"
 
 func TestMain(m *testing.M) {
@@ -42,13 +42,13 @@ func TestMain(m *testing.M) {
 	_, _ = io.Copy(io.Discard, os.Stdin) // which nobody closes
 }
 
-// owner is a child that owns a server, whose files lie in dir.
+// owner is a child process that owns a server, with files in dir.
 func owner(t *testing.T, dir, action string) (cmd *exec.Cmd, stdout io.Reader) {
 	t.Helper()
 	needPrograms(t)
 	cmd = exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), ownerVariable+"="+action, "TMPDIR="+dir)
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // as a shell does with a command
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // as a shell does for a command
 	_, err := cmd.StdinPipe()
 	require.NoError(t, err)
 	stdout, err = cmd.StdoutPipe()
@@ -61,8 +61,7 @@ func owner(t *testing.T, dir, action string) (cmd *exec.Cmd, stdout io.Reader) {
 	return cmd, stdout
 }
 
-// requireGone waits until there are no files in a folder. There is no server then: without files it would end too, but
-// later.
+// requireGone waits until there are no files in a folder. Without files, the server has ended or soon will.
 func requireGone(t *testing.T, dir string) {
 	t.Helper()
 	testkit.WaitUntil(t, func() bool {
@@ -81,7 +80,7 @@ func needPrograms(t *testing.T) {
 	}
 }
 
-// startServer starts a server that ends with the test, and leaves nothing.
+// startServer starts a server that ends with the test, and leaves no files.
 func startServer(t *testing.T, config Config) *Server {
 	t.Helper()
 	needPrograms(t)
@@ -96,7 +95,7 @@ func startServer(t *testing.T, config Config) *Server {
 	return server
 }
 
-// query runs a statement on a connection of its own, and returns its only value.
+// query runs a statement on its own connection, and returns the only value.
 func query(t *testing.T, url, sql string) (value string) {
 	t.Helper()
 	conn, err := pgx.Connect(t.Context(), url)
@@ -126,7 +125,7 @@ func TestServer(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, os.FileMode(0o700), info.Mode().Perm())
 
-	// Its data stays, however it ends.
+	// The server's data stays after every kind of end.
 	kept := 0
 	for name, end := range map[string]func() error{
 		"fast":      func() error { return server.Stop(t.Context(), Fast) },
@@ -150,14 +149,14 @@ func TestServer(t *testing.T) {
 		require.Equal(t, strconv.Itoa(kept), query(t, server.URL(), "SELECT count(*)::text FROM pg_largeobject_metadata"))
 	}
 
-	// Frozen, it accepts and does not answer.
+	// A frozen server accepts connections and does not answer.
 	require.NoError(t, server.Freeze())
 	conn, err := net.Dial("tcp", hostOf(t, server.URL()))
 	require.NoError(t, err)
 	defer conn.Close()
 	pids, err := server.PIDs()
 	require.NoError(t, err)
-	for _, pid := range pids { // a session that has ended is a zombie until the postmaster goes on
+	for _, pid := range pids { // an ended session stays a zombie until the postmaster runs again
 		testkit.WaitUntil(t, func() bool {
 			state, err := exec.Command("ps", "-o", "stat=", "-p", strconv.Itoa(pid)).Output()
 			return err == nil && strings.ContainsAny(string(state[:1]), "TZ")
@@ -166,7 +165,7 @@ func TestServer(t *testing.T) {
 	require.NoError(t, server.Thaw())
 	require.Equal(t, "1", query(t, server.URL(), "SELECT '1'"))
 
-	// Its URL is used by others, and its port insisted on.
+	// Others use its URL, so it has to keep its port.
 	theirs, err := Start(t.Context(), Config{URL: server.URL()})
 	require.NoError(t, err)
 	require.False(t, theirs.Owned())
@@ -185,7 +184,7 @@ func TestServer(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// Postgres cannot remove its shared memory after kill -9. There are only so many segments.
+// After kill -9, Postgres cannot remove its shared memory. The number of segments is limited.
 func TestCloseRemovesSharedMemory(t *testing.T) {
 	t.Parallel()
 
@@ -200,7 +199,7 @@ func TestCloseRemovesSharedMemory(t *testing.T) {
 	require.NotContains(t, string(output), "shmid="+id)
 }
 
-// Whichever way the owner of a server ends without Close, neither a process nor a file is left.
+// However the owner of a server ends without Close, no process and no file remains.
 func TestOwnerEnds(t *testing.T) {
 	t.Parallel()
 
@@ -251,7 +250,7 @@ func TestFailedStartTellsWhyAndLeavesNothing(t *testing.T) {
 	requireGone(t, closed)
 }
 
-// As root there is more to do at every step, but most machines have ordinary users.
+// As root there is more to do at every step, but most developers are ordinary users.
 func TestOrdinaryUser(t *testing.T) {
 	t.Parallel()
 	_, credential, err := otherUser()

@@ -19,11 +19,11 @@ import (
 	"time"
 )
 
-// way is how a server runs, in the foreground of a child of this process.
+// way is a way to run a server, in the foreground of a child of this process.
 type way interface {
 	origin() string
 	prepare(ctx context.Context, p *process) error
-	server(p *process) *exec.Cmd // the first time and, if p.settled, again
+	server(p *process) *exec.Cmd // called for the first start and, if p.settled, for later ones
 	signal(p *process, signal syscall.Signal) error
 }
 
@@ -36,7 +36,7 @@ func Available(ctx context.Context, config Config) error {
 	return err
 }
 
-// find returns the first way that this machine offers.
+// find returns the first way that works on this machine.
 func find(ctx context.Context, config Config) (way, error) {
 	if config.Image != "" {
 		return findDocker(ctx, config.Image)
@@ -71,22 +71,22 @@ func find(ctx context.Context, config Config) (way, error) {
 type process struct {
 	config     Config
 	way        way
-	dir        string // of all its files; a container has its name
+	dir        string // the folder of all its files, named like its container
 	watchdog   *watchdog
 	password   string              // of a container
 	dataDir    string              // of programs
-	credential *syscall.Credential // of programs; nil is the present user
+	credential *syscall.Credential // for programs; nil means the current user
 	port       int
-	settled    bool // it has answered once, so callers know the port
+	settled    bool // it has answered once, so callers know its port
 
 	mu    sync.Mutex // guards child
-	child *child     // the last one that was started
+	child *child     // the last one started
 }
 
-// child is a program that was started.
+// child is a started program.
 type child struct {
 	cmd  *exec.Cmd
-	done chan struct{} // closed when it has ended and was reaped
+	done chan struct{} // closed when it has ended and has been reaped
 }
 
 func launch(ctx context.Context, config Config) (*Server, error) {
@@ -119,8 +119,8 @@ func launch(ctx context.Context, config Config) (*Server, error) {
 	return &Server{url: p.url(), version: version, origin: origin, process: p}, nil
 }
 
-// tempDir returns where a server keeps its files: in TMPDIR if that is set, else in memory if there is plenty. To make
-// a database in memory takes a tenth of the time that it takes on a disk.
+// tempDir returns the folder for a server's files: TMPDIR if set, else one in memory if there is enough. Making a
+// database in memory takes a tenth of the time on a disk.
 func tempDir(config Config) string {
 	const memory, plenty = "/dev/shm", 4 << 20 // kB; the tests need a tenth of it
 	var size, used, available int64
@@ -137,13 +137,13 @@ func (p *process) url() string {
 	return fmt.Sprintf("postgres://postgres:%s@127.0.0.1:%d/postgres?sslmode=disable", p.password, p.port)
 }
 
-// start runs the server, and returns its version once it answers. It tries again if something else uses the port, or
-// processes of its predecessor use its shared memory.
+// start runs the server, and returns its version once it answers. It tries again if another program uses the port, or
+// if its predecessor's processes still use the shared memory.
 func (p *process) start(ctx context.Context) (version string, err error) {
 	for {
 		if !p.settled {
-			// Below the ports that Linux (32768 and up) and macOS (49152 and up) give to outgoing connections. One of
-			// those could take the port while our server is stopped.
+			// Take a port below those that Linux (32768 and up) and macOS (49152 and up) use for outgoing connections.
+			// An outgoing connection could take such a port while our server is stopped.
 			p.port = 20000 + mathrand.IntN(12768)
 		}
 		if version, err = p.attempt(ctx); err == nil {
@@ -189,14 +189,14 @@ func (p *process) spawn(cmd *exec.Cmd) (*child, error) {
 	}
 	defer log.Close()
 	cmd.Stdout, cmd.Stderr = log, log
-	// Neither Ctrl-C nor the end of the terminal reaches a session of its own.
+	// In its own session, neither Ctrl-C nor the end of the terminal reaches it.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Credential: p.credential}
 	if err := cmd.Start(); err != nil {
 		return nil, fmt.Errorf("pgserver: start the server: %w", err)
 	}
 	child := &child{cmd, make(chan struct{})}
 	go func() {
-		_ = cmd.Wait() // its ProcessState tells how it ended
+		_ = cmd.Wait() // its ProcessState says how it ended
 		close(child.done)
 	}()
 	if _, err := fmt.Fprintln(p.watchdog.pipe, cmd.Process.Pid); err != nil {
@@ -215,7 +215,7 @@ func (c *child) ended() bool {
 	}
 }
 
-// running returns the server, or nil if it does not run.
+// running returns the server, or nil if it is not running.
 func (p *process) running() *child {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -234,7 +234,7 @@ func (p *process) pid() int {
 
 func (p *process) logFile() string { return filepath.Join(p.dir, "postgres.log") }
 
-// log returns the end of what the program has logged that was started last.
+// log returns the end of the log of the program that was started last.
 func (p *process) log() string {
 	const tail = 2000
 	text, err := os.ReadFile(p.logFile())
@@ -248,7 +248,7 @@ func (p *process) log() string {
 type Mode syscall.Signal
 
 const (
-	// Smart waits until all clients have left, then shuts down cleanly.
+	// Smart waits until all clients have disconnected, then shuts down cleanly.
 	Smart = Mode(syscall.SIGTERM)
 	// Fast ends all sessions, rolls their transactions back and shuts down cleanly.
 	Fast = Mode(syscall.SIGINT)
@@ -256,8 +256,8 @@ const (
 	Immediate = Mode(syscall.SIGQUIT)
 )
 
-// Stop shuts the server down and returns when it has ended. Its data stays, for Restart. The context bounds only the
-// wait, so a Smart stop that clients hold up goes on after it. A server that does not run is left as it is.
+// Stop shuts the server down and returns when it has ended. The data stays, for Restart. The context limits only the
+// wait: if clients delay a Smart stop, it continues afterwards. It does nothing if the server is not running.
 func (s *Server) Stop(ctx context.Context, mode Mode) error {
 	server := s.process.running()
 	if server == nil {
@@ -274,8 +274,8 @@ func (s *Server) Stop(ctx context.Context, mode Mode) error {
 	}
 }
 
-// Kill ends all processes of the server as kill -9 does: at once, with no chance to write anything. A server that does
-// not run is left as it is.
+// Kill ends all processes of the server immediately, as kill -9 does, so they can write nothing. It does nothing if the
+// server is not running.
 func (s *Server) Kill() error {
 	server := s.process.running()
 	err := s.process.signal(syscall.SIGKILL)
@@ -286,7 +286,7 @@ func (s *Server) Kill() error {
 }
 
 // Restart starts the server again after Stop or Kill, with the same data on the same port. It returns when the server
-// answers, which after Kill means that it has recovered.
+// answers. After Kill, the server has recovered by then.
 func (s *Server) Restart(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
@@ -298,10 +298,10 @@ func (s *Server) Restart(ctx context.Context) error {
 // until Thaw. Stop, Kill and Close work on a frozen server.
 func (s *Server) Freeze() error { return s.process.signal(syscall.SIGSTOP) }
 
-// Thaw undoes Freeze. A server that is not frozen is left as it is.
+// Thaw undoes Freeze. Thaw does nothing if the server is not frozen.
 func (s *Server) Thaw() error { return s.process.signal(syscall.SIGCONT) }
 
-// signal signals a server that runs.
+// signal signals a running server.
 func (p *process) signal(signal syscall.Signal) error {
 	if p.running() == nil {
 		return nil
@@ -315,8 +315,8 @@ func (p *process) signal(signal syscall.Signal) error {
 // DataDir returns the data directory of a server started from programs, else "".
 func (s *Server) DataDir() string { return s.process.dataDir }
 
-// PIDs returns the process ids of the postmaster, first, and of its children. There are none while the server does not
-// run, and none of a server in Docker.
+// PIDs returns the process ids of the postmaster, first, and its children. It returns none if the server is not
+// running, or runs in Docker.
 func (s *Server) PIDs() ([]int, error) {
 	postmaster := s.process.pid()
 	if postmaster == 0 || s.process.dataDir == "" {
@@ -326,7 +326,7 @@ func (s *Server) PIDs() ([]int, error) {
 	return append([]int{postmaster}, children...), err
 }
 
-// close leaves the work to the watchdog, so that nothing races with it.
+// close leaves the work to the watchdog, so that the two do not race.
 func (p *process) close() error {
 	_ = p.watchdog.pipe.Close()
 	<-p.watchdog.done
@@ -339,22 +339,22 @@ func (p *process) close() error {
 	return nil
 }
 
-// watchdog is a shell script that outlives this process for as long as it takes to clean up. It reads from a pipe whose
-// other end only this process holds. The operating system closes that end when the process ends, however it ends. Then
-// the script goes to work. It has a session of its own, so Ctrl-C does not end it.
+// watchdog is a shell script that outlives this process to clean up after it. It reads from a pipe, and only this
+// process holds the other end. When the process ends in any way, the operating system closes that end. Then the script
+// cleans up. The script has its own session, so Ctrl-C does not end it.
 type watchdog struct {
 	pipe *os.File
-	done chan struct{} // closed when the script has ended and was reaped
+	done chan struct{} // closed when the script has ended and has been reaped
 	err  error         // how it ended; valid once done is closed
 }
 
-// watch removes the server in folder $1, and its container if there is a docker command $2. Each line of its input is
-// the id of a process that was started.
+// The script removes the server in folder $1, and its container if $2 is a docker command. Each line of its input is
+// the id of a started process.
 //
-// It trusts an id only while that process has our folder's name on its command line, because ids are used again. An
-// engine may still be making the container when its command has ended. Frozen backends would make the postmaster wait
-// five seconds, so the script wakes them. A postmaster that was killed leaves its small shared memory segment, whose id
-// ends line 7 of postmaster.pid.
+// It signals an id only while that process has our folder's name on its command line, because the system reuses ids. An
+// engine may still be creating the container after its command has ended. Frozen backends would make the postmaster
+// wait five seconds, so the script wakes them. A killed postmaster leaves a small shared memory segment; its id ends
+// line 7 of postmaster.pid.
 const watch = `
 trap '' HUP INT TERM
 dir=$1 docker=$2 name=${1##*/} pid=
@@ -395,7 +395,7 @@ exit 0
 `
 
 func startWatchdog(dir, docker string) (*watchdog, error) {
-	reader, writer, err := os.Pipe() // close-on-exec: neither the server nor any other child inherits the writer
+	reader, writer, err := os.Pipe() // close-on-exec keeps the writer out of the server and all other children
 	if err != nil {
 		return nil, fmt.Errorf("pgserver: start the watchdog: %w", err)
 	}
@@ -413,7 +413,7 @@ func startWatchdog(dir, docker string) (*watchdog, error) {
 	go func() {
 		w.err = cmd.Wait()
 		close(w.done)
-		runtime.KeepAlive(w.pipe) // a caller may drop the Server and keep the URL, and a collected pipe is closed
+		runtime.KeepAlive(w.pipe) // a caller may keep only the URL, and a garbage-collected pipe is closed
 	}()
 	return w, nil
 }

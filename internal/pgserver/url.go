@@ -9,8 +9,8 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// given returns the server of a connection string. It is used, and never stopped or changed. If it does not answer,
-// that is the caller's mistake, and waiting would only hide it.
+// given returns the server at a connection string. It never stops or changes that server. If the server does not
+// answer, the URL is wrong, and waiting would only hide that.
 func given(ctx context.Context, url string) (*Server, error) {
 	version, err := ask(ctx, url, "")
 	if err != nil {

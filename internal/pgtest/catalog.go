@@ -12,8 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// InSchema returns a pool whose search_path names the schema first, and then public. It makes the schema if need
-// be.
+// InSchema returns a pool with a search_path of the schema and then public. It creates the schema if it is missing.
 func (db *DB) InSchema(t *testing.T, schema string) *pgxpool.Pool {
 	t.Helper()
 	quoted := pgx.Identifier{schema}.Sanitize()
@@ -45,16 +44,16 @@ func Catalog(t *testing.T, db Querier, schema string) map[string]string {
 	return all
 }
 
-// WithoutSchema returns a catalog without the name of its schema, in whatever way that is written.
+// WithoutSchema replaces the name of the schema in a catalog, in each of its spellings.
 func WithoutSchema(catalog map[string]string, schema string) map[string]string {
 	quoted := pgx.Identifier{schema}.Sanitize()
-	setting := "'" + strings.ReplaceAll(schema, "'", "''") + "'" // as a function's definition has it
-	array := strings.ReplaceAll(quoted, `"`, `\"`)               // as pg_proc.proconfig has it
+	setting := "'" + strings.ReplaceAll(schema, "'", "''") + "'" // the spelling in a function's definition
+	array := strings.ReplaceAll(quoted, `"`, `\"`)               // the spelling in pg_proc.proconfig
 	replacer := strings.NewReplacer(
 		array+", pg_temp", "SCHEMA, pg_temp",
 		schema+", pg_temp", "SCHEMA, pg_temp",
 		setting, "SCHEMA",
-		"$functionx$", "$function$", // how a definition quotes a body that has the other in it
+		"$functionx$", "$function$", // the quotes around a body that contains the other ones
 		quoted+".", "",
 		schema+".", "",
 	)
@@ -65,7 +64,7 @@ func WithoutSchema(catalog map[string]string, schema string) map[string]string {
 	return all
 }
 
-// Differences lists what differs between two catalogs.
+// Differences lists the differences between two catalogs.
 func Differences(want, got map[string]string) []string {
 	var all []string
 	for object := range want {

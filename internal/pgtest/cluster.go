@@ -21,39 +21,39 @@ import (
 )
 
 const (
-	// emptyTemplate comes with every server. It holds nothing of its own, and lets nobody connect.
+	// emptyTemplate is a database on every server. It is empty, and nobody can connect to it.
 	emptyTemplate = "template0"
 
 	templatePrefix = "ratelimit_template_"
 	testPrefix     = "ratelimit_test_"
 
-	// templateLock is the advisory lock under which the template is made. It must not be that of the migrations.
+	// templateLock is the advisory lock for making the template. It must differ from the migrations' lock.
 	templateLock int64 = 0x706774656d706c74 // "pgtemplt" in ASCII
 )
 
-// cluster is a server and the template on it. Both are made when they are first asked for. An error stays, for
-// all tests alike.
+// cluster is a server and the template on it. Both are made at the first request for them. If that fails, all tests get
+// the same error.
 type cluster struct {
 	config func() pgserver.Config
 
 	starting sync.Once
 	startErr error
 	server   *pgserver.Server
-	admin    *pgxpool.Pool // of the database that the server's URL names
+	admin    *pgxpool.Pool // for the database in the server's URL
 	monitors bool          // whether its user may take the role pg_monitor
 
 	migrating  sync.Once
 	migrateErr error
 	template   string
 
-	shards []*cluster // of a proxy's server; see sharded
-	place  int        // of a shard's server
-	of     int        // how many shards there are; 0 if this is no shard's server
+	shards []*cluster // for a proxy's server; see sharded
+	place  int        // for a shard's server
+	of     int        // the number of shards; 0 if this is no shard's server
 	source shards.Source
-	tables string // of a shard, as SQL of foreign tables for a proxy
+	tables string // for a shard: SQL that makes foreign tables on a proxy
 }
 
-// start does not take the context of a test, because other tests go on when that one ends.
+// start does not use the context of a test, because other tests continue when that test ends.
 func (c *cluster) start() error {
 	c.starting.Do(func() {
 		ctx := context.Background()
@@ -93,7 +93,7 @@ func (c *cluster) close() error {
 	return errors.Join(err, c.server.Close())
 }
 
-// create makes a database with a name of its own, and returns the name.
+// create makes a database with a new name, and returns the name.
 func (c *cluster) create(ctx context.Context, template string) (string, error) {
 	if err := c.start(); err != nil {
 		return "", err
@@ -114,7 +114,7 @@ func (c *cluster) createDatabase(ctx context.Context, name, template string) err
 	return nil
 }
 
-// drop ends the sessions of a database and removes it. It is no error if the database does not exist.
+// drop ends the sessions of a database and removes it. It is no error if the database is missing.
 func (c *cluster) drop(ctx context.Context, name string) error {
 	if _, err := c.admin.Exec(ctx, fmt.Sprintf("DROP DATABASE IF EXISTS %s WITH (FORCE)", quote(name))); err != nil {
 		return fmt.Errorf("pgtest: drop database %s: %w", name, err)
@@ -122,7 +122,7 @@ func (c *cluster) drop(ctx context.Context, name string) error {
 	return nil
 }
 
-// migratedTemplate returns the name of the template. It makes the template unless the server has it.
+// migratedTemplate returns the name of the template. It makes the template if the server does not have it.
 func (c *cluster) migratedTemplate() (string, error) {
 	if err := c.start(); err != nil {
 		return "", err
@@ -159,8 +159,8 @@ func (c *cluster) ensureTemplate(ctx context.Context) (_ string, err error) {
 		return name, nil
 	}
 
-	// It gets its name when it is finished, so that a process that dies before leaves no template. Templates of other
-	// migrations go.
+	// The template is renamed when it is finished, so a process that dies earlier leaves no template. Drop the
+	// templates of other migrations.
 	rows, err := conn.Query(ctx, `
 		SELECT datname FROM pg_database
 		WHERE datdba = current_user::regrole AND datname ~ $1`, "^"+templatePrefix+"[0-9a-f]{16}(_unfinished)?$")
@@ -182,7 +182,7 @@ func (c *cluster) ensureTemplate(ctx context.Context) (_ string, err error) {
 		return "", errors.Join(err, c.drop(ctx, unfinished))
 	}
 	for _, change := range []string{
-		"ALTER DATABASE %s ALLOW_CONNECTIONS false", // a template cannot be cloned while somebody is connected to it
+		"ALTER DATABASE %s ALLOW_CONNECTIONS false", // a template with connections cannot be cloned
 		"ALTER DATABASE %s RENAME TO " + quote(name),
 	} {
 		if _, err := conn.Exec(ctx, fmt.Sprintf(change, quote(unfinished))); err != nil {
@@ -192,7 +192,7 @@ func (c *cluster) ensureTemplate(ctx context.Context) (_ string, err error) {
 	return name, nil
 }
 
-// fill makes in the template what tests need. It leaves no connection open.
+// fill creates the objects that tests need in the template. It closes all its connections.
 func (c *cluster) fill(ctx context.Context, database string) error {
 	url, err := withDatabase(c.server.URL(), database)
 	if err != nil {
@@ -212,7 +212,7 @@ func (c *cluster) fill(ctx context.Context, database string) error {
 	return c.own(ctx, pool)
 }
 
-// templateName returns a name that changes with every file of the migrations.
+// templateName returns a name that depends on every file of the migrations.
 func templateName() (string, error) {
 	hash := sha256.New()
 	err := fs.WalkDir(migrations.FS, ".", func(path string, entry fs.DirEntry, err error) error {
@@ -229,8 +229,7 @@ func templateName() (string, error) {
 	return templatePrefix + hex.EncodeToString(hash.Sum(nil))[:16], nil
 }
 
-// withDatabase returns a connection string with another database in it. The string may be a URL, or keywords and
-// values.
+// withDatabase replaces the database in a connection string. The string may be a URL, or keywords and values.
 func withDatabase(connString, database string) (string, error) {
 	if !strings.HasPrefix(connString, "postgres://") && !strings.HasPrefix(connString, "postgresql://") {
 		return connString + " dbname=" + database, nil // the last one counts
@@ -238,13 +237,13 @@ func withDatabase(connString, database string) (string, error) {
 
 	parsed, err := url.Parse(connString)
 	if err != nil {
-		return "", errors.New("pgtest: the server's URL cannot be parsed") // err would show the password
+		return "", errors.New("pgtest: the server's URL cannot be parsed") // err would contain the password
 	}
 	parsed.Path = "/" + database
 	query := parsed.Query()
-	query.Del("dbname") // it would win over the path
+	query.Del("dbname") // it would override the path
 	query.Del("database")
-	parsed.RawQuery = strings.ReplaceAll(query.Encode(), "+", "%20") // for libpq a plus is no space
+	parsed.RawQuery = strings.ReplaceAll(query.Encode(), "+", "%20") // libpq reads a plus as a plus, not as a space
 	return parsed.String(), nil
 }
 

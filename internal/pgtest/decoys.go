@@ -16,28 +16,27 @@ import (
 //go:embed decoys.sql
 var decoysSQL string
 
-// DecoyRole is the role that makes the decoys. Every server has it, and it has nothing to do with ours.
+// DecoyRole is the role that makes the decoys. Every server has it, and our code does not use it.
 const DecoyRole = "pg_monitor"
 
 var calls = regexp.MustCompile(`(\w+)\s*\(`)
 
-// Decoys overloads every function and operator of Postgres that the functions of a schema call, or that one of
-// the texts contains, and the functions of the schema as well. It makes the overloads in that schema and in
-// public, as a role that may do nothing but create there. Each of them fails, and says "decoy".
+// Decoys overloads all functions and operators of Postgres that the schema's functions call or that the texts contain.
+// It also overloads the schema's own functions. It makes the overloads in that schema and in public, as a role that can
+// only create there. Each of them fails with the word "decoy".
 func (db *DB) Decoys(t testing.TB, schema string, texts ...string) {
 	t.Helper()
 	db.decoys(t, "text name bigint integer smallint boolean numeric timestamptz tid "+
 		"text[] bigint[] integer[] smallint[] boolean[]", schema, texts)
 }
 
-// SomeDecoys is Decoys for the most frequent types, for a test that is also about something else. It takes a
-// third of the time.
+// SomeDecoys is Decoys for the most frequent types only, for tests with another subject. It takes a third of the time.
 func (db *DB) SomeDecoys(t testing.TB, schema string, texts ...string) {
 	t.Helper()
 	db.decoys(t, "text bigint integer boolean text[] bigint[]", schema, texts)
 }
 
-// Statements returns those of the limiters and of the sweeper. root is where the repository is.
+// Statements returns the statements of the limiters and of the sweeper. root is the repository's folder.
 func Statements(t testing.TB, root string) (statements []string) {
 	t.Helper()
 	files, err := filepath.Glob(filepath.Join(root, "internal", "*", "call", "*.sql"))
@@ -71,7 +70,7 @@ func (db *DB) decoys(t testing.TB, types, schema string, texts []string) {
 		names = append(names, match[1])
 	}
 	slices.Sort(names)
-	// That schema comes last. Otherwise the decoys of its own functions would get decoys too, four times as many.
+	// Do that schema last. Otherwise its own decoys would get decoys too, four times as many.
 	schemas := []string{"public", schema}
 	for _, where := range slices.Compact(schemas) {
 		if err := pgx.BeginFunc(t.Context(), db.Pool, func(tx pgx.Tx) error {

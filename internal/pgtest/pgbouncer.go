@@ -14,9 +14,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// PgBouncer starts one in front of a test's database, in the given pool mode. All its clients together get so
-// many connections to the database. It returns the connection string for clients. Where there is no PgBouncer,
-// the test is skipped, unless RATELIMIT_TEST_PGBOUNCER names the program. more are lines of its settings.
+// PgBouncer starts a PgBouncer in front of a test's database, in the given pool mode. All its clients share that many
+// connections to the database. It returns the connection string for clients. Without a PgBouncer, the test is skipped;
+// if RATELIMIT_TEST_PGBOUNCER names the program, the test fails instead. more are additional lines for its settings.
 func PgBouncer(t testing.TB, db *DB, mode string, connections int, more ...string) (connString string) {
 	t.Helper()
 	program := os.Getenv("RATELIMIT_TEST_PGBOUNCER")
@@ -28,7 +28,7 @@ func PgBouncer(t testing.TB, db *DB, mode string, connections int, more ...strin
 	version, err := exec.CommandContext(t.Context(), program, "--version").Output()
 	require.NoError(t, err)
 
-	// It listens on a socket in a folder of its own, so it cannot find its port taken. It does not run as root.
+	// It listens on a socket in its own folder, so nothing else can have its port. It does not run as root.
 	dir := testkit.OpenDir(t)
 	to := db.Pool.Config().ConnConfig
 	quote := func(value string) string { return "'" + strings.ReplaceAll(value, "'", "''") + "'" }
@@ -50,7 +50,7 @@ func PgBouncer(t testing.TB, db *DB, mode string, connections int, more ...strin
 		`, to.Database, login, dir, mode, connections)
 	var minor int
 	if _, err := fmt.Sscanf(string(version), "PgBouncer 1.%d", &minor); err != nil || minor >= 21 {
-		settings += "max_prepared_statements = 0\n" // as it was with all versions before
+		settings += "max_prepared_statements = 0\n" // as in all earlier versions
 	}
 	settings += strings.Join(more, "\n") + "\n"
 	file := filepath.Join(dir, "pgbouncer.ini")

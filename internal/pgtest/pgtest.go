@@ -1,6 +1,6 @@
-// Package pgtest gives each test a Postgres database of its own. So all tests can run in parallel, and none has
-// to clean up. A database is cloned from a migrated template. It has 300 files, so that takes 10 ms in memory (a
-// server started with TMPDIR=/dev/shm) and up to 100 ms on a disk.
+// Package pgtest gives each test its own Postgres database. So all tests can run in parallel, and none has to clean up.
+// Each database is a clone of a migrated template. It has 300 files. A clone takes 10 ms in memory (a server started
+// with TMPDIR=/dev/shm) and up to 100 ms on a disk.
 //
 //	func TestMain(m *testing.M) { pgtest.Main(m) }
 //
@@ -10,16 +10,16 @@
 //		…
 //	}
 //
-// The databases are on the server that RATELIMIT_TEST_DATABASE_URL names, where the user needs CREATEDB. Without
-// it they are on one that package pgserver starts. Several test binaries may share a server. The template carries a
-// hash of the migrations in its name. Whoever comes first makes it, and drops those of other migrations. On a given
-// server it stays, for the next time. Nothing else is touched there.
+// The databases are on the server at RATELIMIT_TEST_DATABASE_URL. Its user needs CREATEDB. Without that variable,
+// package pgserver starts a server. Several test binaries can share a server. The template's name contains a hash of
+// the migrations. The first binary makes the template, and drops those of other migrations. On a given server the
+// template stays, for later runs. Nothing else on that server changes.
 //
-// RATELIMIT_TEST_POSTGRES_MAJOR=17 says which major version is to be tested. A given server of another version fails.
+// RATELIMIT_TEST_POSTGRES_MAJOR=17 selects the major version to test. A given server of another version is an error.
 //
-// DB.Pool is the owner's, for what tests look up and change in tables. DB.NewPool is an application's: it connects as a
-// role that has the grants that docs/operating.md names, and nothing else. So the tests show that an application needs
-// no more. Where the server's user may not take that role, these pools are the owner's too.
+// DB.Pool belongs to the owner. Tests use it to read and change tables. DB.NewPool is like an application's pool: its
+// role has only the grants in docs/operating.md. So the tests prove that an application needs no more. If the server's
+// user may not take that role, these pools belong to the owner too.
 package pgtest
 
 import (
@@ -46,18 +46,19 @@ import (
 const (
 	urlVariable = "RATELIMIT_TEST_DATABASE_URL"
 
-	// maxConns is the size of a pool. It is more than a test usually needs, and few enough for many parallel
-	// tests on a server with the default of 100 connections.
+	// maxConns is the size of a pool. Tests rarely need more, and many parallel tests still fit into the default of 100
+	// connections.
 	maxConns = 8
 
-	// atOnce is the least number of parallel tests that run at once.
+	// atOnce is the smallest number of tests that run in parallel.
 	atOnce = 4
 
-	// patience bounds steps at the end of a test. Each takes milliseconds unless the test has left something behind.
+	// patience limits each step at the end of a test. Such a step takes milliseconds unless the test left something
+	// behind.
 	patience = time.Minute
 )
 
-// shared is what New and Empty of one test binary share. Only they start it, and only Main ends it.
+// shared is the server of one test binary, for New and Empty. Only these functions start it, and only Main stops it.
 var shared = newShared()
 
 func newShared() *cluster {
@@ -67,36 +68,36 @@ func newShared() *cluster {
 	return &cluster{config: func() pgserver.Config { return pgserver.Config{URL: os.Getenv(urlVariable)} }}
 }
 
-// given is whether somebody has given a server to these tests. They may still want one of their own.
+// given tells whether the environment names a server for the tests. Some tests may still need their own server.
 var given = os.Getenv(urlVariable) != ""
 
 // DB is the database of one test.
 type DB struct {
-	// Pool has up to 8 connections, and is closed at the end of the test.
+	// Pool has up to 8 connections. It is closed at the end of the test.
 	Pool *pgxpool.Pool
 
-	// URL is the connection string, for other programs and other ways to connect.
+	// URL is the connection string, for other programs and drivers.
 	URL string
 
-	// Shards are the databases of the shards, if this one is a proxy's.
+	// Shards are the shards' databases, if this is a proxy's.
 	Shards []*DB
 
-	// application is the role of NewPool, or "". It gets its rights when a test first uses it: who looks at what the
-	// migrations make finds nothing else.
+	// application is the role of NewPool, or "". It gets its grants when a test first uses it, so that other tests see
+	// only the migrations' objects.
 	application string
 	granting    sync.Once
 }
 
-// Main is all that TestMain has to do. It runs the tests, closes the server if one was started, and exits. On a
-// small machine it runs more tests at once than there are processors, because most of them wait for the database
-// now and then, or for time to go by. The flag -parallel overrides that. Calls get ample time, and tests never see a
-// DATABASE_URL.
+// Main is the whole body of TestMain. It runs the tests, stops the server if it started one, and exits. On a small
+// machine it runs more parallel tests than there are processors, because most of them often wait for the database or
+// for time to pass. The flag -parallel overrides that. It gives calls a long timeout, and hides DATABASE_URL from
+// tests.
 func Main(m *testing.M) {
 	if runtime.GOMAXPROCS(0) < atOnce {
-		_ = flag.Set("test.parallel", strconv.Itoa(atOnce)) // the command line is read later, and wins
+		_ = flag.Set("test.parallel", strconv.Itoa(atOnce)) // the command line is read later and overrides this
 	}
 	deadline.Default = testkit.Amply
-	_ = os.Unsetenv("DATABASE_URL") // it is the developer's, and may be a server that others share
+	_ = os.Unsetenv("DATABASE_URL") // the developer's server may be shared with others
 	code := m.Run()
 	if err := shared.close(); err != nil {
 		fmt.Fprintln(os.Stderr, "pgtest: close the server:", err)
@@ -105,9 +106,8 @@ func Main(m *testing.M) {
 	os.Exit(code)
 }
 
-// New returns a database with all migrations applied, in schema public. It is dropped at the end of the test,
-// whatever is still connected to it. If there is no Postgres to run on, the test fails with an error that says
-// how to provide one.
+// New returns a database with all migrations applied, in schema public. It is dropped at the end of the test, even if
+// there are still connections. If there is no Postgres, the test fails with an error that says how to provide one.
 func New(t testing.TB) *DB {
 	t.Helper()
 	return shared.newMigrated(t)
@@ -128,8 +128,8 @@ func Empty(t testing.TB) *DB {
 	return shared.newDB(t, emptyTemplate)
 }
 
-// NewPool returns a pool of the same database as an application has it, which is closed at the end of the test t.
-// configure may change its configuration first, and may be nil.
+// NewPool returns a pool of the same database with an application's rights. It is closed at the end of the test t.
+// configure may change its configuration first; it may be nil.
 func (db *DB) NewPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Pool {
 	t.Helper()
 	if db.application == "" {
@@ -148,7 +148,7 @@ func (db *DB) NewPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Po
 	})
 }
 
-// OwnerPool is NewPool for what the owner of the database does.
+// OwnerPool is NewPool with the rights of the database's owner.
 func (db *DB) OwnerPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Pool {
 	t.Helper()
 	config, err := pgxpool.ParseConfig(db.URL)
@@ -167,7 +167,7 @@ func (db *DB) OwnerPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.
 	t.Cleanup(func() {
 		closed := make(chan struct{})
 		go func() {
-			pool.Close() // waits for all connections
+			pool.Close() // waits until all connections are returned
 			close(closed)
 		}()
 		select {
@@ -180,8 +180,8 @@ func (db *DB) OwnerPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.
 	return pool
 }
 
-// Server returns a server of the test's own, for tests that stop or kill it, and closes it at the end of the
-// test. It is started even if RATELIMIT_TEST_DATABASE_URL is set, and has no migrations.
+// Server starts a server of the test's own, for tests that stop or kill it. It is closed at the end of the test. It is
+// started even if RATELIMIT_TEST_DATABASE_URL is set. It has no migrations.
 func Server(t testing.TB, config pgserver.Config) *pgserver.Server {
 	t.Helper()
 	server, err := startServer(t.Context(), config)
@@ -194,14 +194,14 @@ func Server(t testing.TB, config pgserver.Config) *pgserver.Server {
 	return server
 }
 
-// OwnServer skips a test that starts a server without Server, where Server would do so.
+// OwnServer skips a test that starts a server in another way, in the cases where Server would skip it.
 func OwnServer(t testing.TB) {
 	t.Helper()
 	need(t, pgserver.Available(t.Context(), pgserver.Config{Major: major()}))
 }
 
-// need ends the test if it cannot have a server. Where somebody has given us one, and there is no other, a test that
-// stops, kills or configures its server is skipped.
+// need ends the test if it cannot have a server. It skips a test that stops, kills or configures its server if only a
+// given server is available.
 func need(t testing.TB, err error) {
 	t.Helper()
 	if given && errors.Is(err, pgserver.ErrNotFound) {
@@ -212,11 +212,10 @@ func need(t testing.TB, err error) {
 	}
 }
 
-// major is the version that is to be tested, or "".
+// major is the version to test, or "".
 func major() string { return os.Getenv("RATELIMIT_TEST_POSTGRES_MAJOR") }
 
-// startServer refuses a given server of another version than the one to be tested. Whoever asks for 17 does not want to
-// be told that all is well on 15.
+// startServer refuses a given server if its version is not the one to test. Otherwise a test of 17 could pass on 15.
 func startServer(ctx context.Context, config pgserver.Config) (*pgserver.Server, error) {
 	config.Major = major()
 	server, err := pgserver.Start(ctx, config)
@@ -239,11 +238,11 @@ func (c *cluster) newDB(t testing.TB, template string) *DB {
 	return c.open(t, name, template)
 }
 
-// open lets a test use a database, and drops it in the end.
+// open connects a test to a database, and drops the database at the end.
 func (c *cluster) open(t testing.TB, name, template string) *DB {
 	t.Helper()
 	t.Cleanup(func() {
-		// The context of the test has ended by then.
+		// By then the test's context has ended.
 		ctx, cancel := context.WithTimeout(context.Background(), patience)
 		defer cancel()
 		if err := c.drop(ctx, name); err != nil {
@@ -258,7 +257,7 @@ func (c *cluster) open(t testing.TB, name, template string) *DB {
 	db := &DB{URL: url}
 	db.Pool = db.OwnerPool(t, nil)
 	if template != emptyTemplate && c.monitors && c.of == 0 && c.shards == nil {
-		db.application = "pg_monitor" // which also sees who waits for a lock
+		db.application = "pg_monitor" // this role also sees who waits for a lock
 	}
 	return db
 }

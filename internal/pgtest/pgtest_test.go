@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 )
 
-// childVariable marks a test binary that another one has started.
+// childVariable marks a test binary that was started by another one.
 const childVariable = "PGTEST_TEST_CHILD"
 
 func TestMain(m *testing.M) { Main(m) }
@@ -55,14 +55,14 @@ func TestNewGivesEachTestItsOwnDatabase(t *testing.T) {
 	require.NotNil(t, inUse)
 	defer inUse.Close(context.Background())
 	t.Log(shared.server.Describe()) // for internal/runtests
-	for _, url := range urls {      // they are gone, though the first is in use
+	for _, url := range urls {      // they are gone, although the first one is in use
 		config, err := pgx.ParseConfig(url)
 		require.NoError(t, err)
 		require.NotContains(t, databases(t, sharedURL(t)), config.Database)
 	}
 }
 
-// An application calls the functions, and reads no table.
+// An application can call the functions, and cannot read the tables.
 func TestNewPoolIsAnApplications(t *testing.T) {
 	t.Parallel()
 	NotThroughProxy(t, "a role that is not the owner")
@@ -104,8 +104,8 @@ func TestServerIsTheTestsOwn(t *testing.T) {
 	require.Error(t, err)
 }
 
-// Several test binaries at once on one server make one template, which stays. Those of other migrations go, and nothing
-// else.
+// Several test binaries on one server make only one template, and it stays. Templates of other migrations are dropped,
+// and nothing else.
 func TestSharedServer(t *testing.T) {
 	t.Parallel()
 
@@ -157,7 +157,7 @@ func TestWithoutTheServer(t *testing.T) {
 	}
 }
 
-// TestInChild is what the children of these tests run.
+// TestInChild is what the child processes of these tests run.
 func TestInChild(t *testing.T) {
 	t.Parallel()
 
@@ -200,7 +200,7 @@ func sharedURL(t *testing.T) string {
 	return shared.server.URL()
 }
 
-// child is this test binary again, with only TestInChild to run, on the server of the given URL.
+// child is this test binary as a child process. It runs only TestInChild, on the server at the given URL.
 func child(t *testing.T, url string) *exec.Cmd {
 	t.Helper()
 	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.v", "-test.run=^TestInChild$")
@@ -208,7 +208,7 @@ func child(t *testing.T, url string) *exec.Cmd {
 	return cmd
 }
 
-// databases lists what is on a server, without the templates that every server has.
+// databases lists the databases of a server, without the standard templates.
 func databases(t *testing.T, url string) []string {
 	t.Helper()
 	conn, err := pgx.Connect(t.Context(), url)

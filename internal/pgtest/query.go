@@ -14,26 +14,26 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// Querier asks questions of a database: a pool, a connection or a transaction.
+// Querier can query a database: a pool, a connection or a transaction.
 type Querier interface {
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }
 
-// Executor runs statements too: a pool, a connection or a transaction.
+// Executor can also run statements: a pool, a connection or a transaction.
 type Executor interface {
 	Querier
 	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
 }
 
-// Exec runs a statement that must succeed. Without arguments it may run several statements.
+// Exec runs a statement and fails the test on an error. Without arguments it may run several statements.
 func Exec(t testing.TB, db Executor, sql string, args ...any) {
 	t.Helper()
 	_, err := db.Exec(t.Context(), sql, args...)
 	require.NoError(t, err)
 }
 
-// Scalar runs a query for one value.
+// Scalar returns the only value of a query.
 func Scalar[T any](t testing.TB, db Querier, sql string, args ...any) T {
 	t.Helper()
 	rows, err := db.Query(t.Context(), sql, args...)
@@ -43,9 +43,9 @@ func Scalar[T any](t testing.TB, db Querier, sql string, args ...any) T {
 	return value
 }
 
-// Each is a call of rate_limit_all in which each of the keys is a request of its own. All arguments are SQL: the
-// limiter's name, an array of keys, whether they are durable, the code of an algorithm with limit, span and refill, as
-// "1, 10, 60000000, 0", and what follows.
+// Each returns a call of rate_limit_all in which each key is a request of its own. All arguments are SQL: the limiter's
+// name, an array of keys, whether they are durable, an algorithm's code with limit, span and refill ("1, 10, 60000000,
+// 0"), and the remaining arguments.
 func Each(name, keys, durable, policy, more string) string {
 	n := "cardinality(" + keys + ")"
 	of := func(value, kind string) string { return "array_fill((" + value + ")::" + kind + ", ARRAY[" + n + "])" }
@@ -60,7 +60,7 @@ func Each(name, keys, durable, policy, more string) string {
 	return "rate_limit_all(" + strings.Join(all, ", ") + more + ")"
 }
 
-// Connect returns a connection of the test's own, outside all pools.
+// Connect returns a connection that belongs to no pool.
 func Connect(t testing.TB, db *DB) *pgx.Conn {
 	t.Helper()
 	conn, err := pgx.Connect(t.Context(), db.URL)
@@ -69,7 +69,7 @@ func Connect(t testing.TB, db *DB) *pgx.Conn {
 	return conn
 }
 
-// Begin begins a transaction on a connection of its own. The test has to end it.
+// Begin begins a transaction on its own connection. The test has to end it.
 func Begin(t testing.TB, db *DB) pgx.Tx {
 	t.Helper()
 	tx, err := Connect(t, db).Begin(t.Context())
@@ -77,7 +77,7 @@ func Begin(t testing.TB, db *DB) pgx.Tx {
 	return tx
 }
 
-// WaitUntilBlocked returns when so many sessions of the database wait for a lock that another session has.
+// WaitUntilBlocked waits until that many sessions of the database wait for a lock of another session.
 func WaitUntilBlocked(t testing.TB, db Querier, sessions int) {
 	t.Helper()
 	blocked := `
@@ -89,9 +89,9 @@ func WaitUntilBlocked(t testing.TB, db Querier, sessions int) {
 	testkit.WaitUntil(t, func() bool { return sessions == Scalar[int](t, db, blocked) })
 }
 
-// Rewrite replaces parts of a function in the test's database. The result is a broken variant, with which a check
-// can show that it notices mistakes. oldNew are pairs of a text that must be in the function, and of what
-// replaces it. The pool of a proxy stands for all its shards.
+// Rewrite replaces parts of a function in the test's database. A test uses the broken variant to show that a check
+// notices mistakes. oldNew has pairs: a text that the function must contain, and its replacement. For a proxy's pool,
+// it changes the function on all shards.
 func Rewrite(t testing.TB, db Executor, function string, oldNew ...string) {
 	t.Helper()
 	for _, db := range shardsOf(db) {
@@ -112,35 +112,34 @@ func Table(durable bool) string {
 	return "rate_limit_ephemeral"
 }
 
-// Fill adds rows of a limiter to a table, with the keys "key 1" and on in this order. All of them expire at
-// expiresAt.
+// Fill adds rows of a limiter to a table. Their keys are "key 1", "key 2" and so on. All of them expire at expiresAt.
 func Fill(t testing.TB, db Executor, table, name string, rows int, expiresAt time.Time) {
 	t.Helper()
 	Exec(t, db, "INSERT INTO "+table+` (prefix, key, expires_at)
 		SELECT $1, 'key ' || n, $2 FROM generate_series(1, $3::integer) AS n`, name, expiresAt.UnixMicro(), rows)
 }
 
-// Scans is what statements have read of a table.
+// Scans is how much of a table was read by statements.
 type Scans struct {
-	Sequential int64 // scans of the whole table
-	Rows       int64 // rows that these have read
-	IndexRows  int64 // rows that were found through an index
+	Sequential int64 // full scans of the table
+	Rows       int64 // rows read by full scans
+	IndexRows  int64 // rows found through an index
 }
 
-// ScansOfAGrownTable returns what statements read of a table on a session that has planned them before the table
-// grew. plan runs them on the small table. It is called often enough that the session may keep a plan. grow makes
-// the table large, and run runs the statements again.
+// ScansOfAGrownTable returns how much statements read of a table that grew after they were planned. plan runs them on
+// the small table. It is called so often that the session may keep a plan. grow makes the table large. run runs the
+// statements again.
 func ScansOfAGrownTable(t testing.TB, conn *pgx.Conn, table, mode string, plan, grow, run func()) (scans Scans) {
 	t.Helper()
 	Exec(t, conn, "ALTER TABLE "+table+" SET (autovacuum_enabled = off)")
 	Exec(t, conn, "SET plan_cache_mode = "+mode)
 	Exec(t, conn, "ANALYZE "+table)
-	for range 10 { // past the five calls after which a session may keep a plan
+	for range 10 { // more than the five calls after which a session may keep a plan
 		plan()
 	}
 	grow()
 
-	// They are counted in a transaction, where the session's own counters can be read at once.
+	// Count within a transaction, where the session's own counters are readable at once.
 	Exec(t, conn, "BEGIN")
 	run()
 	row := conn.QueryRow(t.Context(), `
@@ -152,8 +151,8 @@ func ScansOfAGrownTable(t testing.TB, conn *pgx.Conn, table, mode string, plan, 
 	return scans
 }
 
-// Objects lists what is in a database: all schemas, relations, functions and types, or those in one schema. It
-// includes the oids, so that whatever was made anew shows.
+// Objects lists the schemas, relations, functions and types of a database, or those in one schema. It includes their
+// oids, so that recreated objects show.
 func Objects(t testing.TB, db Querier, schema ...string) []string {
 	t.Helper()
 	rows, err := db.Query(t.Context(), `
@@ -173,8 +172,8 @@ func Objects(t testing.TB, db Querier, schema ...string) []string {
 	return all
 }
 
-// LeaveToRules has a function whose name begins with rate_limit_take_ leave everything to its sibling, which decides a
-// single key by itself, and the rest by rate_limit_all.
+// LeaveToRules makes a function whose name begins with rate_limit_take_ leave everything to its sibling, which decides
+// single keys itself and uses rate_limit_all for the rest.
 func LeaveToRules(t testing.TB, db Executor, take string) {
 	t.Helper()
 	if take != "rate_limit_take_sliding_log" { // which always does
@@ -182,7 +181,8 @@ func LeaveToRules(t testing.TB, db Executor, take string) {
 	}
 }
 
-// LeaveToAll has it leave everything to rate_limit_all. So do the others, of which some decide by one statement before.
+// LeaveToAll makes it leave everything to rate_limit_all. It changes the sibling, so this holds for the other functions
+// too.
 func LeaveToAll(t testing.TB, db Executor, take string) {
 	t.Helper()
 	LeaveToRules(t, db, take)
@@ -194,10 +194,10 @@ func LeaveToAll(t testing.TB, db Executor, take string) {
 	}
 }
 
-// Left is the function that decides what is left by those whose names begin with rate_limit_take_.
+// Left is the function that decides the requests that the rate_limit_take_ functions leave.
 const Left = "_rate_limit_left_ephemeral"
 
-// twins are a function for rate_limit_ephemeral, and that for rate_limit_durable.
+// twins returns a function for rate_limit_ephemeral and its equivalent for rate_limit_durable.
 func twins(function string) []string {
 	if of, ok := strings.CutSuffix(function, "_ephemeral"); ok {
 		return []string{function, of + "_durable"}
@@ -205,7 +205,7 @@ func twins(function string) []string {
 	return []string{function, "_" + function + "_durable"}
 }
 
-// RewriteTwins is Rewrite of a function for rate_limit_ephemeral, and of that for rate_limit_durable.
+// RewriteTwins is Rewrite of both.
 func RewriteTwins(t testing.TB, db Executor, function string, oldNew ...string) {
 	t.Helper()
 	for i, twin := range twins(function) {

@@ -19,8 +19,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
-// Refused runs a statement that the database must refuse with that SQLSTATE, saying what is wrong or what would be
-// right.
+// Refused runs a statement that the database must refuse with this SQLSTATE and a message that says what is wrong or
+// how to mend it.
 func Refused(t testing.TB, db Executor, what, sql, code string) {
 	t.Helper()
 	_, err := db.Exec(t.Context(), sql)
@@ -33,30 +33,29 @@ func Refused(t testing.TB, db Executor, what, sql, code string) {
 	}
 }
 
-// AgeBans makes all bans older.
+// AgeBans makes all bans older than they are.
 func AgeBans(t testing.TB, db Executor, by string) {
 	t.Helper()
 	Exec(t, db, `UPDATE rate_limit_policy
 		SET valid_from = valid_from - $1::interval, valid_until = valid_until - $1::interval`, by)
 }
 
-// BanLasts is how long the newest ban of a key lasts.
+// BanLasts is the length of a key's newest ban.
 func BanLasts(t testing.TB, db Querier, key string) time.Duration {
 	t.Helper()
 	return Scalar[time.Duration](t, db,
 		"SELECT valid_until - valid_from FROM rate_limit_policy WHERE key = $1 ORDER BY valid_until DESC LIMIT 1", key)
 }
 
-// Application returns a pool of a role that has the grants of docs/operating.md and nothing else. Every connection does
-// what it can to have other things mistaken for the tables and functions. It has tables, types and functions of
-// these names in pg_temp. Its search_path looks first into a schema that has them too, along with operators and a
-// clock of its own.
+// Application returns a pool of a role that has only the grants in docs/operating.md. Every connection tries to make
+// Postgres take other objects for our tables and functions. Its pg_temp has tables, types and functions with our names.
+// Its search_path begins with a schema that has such objects too, and also operators and another clock.
 func Application(t testing.TB, db *DB, root string) *pgxpool.Pool {
 	t.Helper()
 	if !Scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user") {
 		t.Skip("foreign roles: the URL of the server has to name a superuser") // as on servers that the tests start
 	}
-	const role = "pg_monitor" // which every server has, and which may do nothing here
+	const role = "pg_monitor" // every server has this role, and it has no rights here
 	document, err := os.ReadFile(filepath.Join(root, "docs/operating.md"))
 	require.NoError(t, err)
 	grants := regexp.MustCompile(`(?s)GRANT [^;]* TO app;`).FindAllString(string(document), -1)
@@ -99,15 +98,15 @@ func Application(t testing.TB, db *DB, root string) *pgxpool.Pool {
 		}
 	})
 	require.Equal(t, role, Scalar[string](t, pool, "SELECT current_user"))
-	require.Equal(t, 2001, Scalar[time.Time](t, pool, "SELECT clock_timestamp()").Year()) // the decoys are in place
+	require.Equal(t, 2001, Scalar[time.Time](t, pool, "SELECT clock_timestamp()").Year()) // the decoys work
 	return pool
 }
 
-// RowColumns are the columns of a table that ScanRow reads.
+// RowColumns are the columns for ScanRow.
 const RowColumns = `prefix, key, algorithm, count, prev_count, window_start, credit, coalesce(scale, 0),
 	expires_at, log, coalesce(since, 0), coalesce(capacity, 0), coalesce(refill, 0), coalesce(returned, 0)`
 
-// ScanRow reads a row of a table.
+// ScanRow reads one row.
 func ScanRow(rows pgx.CollectableRow) (id modeltest.RowID, row modeltest.Row, err error) {
 	var log []int64
 	err = rows.Scan(

@@ -17,17 +17,17 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/shards"
 )
 
-// errNoPLProxy says that the proxy's server does not have what it takes to be one.
+// errNoPLProxy says that the proxy's server does not have PL/Proxy.
 var errNoPLProxy = errors.New("PL/Proxy: install this extension of the server (Debian: postgresql-15-plproxy)")
 
-// Shards is how many shards a database of New has, or 0 if it is no proxy.
+// Shards is the number of shards of a database from New, or 0 if it is no proxy.
 func Shards() int {
 	n, _ := strconv.Atoi(os.Getenv("RATELIMIT_TEST_SHARDS"))
 	return n
 }
 
-// NotThroughProxy skips a test if the databases of New are proxies for shards. why names what the test needs and a
-// proxy does not have.
+// NotThroughProxy skips a test if the databases of New are proxies for shards. why says what the test needs and a proxy
+// lacks.
 func NotThroughProxy(t testing.TB, why string) {
 	t.Helper()
 	if Shards() > 0 {
@@ -40,13 +40,13 @@ type Fleet struct {
 	*DB
 
 	ShardServers []*pgserver.Server
-	Connections  []string // of the shards, for PL/Proxy
+	Connections  []string // to the shards, for PL/Proxy
 
 	cluster *cluster
 }
 
-// Sharded starts a fleet for a test that stops or kills servers. It is closed at the end of the test. Where there is no
-// PL/Proxy, the test is skipped, unless RATELIMIT_TEST_PLPROXY is set.
+// Sharded starts a fleet for a test that stops or kills servers. It is closed at the end of the test. Without PL/Proxy
+// the test is skipped. If RATELIMIT_TEST_PLPROXY is set, it fails instead.
 func Sharded(t testing.TB, n int) *Fleet {
 	t.Helper()
 	c := newProxy(n)
@@ -67,7 +67,7 @@ func Sharded(t testing.TB, n int) *Fleet {
 	return fleet
 }
 
-// Proxy is another proxy of a fleet, with a map of its own.
+// Proxy adds another proxy to a fleet, with its own map of shards.
 func (f *Fleet) Proxy(t testing.TB, connections []string) *DB {
 	t.Helper()
 	db := f.cluster.newDB(t, f.cluster.template)
@@ -75,7 +75,7 @@ func (f *Fleet) Proxy(t testing.TB, connections []string) *DB {
 	return db
 }
 
-// Connect has a proxy reach its shards by other connection strings.
+// Connect makes a proxy use other connection strings for its shards.
 func (db *DB) Connect(t testing.TB, connections []string) {
 	t.Helper()
 	options := make([]string, len(connections))
@@ -91,7 +91,7 @@ func (db *DB) connection() string {
 	return fmt.Sprintf("host=%s port=%d dbname=%s", to.Host, to.Port, to.Database)
 }
 
-// Of returns the database that has the rows of a key: a shard, if there are any.
+// Of returns the database with the rows of a key: a shard, if there are shards.
 func (db *DB) Of(key string) *DB {
 	if len(db.Shards) == 0 {
 		return db
@@ -99,7 +99,7 @@ func (db *DB) Of(key string) *DB {
 	return db.Shards[shardkey.Of(key, len(db.Shards))]
 }
 
-// All are the databases that have rows: the shards, or this one.
+// All returns the databases with rows: the shards, or this one.
 func (db *DB) All() []*DB {
 	if len(db.Shards) == 0 {
 		return []*DB{db}
@@ -107,7 +107,7 @@ func (db *DB) All() []*DB {
 	return db.Shards
 }
 
-// newProxy is a proxy's server, with those of its shards.
+// newProxy returns a proxy's server, with the servers of its shards.
 func newProxy(n int) *cluster {
 	own := func() pgserver.Config { return pgserver.Config{} }
 	c := &cluster{config: own, shards: make([]*cluster, n)}
@@ -117,7 +117,7 @@ func newProxy(n int) *cluster {
 	return c
 }
 
-// each does something with all shards at once.
+// each runs a function for all shards at once.
 func (c *cluster) each(do func(shard *cluster) error) error {
 	errs := make([]error, len(c.shards))
 	var all sync.WaitGroup
@@ -128,9 +128,9 @@ func (c *cluster) each(do func(shard *cluster) error) error {
 	return errors.Join(errs...)
 }
 
-// foreignTablesSQL writes the tables of a shard as foreign tables of a proxy, so that tests find the rows of all shards
-// there, change and lock them. A proxy that is not for tests has none. The two tables of limits are divided by keys;
-// the others are on shard 0.
+// foreignTablesSQL defines the tables of a shard as foreign tables of a proxy. So tests can read, change and lock the
+// rows of all shards there. Real proxies have no such tables. The two tables of limits are partitioned by key; the
+// others are on shard 0.
 const foreignTablesSQL = `
 WITH columns AS (
 	SELECT c.relname, string_agg(format('%I %s', a.attname, format_type(a.atttypid, a.atttypmod)) || CASE
@@ -152,7 +152,7 @@ SELECT string_agg(CASE
 	ELSE format('CREATE FOREIGN TABLE %I (%s) SERVER test_0;', relname, columns) END, '')
 FROM columns`
 
-// blockedSQL counts the sessions of all shards that wait for a lock that another session has.
+// blockedSQL counts the sessions of all shards that wait for a lock of another session.
 const blockedSQL = `
 CREATE FUNCTION test_blocked() RETURNS SETOF bigint LANGUAGE plproxy AS $$
 	CLUSTER 'rate_limit_shards';
@@ -161,10 +161,10 @@ CREATE FUNCTION test_blocked() RETURNS SETOF bigint LANGUAGE plproxy AS $$
 	WHERE datname = current_database() AND cardinality(pg_blocking_pids(pid)) > 0;
 $$`
 
-// proxies are the shards of each pool of a proxy.
+// proxies maps a proxy's pool to its shards.
 var proxies sync.Map
 
-// shardsOf are those that have the functions and the rows of a database: its shards, or itself.
+// shardsOf returns the databases with the functions and rows: the shards, or the database itself.
 func shardsOf(db Executor) (all []Executor) {
 	shards, _ := proxies.Load(db)
 	its, _ := shards.([]*DB)
@@ -177,7 +177,7 @@ func shardsOf(db Executor) (all []Executor) {
 	return all
 }
 
-// own makes the template of a shard.
+// own creates the template of a shard.
 func (c *cluster) own(ctx context.Context, pool *pgxpool.Pool) error {
 	return pool.AcquireFunc(ctx, func(conn *pgxpool.Conn) error {
 		is := shards.Identity{Place: c.place, Shards: c.of, Cluster: "test"}
@@ -193,7 +193,7 @@ func (c *cluster) own(ctx context.Context, pool *pgxpool.Pool) error {
 	})
 }
 
-// install makes the template of a proxy, whose connection strings lead nowhere yet.
+// install creates the template of a proxy. Its connection strings lead nowhere yet.
 func (c *cluster) install(ctx context.Context, pool *pgxpool.Pool) error {
 	if err := c.each(func(shard *cluster) error {
 		_, err := shard.migratedTemplate()
@@ -228,7 +228,7 @@ func (c *cluster) install(ctx context.Context, pool *pgxpool.Pool) error {
 	})
 }
 
-// connectShards gives a proxy's database its shards.
+// connectShards tells a proxy's database where its shards are.
 func (c *cluster) connectShards(t testing.TB, db *DB) {
 	t.Helper()
 	if c.shards == nil {

@@ -22,15 +22,15 @@ import (
 // BanTerms say when a key is banned, and for how long.
 type BanTerms struct {
 	Denials                       int           // how many
-	Within                        time.Duration // the first of them
+	Within                        time.Duration // since the first of them
 	First, Longest, ForgivenAfter time.Duration
 }
 
-// How much is counted and banned at once.
+// These limit how much is counted and banned at once.
 const (
 	strikeShards = 16
 	MaxStrikes   = 65536 // keys
-	// MaxBans is how many keys a statement bans. It holds other writers up for 50 ms.
+	// MaxBans is how many keys one statement bans. Such a statement delays other writers by 50 ms.
 	MaxBans = 100
 )
 
@@ -47,18 +47,18 @@ type Strikes struct {
 	}
 }
 
-// strike is how often a key was denied, and when first.
+// strike counts a key's denials, and has the time of the first.
 type strike struct {
 	N     int
 	since time.Duration
 }
 
-// NewStrikes returns strikes that have counted nothing yet.
+// NewStrikes returns an empty Strikes.
 func NewStrikes(name string, ban BanTerms) *Strikes {
 	return &Strikes{name: name, ban: ban, seed: maphash.MakeSeed(), Begin: time.Now()}
 }
 
-// Count counts a denial, and tells whether the key is to be banned. It is until there is a ban.
+// Count counts a denial, and tells whether the key is to be banned. It stays so until the key is banned.
 func (s *Strikes) Count(key string) bool {
 	now := time.Since(s.Begin)
 	shard := &s.Shards[maphash.String(s.seed, key)%strikeShards]
@@ -83,8 +83,8 @@ func (s *Strikes) Count(key string) bool {
 	return k.N >= s.ban.Denials
 }
 
-// makeRoom drops one of a few keys: one whose time is over, or the one that was denied least. So a crowd of keys that
-// are denied once drops none that is denied again and again.
+// makeRoom drops one of a few keys: one whose period is over, or the one with the fewest denials. So many keys with one
+// denial each cannot drop a key that is denied again and again.
 func (s *Strikes) makeRoom(keys map[string]strike, now time.Duration) {
 	least, fewest := "", math.MaxInt
 	seen := 0
@@ -102,7 +102,7 @@ func (s *Strikes) makeRoom(keys map[string]strike, now time.Duration) {
 	delete(keys, least)
 }
 
-// due adds the bans that are to be made.
+// due lists the keys to ban.
 func (s *Strikes) due(bans []KeyBan) []KeyBan {
 	for i := range s.Shards {
 		shard := &s.Shards[i]
@@ -117,7 +117,7 @@ func (s *Strikes) due(bans []KeyBan) []KeyBan {
 	return bans
 }
 
-// Banned forgets the denials of a key that there is a ban for.
+// Banned clears the denials of a key that has been banned.
 func (s *Strikes) Banned(key string) {
 	shard := &s.Shards[maphash.String(s.seed, key)%strikeShards]
 	shard.Mu.Lock()
@@ -125,7 +125,7 @@ func (s *Strikes) Banned(key string) {
 	delete(shard.Keys, key)
 }
 
-// List has Run look for keys to ban.
+// List makes Run look for keys to ban.
 func (t *Table) List(s *Strikes) {
 	if s.listed.Swap(true) {
 		return
@@ -142,22 +142,22 @@ func (t *Table) List(s *Strikes) {
 	}
 }
 
-// KeyBan is a ban that is to be made. over is how often the key was denied since.
+// KeyBan is a ban to make. over is the number of denials since it became due.
 type KeyBan struct {
 	*Strikes
 	Key  string
 	over int
 }
 
-// NextBans are the bans to make now. Those of keys that were denied most since they were due come first. So whoever
-// goes on asking is banned soon, whatever a crowd does.
+// NextBans returns the bans to make now. The keys with the most denials since then come first, so a key that keeps
+// asking is banned soon, even among many others.
 func (t *Table) NextBans() (bans []KeyBan) {
 	t.Mu.Lock()
 	all := t.bans
 	t.bans = nil
 	t.Mu.Unlock()
 	for s := range all {
-		s.listed.Store(false) // before it looks, so that what is due later lists it again
+		s.listed.Store(false) // cleared before the look, so that a later key sets it again
 		bans = s.due(bans)
 	}
 	slices.SortFunc(bans, func(a, b KeyBan) int { return cmp.Compare(b.over, a.over) })
@@ -167,7 +167,7 @@ func (t *Table) NextBans() (bans []KeyBan) {
 	return bans[:min(len(bans), MaxBans)]
 }
 
-// ban makes bans until the context ends. What fails is tried again.
+// ban makes bans until the context ends. After an error it tries again.
 func (t *Table) ban(ctx context.Context) {
 	failing := ""
 	var pause time.Duration
@@ -199,8 +199,8 @@ func (t *Table) ban(ctx context.Context) {
 	}
 }
 
-// makeBans makes bans in one statement. If the database refuses one of them, each is made by itself, and what is
-// refused is forgotten. Then it does not keep the others from being made.
+// makeBans makes bans in one statement. If the database refuses one of them, each is made by its own statement. A
+// refused one is dropped, so that it does not prevent the others.
 func (t *Table) makeBans(ctx context.Context, bans []KeyBan) error {
 	err := t.makeBansAtOnce(ctx, bans)
 	if !ofOneBan(err) {
@@ -217,7 +217,7 @@ func (t *Table) makeBans(ctx context.Context, bans []KeyBan) error {
 	return errors.Join(errs...)
 }
 
-// ofOneBan tells whether the database has refused what is particular to a ban, rather than the function.
+// ofOneBan tells whether the database refused one particular ban, rather than the function.
 func ofOneBan(err error) bool {
 	refused, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && !pg.IsAway(err) && !pg.LockTimeout(err) && !strings.HasPrefix(refused.Code, "42")

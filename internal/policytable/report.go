@@ -11,20 +11,20 @@ import (
 
 const (
 	reportPeriod = 10 * time.Second
-	// MaxReported is how many keys that a shadow would have denied are counted in a period, for each row.
+	// MaxReported limits how many keys denied by a shadow are counted in a period, for each row.
 	MaxReported = 500
 )
 
-// ShadowCount is what a row of the mode shadow would have decided.
+// ShadowCount counts the decisions of a row of the mode shadow.
 type ShadowCount struct {
 	Decided, denied, WouldDeny int64
-	Keys                       map[string]*keyCount // those that it would have denied
+	Keys                       map[string]*keyCount // the keys that it would have denied
 }
 
 type keyCount struct{ denied, wouldDeny int64 }
 
-// Count counts a decision for `pgratelimit policy compare`: whether it was denied, and whether the row of the mode
-// shadow would have denied it.
+// Count counts a decision for `pgratelimit policy compare`: whether it was denied, and whether the shadow row would
+// have denied it.
 func (t *Table) Count(row *Row, key string, denied, wouldDeny bool) {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
@@ -61,7 +61,7 @@ func (t *Table) Count(row *Row, key string, denied, wouldDeny bool) {
 	}
 }
 
-// report reports what was counted until the context ends, and once more then.
+// report reports the counts until the context ends, and then once more.
 func (t *Table) report(ctx context.Context) {
 	failing := ""
 	for ctx.Err() == nil {
@@ -78,7 +78,7 @@ func (t *Table) report(ctx context.Context) {
 	}
 }
 
-// ReportOnce reports what was counted since the last time. After an error that is lost.
+// ReportOnce reports the counts since the last time. If it fails, they are lost.
 func (t *Table) ReportOnce(ctx context.Context) error {
 	t.Mu.Lock()
 	shadows := t.Shadows

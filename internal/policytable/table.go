@@ -26,59 +26,59 @@ var (
 	reportStatement string
 )
 
-// Table is what this process knows of rate_limit_policy. Several goroutines may use it at once.
+// Table is this process's copy of rate_limit_policy. It is safe for concurrent use.
 type Table struct {
 	db      pg.DB
 	config  TableConfig
 	Book    rulebook.Book[Ruling]
-	Ready   chan struct{}                 // closed once the rows have been read for the first time
+	Ready   chan struct{}                 // closed once the rows have been read
 	turn    *turn.Turn                    // of Run
-	banning chan struct{}                 // has a value if something is in bans
-	Telling chan struct{}                 // has a value if something is in given
-	failed  atomic.Pointer[error]         // why the last try to read them failed; nil if it did not
+	banning chan struct{}                 // has a value if bans is not empty
+	Telling chan struct{}                 // has a value if given is not empty
+	failed  atomic.Pointer[error]         // why the last attempt to read the rows failed, or nil
 	Clock   atomic.Pointer[DatabaseClock] // nil before ready
-	told    sync.Map                      // by the id of the row, the policy that was logged to be of another kind
-	swept   int64                         // when Run last dropped rows that had ended, by the database's clock
-	PerRow  time.Duration                 // how often all rows are read again, for each of them
+	told    sync.Map                      // by the row's id, the policy that was logged as one of another kind
+	swept   int64                         // when Run last dropped ended rows, by the database's clock
+	PerRow  time.Duration                 // the pause between two full reads, for each row
 
 	Mu sync.Mutex
-	// caches are what clients remember of denials, and given is what has been given back, granted or reset in this
-	// process, of which other processes have not been told yet.
+	// caches are the clients' remembered denials. given are the refunds, grants and resets of this process that other
+	// processes have not been told of yet.
 	caches  []Denials
 	given   map[string]bool
-	bans    map[*Strikes]bool      // which may have keys that Run is to ban
-	Shadows map[int64]*ShadowCount // by the id of the row, what has not been reported yet
+	bans    map[*Strikes]bool      // these may have keys for Run to ban
+	Shadows map[int64]*ShadowCount // by the row's id, the counts that are not reported yet
 	Running bool
 	status  TableStatus
-	// asked is when the last answer was asked for. version, made at versionAt, is what that has told; nil asks for all
-	// rows. completeAt is when all were last asked for.
+	// asked is the time of the last question that was answered. version, from versionAt, is that answer's version; nil
+	// asks for all rows. completeAt is when all rows were last requested.
 	asked, CompleteAt time.Time
 	Version           *int64
 	versionAt         int64 // by the database's clock, in microseconds since 1970
-	// unreadable are the ids of rows that this release cannot read.
+	// unreadable has the ids of rows that this release cannot read.
 	unreadable map[int64]bool
 }
 
-// TableConfig says how a Table is read.
+// TableConfig configures a Table.
 type TableConfig struct {
 	Schema  string
-	MaxRows int // how many are held at most
+	MaxRows int // the most rows that are kept
 	Logger  *slog.Logger
-	// Read reads the text of a policy for a limiter. Shadow tells that it is decided beside another one.
+	// Read parses a policy for a limiter. Shadow tells that the policy is for a shadow row.
 	Read func(limiter, text string, shadow bool) (*model.Policy, error)
 }
 
-// TableStatus says what a process knows of the table.
+// TableStatus is the state of a process's copy of the table.
 type TableStatus struct {
 	Rows, Unreadable, NoRoom int
-	Age                      time.Duration // since the last answer was asked for; 0 if there was none
+	Age                      time.Duration // since the last answered question; 0 if there was none
 	Listening                bool
-	Err                      error // why the database could not be asked last
+	Err                      error // why the last question failed
 }
 
-// Denials are those that a client remembers. They are comparable.
+// Denials are the denials that a client remembers. They are comparable.
 type Denials interface {
-	// ForgetIf forgets those of some keys. It tells whether the client is still in use.
+	// ForgetIf forgets the denials of some keys. It tells whether the client is still in use.
 	ForgetIf(is func(limiter, key string) bool) (inUse bool)
 }
 
@@ -91,14 +91,14 @@ type DatabaseClock struct {
 // Row is a row of the table.
 type Row = rulebook.Rule[Ruling]
 
-// Ruling is what a row says.
+// Ruling is the content of a row.
 type Ruling struct {
 	Mode Mode
-	// It counts from from on, and at Until no longer, in microseconds since 1970. from is alwaysBegun if it had begun
-	// when it was read, and Until may be NoEnd.
+	// It holds from from until just before Until, in microseconds since 1970. from is alwaysBegun if it had begun when
+	// it was read. Until may be NoEnd.
 	From, Until int64
-	Learnt      int64         // when this process first heard of what it says, by the database's clock
-	Policy      *model.Policy // nil for off and deny; rows with the same text share it
+	Learnt      int64         // when this process first read this content, by the database's clock
+	Policy      *model.Policy // nil for off and deny; rows with the same text share one
 }
 
 // Mode is a row's mode.
@@ -112,10 +112,10 @@ const (
 	modeDeny    Mode = "deny"
 )
 
-// ShadowSuffix ends the name of the rows that count for policies of the mode shadow.
+// ShadowSuffix is the end of the counter names for shadow policies.
 const ShadowSuffix = "/shadow"
 
-// NewTable returns what is still to be run. It asks nothing, and starts nothing.
+// NewTable returns a table that still has to be run. It sends no query, and starts no goroutine.
 func NewTable(db pg.DB, config TableConfig) *Table {
 	return &Table{
 		db: db, config: config, Ready: make(chan struct{}), turn: turn.New(),
@@ -123,7 +123,7 @@ func NewTable(db pg.DB, config TableConfig) *Table {
 	}
 }
 
-// Status says what this process knows.
+// Status returns the table's state in this process.
 func (t *Table) Status() TableStatus {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
@@ -135,10 +135,10 @@ func (t *Table) Status() TableStatus {
 	return status
 }
 
-// errNotRun tells those who wait for the first rows what may be missing.
+// errNotRun tells callers that wait for the first rows that Run may be missing.
 var errNotRun = errors.New("the policies have not been read yet; has Policies.Run been started?")
 
-// Await waits until the rows have been read for the first time.
+// Await waits until the rows have been read once.
 func (t *Table) Await(ctx context.Context, timeout time.Duration) error {
 	select {
 	case <-t.Ready:
@@ -163,20 +163,20 @@ func (t *Table) Await(ctx context.Context, timeout time.Duration) error {
 	}
 }
 
-// now is the database's clock as this process knows it, in microseconds since 1970. It is not known before ready, and
-// is only asked for where there is a row.
+// now is the database's clock as this process computes it, in microseconds since 1970. It is unknown before ready, and
+// is only used where there is a row.
 func (t *Table) now() int64 {
 	c := t.Clock.Load()
 	return c.Micros + time.Since(c.At).Microseconds()
 }
 
-// saysTheSame tells whether nothing has changed about a row.
+// saysTheSame tells whether a row is unchanged.
 func saysTheSame(a, b *Row) bool {
 	return a.Name == b.Name && a.Target == b.Target && a.Text == b.Text && a.From == b.From && a.Weak == b.Weak &&
 		a.Value.Mode == b.Value.Mode && a.Value.Until == b.Value.Until && a.Value.Policy.Is(b.Value.Policy)
 }
 
-// counts tells whether a rule has begun, and has not ended.
+// counts tells whether a rule has begun and has not ended.
 func (t *Table) counts(r *Row) bool {
 	if r.Value.From == AlwaysBegun && r.Value.Until == NoEnd {
 		return true

@@ -10,13 +10,13 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// Processes that share Policies tell each other which keys were given back to, granted credit or reset, so that denials
-// that others remember of them are forgotten; see package forget.
+// Processes that share Policies tell each other which keys had a refund, a grant or a reset. The others then forget
+// their denials of these keys; see package forget.
 //
-// What is done in a transaction of the caller's is not told. Postgres has all transactions that notify commit one after
-// the other, and those of the application should not.
+// Changes within a caller's transaction are not sent. Postgres serializes the commits of all transactions that notify,
+// and the application's transactions should not wait for that.
 
-// AddDenials has a client's denials forgotten when others say so.
+// AddDenials registers a client's denials, so that they are forgotten when other processes say so.
 func (t *Table) AddDenials(d Denials) {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
@@ -25,7 +25,7 @@ func (t *Table) AddDenials(d Denials) {
 	}
 }
 
-// forgetIf forgets the denials of some keys, in all caches, and drops caches that are no longer in use.
+// forgetIf forgets the denials of some keys in all caches. It drops caches that are no longer in use.
 func (t *Table) forgetIf(is func(limiter, key string) bool) {
 	t.Mu.Lock()
 	caches := slices.Clone(t.caches)
@@ -39,7 +39,7 @@ func (t *Table) forgetIf(is func(limiter, key string) bool) {
 	}
 }
 
-// Given tells other processes that something was given to a limiter's key, or that it was reset.
+// Given tells other processes that a limiter's key had a refund, a grant or a reset.
 func (t *Table) Given(limiter, key string) {
 	t.Mu.Lock()
 	if t.Running {
@@ -55,7 +55,7 @@ func (t *Table) Given(limiter, key string) {
 	}
 }
 
-// tell tells other processes what was given, four times a second at most, until the context ends.
+// tell sends these keys to other processes until the context ends, at most four times a second.
 func (t *Table) tell(ctx context.Context) {
 	failing := ""
 	for {
@@ -84,7 +84,8 @@ func (t *Table) tell(ctx context.Context) {
 	}
 }
 
-// hear forgets denials if the payloads of notifications say so. However many there are, it looks at each denial once.
+// hear forgets the denials that the payloads of notifications name. It looks at each denial once, for any number of
+// notifications.
 func (t *Table) hear(payloads []string) {
 	all := map[string]bool{}
 	for _, payload := range payloads {

@@ -10,15 +10,15 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/rulebook"
 )
 
-// View is what the table says about the keys of one limiter. The nil View is that of a limiter without a table.
+// View is the part of the table for the keys of one limiter. A limiter without a table has a nil View.
 type View struct {
 	Table   *Table
 	name    string // of the limiter
 	page    *rulebook.Page[Ruling]
-	Strikes *Strikes // nil if nobody is banned
+	Strikes *Strikes // nil if the limiter bans nobody
 }
 
-// View returns the view of a limiter, which bans by these terms unless they are nil.
+// View returns the view of a limiter. If terms are not nil, the limiter bans by them.
 func (t *Table) View(limiter string, ban *BanTerms) *View {
 	v := &View{Table: t, name: limiter, page: t.Book.Page(limiter)}
 	if ban != nil {
@@ -27,8 +27,8 @@ func (t *Table) View(limiter string, ban *BanTerms) *View {
 	return v
 }
 
-// InForce returns the policy that holds for a key now: own, or that of a row. If a row allows or denies everything, it
-// returns the row too. It waits until the rows have been read once, for as long as that says.
+// InForce returns the policy for a key now: own, or that of a row. If a row allows or denies everything, it returns the
+// row too. It waits until the rows have been read once, or until the context ends.
 func (v *View) InForce(
 	ctx context.Context, timeout time.Duration, own *model.Policy, key string,
 ) (*model.Policy, *Row, error) {
@@ -51,7 +51,7 @@ func (v *View) InForce(
 	}
 }
 
-// Known is the policy in force as far as this process knows, and own if a row allows or denies everything.
+// Known is the policy for a key as far as this process knows. It is own if a row allows or denies everything.
 func (v *View) Known(own *model.Policy, key string) *model.Policy {
 	if v == nil || !v.Table.IsReady() {
 		return own
@@ -65,12 +65,12 @@ func (v *View) Known(own *model.Policy, key string) *model.Policy {
 // IsReady tells whether the rows have been read.
 func (t *Table) IsReady() bool { return t.Clock.Load() != nil }
 
-// Row returns the row that holds for a key, or nil if own does.
+// Row returns the row for a key, or nil if own holds.
 func (v *View) Row(own *model.Policy, key string) *Row {
 	return v.page.Find(key, func(r *Row) bool { return v.Table.counts(r) && v.canObey(r, own) })
 }
 
-// Shadow returns the row of the mode shadow for a key, or nil.
+// Shadow returns the shadow row for a key, or nil.
 func (v *View) Shadow(key string) *Row {
 	if v == nil {
 		return nil
@@ -78,10 +78,10 @@ func (v *View) Shadow(key string) *Row {
 	return v.page.Shadow(key, v.Table.counts)
 }
 
-// Now is the database's clock, as this process knows it.
+// Now is the database's clock as this process computes it.
 func (v *View) Now() time.Time { return time.UnixMicro(v.Table.now()) }
 
-// canObey tells whether the limiter's keys can be decided by a row, and logs once if not.
+// canObey tells whether a row's policy can decide the limiter's keys. If not, it logs that once.
 func (v *View) canObey(r *Row, own *model.Policy) bool {
 	if r.Value.Mode != ModeEnforce {
 		return true
@@ -98,7 +98,7 @@ func (v *View) canObey(r *Row, own *model.Policy) bool {
 	return false
 }
 
-// Strike counts a denial of a key, and has Run ban the key if there were enough.
+// Strike counts a denial of a key. After enough of them, Run bans the key.
 func (v *View) Strike(key string) {
 	if v != nil && v.Strikes != nil && v.Strikes.Count(key) {
 		v.Table.List(v.Strikes)

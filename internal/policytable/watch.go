@@ -25,40 +25,39 @@ import (
 )
 
 const (
-	// Run asks this often where it listens, and where it does not.
+	// Run polls this often, with and without notifications.
 	listenPeriod, pollPeriod = time.Second, 500 * time.Millisecond
-	// sweepPeriod is how often rows that have ended are dropped.
+	// sweepPeriod is how often ended rows are dropped.
 	sweepPeriod = time.Minute
-	// againPerRow is how often all rows are read again, for each of them: at most 200 rows a second and process, so
-	// that a hundred processes do not keep Postgres busy with it.
+	// againPerRow is the pause between two full reads, for each row. It means at most 200 rows a second and process, so
+	// that a hundred processes do not overload Postgres.
 	againPerRow = 5 * time.Millisecond
-	// gatherTime is how long changes that follow one another are gathered, so that a thousand of them cost a process
-	// four questions a second. A change after a pause is asked for at once.
+	// gatherTime is how long consecutive changes are gathered, so that a thousand changes cost a process four queries a
+	// second. The first change after a pause is read at once.
 	gatherTime = 250 * time.Millisecond
-	// hearing is how long a notification of our own may take. If it does not come, something between us and Postgres
-	// keeps notifications back, and retryListening is how long that is taken for granted.
+	// hearing is how long our own notification may take. If it does not arrive, something between us and Postgres drops
+	// notifications. Run tries to listen again after retryListening.
 	hearing, retryListening = 3 * time.Second, 10 * time.Minute
-	// MostHeard is how much may be notified between two answers, in bytes. It is far more than processes tell each
-	// other, but any role that may log in can send more. Then Run asks twice a second for floodPause, and does not
-	// listen.
+	// MostHeard is the limit for notifications between two answers, in bytes. Processes send far less, but any role
+	// that may log in can send more. Above the limit, Run polls twice a second for floodPause, and does not listen.
 	MostHeard, floodPause = 1 << 20, time.Minute
-	// loadTimeout is for one question. A million rows take two seconds.
+	// loadTimeout limits one query. Reading a million rows takes two seconds.
 	loadTimeout = 20 * time.Second
-	// checkTimeout is for one on a connection that has answered before. A connection that has died is found out by it.
+	// checkTimeout limits a query on a connection that has answered before. It detects a dead connection.
 	checkTimeout = 3 * time.Second
 )
 
 // maxPolicyText is longer than any policy that the database accepts.
 const maxPolicyText = 4096
 
-// The times of a row that has always been in force, and of one that has no end.
+// These are the times of a row without a beginning, and of one without an end.
 const (
 	AlwaysBegun = math.MinInt64
 	NoEnd       = math.MaxInt64
 )
 
-// Run keeps the table up to date until the context ends. Whatever fails is tried again. A second Run waits for the end
-// of the first.
+// Run keeps the table up to date until the context ends. After any error it tries again. A second Run waits until the
+// first one ends.
 func (t *Table) Run(ctx context.Context) {
 	if t.turn.Take(ctx) != nil {
 		return
@@ -105,13 +104,13 @@ func (t *Table) Run(ctx context.Context) {
 	}
 }
 
-// errDeaf tells that there is no way to listen.
+// errDeaf says that listening is not possible.
 var errDeaf = errors.New("ratelimit: cannot listen")
 
-// errFlood tells that too much was notified.
+// errFlood says that there were too many notifications.
 var errFlood = errors.New("ratelimit: too many notifications")
 
-// ifRefused says errDeaf too if the database has refused a statement, rather than been away.
+// ifRefused adds errDeaf if the database refused a statement, but not if it was away.
 func ifRefused(err error) error {
 	_, answered := errors.AsType[*pgconn.PgError](err)
 	if answered && (!pg.IsAway(err) || errors.Is(err, pg.ErrReadOnly)) {
@@ -120,7 +119,7 @@ func ifRefused(err error) error {
 	return err
 }
 
-// poll asks again and again, for as long as that says. On a connection of our own it ends with that.
+// poll queries repeatedly until the context ends. On our own connection, it also ends with the connection.
 func (t *Table) poll(ctx context.Context, db pg.DB, lasts time.Duration) {
 	conn, own := db.(*pgx.Conn)
 	for began := time.Now(); time.Since(began) < lasts && ctx.Err() == nil; {
@@ -131,7 +130,7 @@ func (t *Table) poll(ctx context.Context, db pg.DB, lasts time.Duration) {
 	}
 }
 
-// pollAlone polls for floodPause, on a connection of our own, because the application may hold all those of the pool.
+// pollAlone polls for floodPause on our own connection, because the application may use all connections of the pool.
 func (t *Table) pollAlone(ctx context.Context) {
 	conn, err := t.connect(ctx, func(*pgconn.PgConn, *pgconn.Notification) {})
 	if err != nil {
@@ -148,18 +147,18 @@ func closeSoon(ctx context.Context, conn *pgx.Conn) {
 	_ = conn.Close(closing)
 }
 
-// Mailbox holds what has been notified since the last question.
+// Mailbox holds the notifications since the last query.
 type Mailbox struct {
 	Payloads []string
 	size     int
-	Flood    func() // called once there is too much
+	Flood    func() // called once there are too many
 }
 
-// Put is what a connection calls with a notification.
+// Put is the connection's handler for notifications.
 func (m *Mailbox) Put(_ *pgconn.PgConn, n *pgconn.Notification) {
 	const overhead = 64 // of a notification
 	if n.Channel != forget.Channel {
-		return // the application's AfterConnect listens
+		return // the application's AfterConnect already listens
 	}
 	if m.size += len(n.Payload) + overhead; m.size > MostHeard {
 		m.Payloads = nil
@@ -169,8 +168,8 @@ func (m *Mailbox) Put(_ *pgconn.PgConn, n *pgconn.Notification) {
 	m.Payloads = append(m.Payloads, n.Payload)
 }
 
-// listen listens until it fails. It returns errDeaf if there is no point in trying again soon, and errFlood if too much
-// is notified.
+// listen listens until an error. It returns errDeaf if a new attempt would soon fail again, and errFlood after too many
+// notifications.
 func (t *Table) listen(ctx context.Context) error {
 	ctx, end := context.WithCancelCause(ctx)
 	defer end(nil)
@@ -184,9 +183,9 @@ func (t *Table) listen(ctx context.Context) error {
 		closeSoon(ctx, conn)
 	}()
 	if _, err := conn.Exec(ctx, "LISTEN "+forget.Channel); err != nil {
-		return ifRefused(pg.Translate(err, true)) // such as on a standby
+		return ifRefused(pg.Translate(err, true)) // for example on a standby
 	}
-	// What changed before this is in the answer, and what changes later is told.
+	// The answer has all earlier changes, and notifications announce all later ones.
 	hello := "hello " + strconv.FormatUint(rand.Uint64(), 36)
 	first, greeted, heard := true, time.Time{}, false
 	sent := make(chan error, 1)
@@ -196,9 +195,9 @@ func (t *Table) listen(ctx context.Context) error {
 	for {
 		timeout := loadTimeout
 		if !first {
-			timeout = checkTimeout // there is little to tell
+			timeout = checkTimeout // there are few changes to read
 		}
-		// The question tells of all that has been notified until now.
+		// This query covers all notifications until now.
 		if slices.Contains(box.Payloads, hello) {
 			heard = true
 			t.setListening(true)
@@ -211,9 +210,9 @@ func (t *Table) listen(ctx context.Context) error {
 		loaded := time.Now()
 		greet := func() { greeting.Go(func() { sent <- t.notify(ctx, hello) }) }
 		if first {
-			// What is remembered of denials may be over by what nobody has heard.
+			// Notifications may have been missed, so remembered denials may be outdated.
 			t.forgetIf(func(string, string) bool { return true })
-			// Another connection sends it, as others will send theirs. Nothing waits for it.
+			// Another connection sends it, as other processes do. Nothing waits until it is sent.
 			greet()
 		}
 		first = false
@@ -224,7 +223,7 @@ func (t *Table) listen(ctx context.Context) error {
 				greeted = time.Now()
 			case errors.Is(err, errDeaf):
 				return err
-			default: // which says nothing about notifications
+			default: // this says nothing about notifications
 				greet()
 			}
 		default:
@@ -248,7 +247,7 @@ func (t *Table) listen(ctx context.Context) error {
 	}
 }
 
-// next waits for a notification, and not longer than the period.
+// next waits for a notification, at most for the period.
 func next(ctx context.Context, conn *pgx.Conn, period time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, period)
 	defer cancel()
@@ -261,7 +260,7 @@ func (t *Table) setListening(listening bool) {
 	t.status.Listening = listening
 }
 
-// connect opens a connection of our own, as the pool would. hear gets what is notified on it.
+// connect opens our own connection with the pool's settings. hear gets its notifications.
 func (t *Table) connect(ctx context.Context, hear pgconn.NotificationHandler) (*pgx.Conn, error) {
 	pool, ok := t.db.(*pgxpool.Pool)
 	if !ok {
@@ -275,7 +274,7 @@ func (t *Table) connect(ctx context.Context, hear pgconn.NotificationHandler) (*
 			return nil, err
 		}
 	}
-	// A wait that ends without a notification must not end the connection.
+	// A wait that ends without a notification must keep the connection open.
 	config.ConnConfig.BuildContextWatcherHandler = func(conn *pgconn.PgConn) ctxwatch.Handler {
 		return &pgconn.DeadlineContextWatcherHandler{Conn: conn.Conn()}
 	}
@@ -287,7 +286,7 @@ func (t *Table) connect(ctx context.Context, hear pgconn.NotificationHandler) (*
 	if config.AfterConnect != nil {
 		err = config.AfterConnect(ctx, conn)
 	}
-	if err == nil { // all rows may take longer than the application's statements may
+	if err == nil { // reading all rows may take longer than the application allows its statements
 		_, err = conn.Exec(ctx, "SET statement_timeout = 0")
 	}
 	if err != nil {
@@ -304,8 +303,8 @@ func (t *Table) notify(ctx context.Context, payload string) error {
 		[]any{payload}, []any{nil}, func() error { return nil })
 }
 
-// Load asks what has changed, and notes it. Now and then it asks for all rows too. Logical replication and restored
-// dumps write rows that the history says nothing of.
+// Load reads the changes and stores them. From time to time it reads all rows. Logical replication and restored dumps
+// write rows without an entry in the history.
 func (t *Table) Load(ctx context.Context, db pg.DB, timeout time.Duration) error {
 	t.Mu.Lock()
 	known, knownAt := t.Version, t.versionAt
@@ -318,7 +317,7 @@ func (t *Table) Load(ctx context.Context, db pg.DB, timeout time.Duration) error
 	due := now.Sub(t.CompleteAt) > max(listenPeriod, time.Duration(rows)*t.PerRow) ||
 		t.status.NoRoom > 0 && t.Book.Len() < t.config.MaxRows
 	if due {
-		t.CompleteAt = now // also if it fails, or connections that die soon would be asked for nothing else
+		t.CompleteAt = now // set after errors too, or connections that die soon would only ever read all rows
 	}
 	t.Mu.Unlock()
 	if !due {
@@ -327,7 +326,7 @@ func (t *Table) Load(ctx context.Context, db pg.DB, timeout time.Duration) error
 	return t.loadSince(ctx, db, nil, 0, loadTimeout)
 }
 
-// loadSince asks what has changed since a version, or for all rows if it is nil.
+// loadSince reads the changes since a version, or all rows if it is nil.
 func (t *Table) loadSince(ctx context.Context, db pg.DB, known *int64, knownAt int64, timeout time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
@@ -337,7 +336,7 @@ func (t *Table) loadSince(ctx context.Context, db pg.DB, known *int64, knownAt i
 		t.note(ctx, err)
 		return err
 	}
-	// The clock was read before the answer came, so it is behind. Then no ban ends early.
+	// The clock was read before the answer arrived, so it is late, and no ban ends early.
 	t.Clock.Store(&DatabaseClock{Micros: a.clock, At: time.Now()})
 	changed := a.removed
 	told := make(map[int64]bool, len(a.rules))
@@ -364,7 +363,7 @@ func (t *Table) loadSince(ctx context.Context, db pg.DB, known *int64, knownAt i
 	noRoom := t.Book.Update(a.rules, a.removed, a.complete, t.config.MaxRows)
 
 	t.Mu.Lock()
-	t.Version = new(a.version) // a copy, or all of the answer would stay in memory
+	t.Version = new(a.version) // a copy, or the whole answer would stay in memory
 	t.versionAt, t.asked = a.changed, asked
 	for _, id := range changed {
 		delete(t.Shadows, id) // they counted for another policy
@@ -384,7 +383,7 @@ func (t *Table) loadSince(ctx context.Context, db pg.DB, known *int64, knownAt i
 		t.unreadable[id] = true
 	}
 	t.status.Unreadable = len(t.unreadable)
-	t.status.NoRoom = max(t.status.NoRoom, noRoom) // the next complete answer tells it exactly
+	t.status.NoRoom = max(t.status.NoRoom, noRoom) // the next full read corrects it
 	after := t.status
 	t.Mu.Unlock()
 
@@ -402,7 +401,7 @@ func (t *Table) loadSince(ctx context.Context, db pg.DB, known *int64, knownAt i
 	return nil
 }
 
-// note remembers whether the database could be asked, and logs when that changes.
+// note stores whether the database could be queried, and logs a change.
 func (t *Table) note(ctx context.Context, err error) {
 	if err != nil && ctx.Err() != nil && errors.Is(err, context.Canceled) {
 		return // Run ends
@@ -430,7 +429,7 @@ func (t *Table) note(ctx context.Context, err error) {
 	}
 }
 
-// policyAnswer is what rate_limit_policies has returned.
+// policyAnswer is an answer of rate_limit_policies.
 type policyAnswer struct {
 	version, changed, clock int64
 	complete                bool
@@ -447,7 +446,7 @@ func (t *Table) ask(ctx context.Context, db pg.DB, known *int64, knownAt int64) 
 	var automatic bool
 	var key, prefix *string
 	var from, until *int64
-	read := map[nameAndText]*model.Policy{} // most rows have one of a few texts
+	read := map[nameAndText]*model.Policy{} // most rows share a few texts
 	names := map[string]string{}
 	targets := []any{
 		&a.version, &a.changed, &a.complete, &a.clock, &row, &removed, &name, &key, &prefix, &mode, &policy,
@@ -464,7 +463,7 @@ func (t *Table) ask(ctx context.Context, db pg.DB, known *int64, knownAt int64) 
 			return nil
 		}
 		if same, ok := names[name]; ok {
-			name = same // or each row would keep a name of its own
+			name = same // otherwise each row would keep its own copy of the name
 		}
 		names[name] = name
 		r := &Row{
@@ -494,23 +493,23 @@ func (t *Table) ask(ctx context.Context, db pg.DB, known *int64, knownAt int64) 
 			a.rules = append(a.rules, r)
 			return nil
 		}
-		a.removed = append(a.removed, id) // what it said before holds no longer
+		a.removed = append(a.removed, id) // its old content no longer holds
 		return nil
 	})
 	return a, pg.ExplainVersion(ctx, db, t.config.Schema, err)
 }
 
-// nameAndText are what rows have in common that share a policy.
+// nameAndText are the same for rows that share a policy.
 type nameAndText struct {
 	name, text string
 	shadow     bool
 }
 
-// readPolicy reads the text of a row's policy.
+// readPolicy parses a row's policy.
 func (t *Table) readPolicy(r *Row, text string, read map[nameAndText]*model.Policy) (*model.Policy, error) {
 	switch r.Value.Mode {
 	case ModeOff, modeDeny:
-		return nil, nil //nolint:nilnil // such a row has none
+		return nil, nil //nolint:nilnil // a row of this mode has none
 	case ModeEnforce, modeShadow:
 	default:
 		return nil, fmt.Errorf("ratelimit: the mode %q is not known", r.Value.Mode)

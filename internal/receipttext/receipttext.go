@@ -1,4 +1,4 @@
-// Package receipttext is the text form of a receipt, which says what a request has taken.
+// Package receipttext has the text form of a receipt of a request's take.
 package receipttext
 
 import (
@@ -10,7 +10,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Receipt is what the text says. Its JSON stands in the text.
+// Receipt is the content of the text. The text contains it as JSON.
 type Receipt struct {
 	Limiter string       `json:"limiter"`
 	Durable bool         `json:"durable,omitempty"`
@@ -20,26 +20,26 @@ type Receipt struct {
 	Parts   []model.Take `json:"parts"`
 }
 
-// Parse reads what String wrote. It returns false for a text that was cut off or changed. Anybody can write a receipt,
-// so what it says may still make no sense.
+// Parse reads what String wrote. It returns false if the text was cut off or changed. Anybody can write a receipt, so
+// its content may still be invalid.
 func Parse(text string) (r Receipt, ok bool) {
 	content, ok := Open(text)
 	return r, ok && json.Unmarshal(content, &r) == nil
 }
 
 func (r Receipt) String() string {
-	content, _ := json.Marshal(r) // cannot fail with these types
+	content, _ := json.Marshal(r) // cannot fail for these types
 	return Seal(content)
 }
 
-const checksumLen = 8 // bytes before the JSON, so that a receipt that was cut off or changed is noticed
+const checksumLen = 8 // bytes before the JSON; they show that a receipt was cut off or changed
 
-// Seal makes the text of a receipt's JSON.
+// Seal returns the text for a receipt's JSON.
 func Seal(content []byte) string {
 	return base64.RawURLEncoding.EncodeToString(append(checksum(content), content...))
 }
 
-// Open returns the JSON of a text, and whether the text is as Seal has made it.
+// Open returns the JSON in a text, and whether the text is unchanged since Seal.
 func Open(text string) (content []byte, ok bool) {
 	content, err := base64.RawURLEncoding.DecodeString(text)
 	sum := content[:min(checksumLen, len(content))]

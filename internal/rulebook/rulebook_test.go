@@ -24,7 +24,7 @@ const always = until(math.MaxInt64)
 
 type rule = rulebook.Rule[until]
 
-// oracle is the precedence, said plainly.
+// oracle is the precedence in its simplest form.
 func oracle(rules []*rule, name, key string, shadow bool, now int64) *rule {
 	var best *rule
 	rank := func(r *rule) int {
@@ -76,7 +76,7 @@ func random(id int64) *rule {
 	return r
 }
 
-// Whatever happens to the book, it finds what the oracle finds among the rules that are left.
+// After any change, the book finds the same rule as the oracle.
 func TestFindsWhatTheOracleFinds(t *testing.T) {
 	t.Parallel()
 
@@ -129,7 +129,7 @@ func TestFindsWhatTheOracleFinds(t *testing.T) {
 	}
 }
 
-// Prefixes that begin with each other, as many as a key can have, are found one after the other.
+// A key can have many prefixes that begin with each other. As they end, each next one is found.
 func TestNestedPrefixes(t *testing.T) {
 	t.Parallel()
 
@@ -144,14 +144,14 @@ func TestNestedPrefixes(t *testing.T) {
 	book.Update(rules, nil, true, 1000)
 	page := book.Page("api")
 	for now := range int64(512) {
-		require.Same(t, rules[511], page.Find(key, counts(now))) // the longest one, which lasts longest
+		require.Same(t, rules[511], page.Find(key, counts(now))) // the longest prefix, which also lasts longest
 		require.Same(t, oracle(rules, "api", key[:now+1]+"y", false, now), page.Find(key[:now+1]+"y", counts(now)))
 	}
 	require.Nil(t, page.Find(key, counts(512)))
 	require.Nil(t, page.Find("y", counts(0)))
 }
 
-// Rules beyond the limit are left out, and counted. A changed rule needs no more room.
+// Rules beyond the limit are left out and counted. A changed rule needs no additional room.
 func TestLimit(t *testing.T) {
 	t.Parallel()
 
@@ -167,7 +167,7 @@ func TestLimit(t *testing.T) {
 	require.NotNil(t, book.Page("api").Find("2", everyRule))
 	require.Nil(t, book.Page("api").Find("3", everyRule))
 
-	// A complete answer is taken in its order, whatever was there before.
+	// A full update keeps its own order, independent of the old rules.
 	require.Equal(t, 2, book.Update([]*rule{rules[4], rules[3], rules[2], rules[1], rules[0]}, nil, true, 3))
 	require.Nil(t, book.Page("api").Find("0", everyRule))
 	require.NotNil(t, book.Page("api").Find("4", everyRule))
@@ -177,7 +177,7 @@ func TestLimit(t *testing.T) {
 	require.Equal(t, 1, book.Update([]*rule{&changed, rules[3]}, nil, false, 3))
 	require.Same(t, &changed, book.Page("api").Find("0", everyRule))
 
-	// A weak one gives way, and only to one that is not.
+	// A weak rule makes room, and only for a rule that is not weak.
 	weak, strong := *rules[0], *rules[4]
 	weak.Weak = true
 	book.Update([]*rule{&weak}, nil, false, 3)
@@ -197,8 +197,8 @@ func TestLimit(t *testing.T) {
 	require.Equal(t, 2, book.Len())
 }
 
-// A full book turns rules away, weak or not, without looking through all that it holds for each of them. That would
-// take longer than to fill it.
+// A full book refuses rules, weak or not, without searching all its rules for each of them. A search for each would
+// take longer than filling the book.
 func TestFullBookIsNotSearched(t *testing.T) {
 	t.Parallel()
 
@@ -216,15 +216,15 @@ func TestFullBookIsNotSearched(t *testing.T) {
 	for _, weak := range []bool{true, false} {
 		begin = time.Now()
 		require.Equal(t, 1000, book.Update(rules(limit+10, 1000, weak), nil, false, limit))
-		require.Less(t, time.Since(begin), filled) // which took in 200 times as many, on the same machine
+		require.Less(t, time.Since(begin), filled) // filling added 200 times as many, on the same machine
 	}
-	require.Nil(t, book.Rule(limit)) // the weak ones have given way
+	require.Nil(t, book.Rule(limit)) // the weak ones have made room
 	require.Nil(t, book.Rule(limit+1))
 	require.NotNil(t, book.Rule(limit+10))
 	require.Equal(t, limit, book.Len())
 }
 
-// While a rule is replaced again and again, it always holds in one form or the other.
+// While a rule is replaced again and again, a lookup always finds its old or new form.
 func TestNoMomentWithoutARule(t *testing.T) {
 	t.Parallel()
 
@@ -257,12 +257,13 @@ func TestNoMomentWithoutARule(t *testing.T) {
 	}
 }
 
-// While a rule moves between a key, its prefixes and everybody, by its id or another one, the key always finds it.
+// While a rule moves between a key, its prefixes and all keys, with the same or another id, a lookup of the key always
+// finds it.
 func TestNoMomentWithoutARuleThatMoves(t *testing.T) {
 	t.Parallel()
 
 	var book rulebook.Book[until]
-	var others []*rule // so that a change takes its time
+	var others []*rule // make a change slow
 	for id := range int64(2000) {
 		others = append(others, &rule{ID: 1000 + id, Name: "api", Target: rulebook.Prefix, Text: fmt.Sprint("other", id)})
 	}

@@ -2,13 +2,13 @@
 //
 //	go run ./internal/runtests [FOLDER...]
 //
-// Without folders these are all modules but integration_test, whose tests need more programs and more time. Tests of
-// the tests, whose names begin with TestMistakes, are left to make test/mistakes.
+// Without folders it takes all modules except integration_test, whose tests need more programs and more time. It leaves
+// tests whose names begin with TestMistakes to make test/mistakes: they test the tests.
 //
-// It runs one test that needs a Postgres first. If there is none, it says so, and how to get one. At the end it says
-// what could not be tested, and what that needs.
+// First it runs one test that needs Postgres. If there is no Postgres, it says so, and how to get one. At the end it
+// lists the tests that were skipped, and what they need.
 //
-// The exit status is 2 if there is no Postgres, and 1 if a test has failed.
+// The exit status is 2 if there is no Postgres, and 1 if a test failed.
 package main
 
 import (
@@ -34,7 +34,7 @@ func main() {
 	}
 }
 
-// errNoServer is an error that a person has to mend before the tests can run.
+// errNoServer is an error that the user has to fix before the tests can run.
 var errNoServer = errors.New("the tests need a Postgres")
 
 func exitStatus(err error) int {
@@ -44,7 +44,7 @@ func exitStatus(err error) int {
 	return 1
 }
 
-// run tests the modules in these folders, or the usual ones.
+// run tests the modules in these folders, or the default ones.
 func run(ctx context.Context, out io.Writer, modules []string) error {
 	output, err := goTest(ctx, ".", "-count=1", "-v", "-run=^TestNewGivesEachTestItsOwnDatabase$", "./internal/pgtest").
 		CombinedOutput()
@@ -59,12 +59,13 @@ func run(ctx context.Context, out io.Writer, modules []string) error {
 
 	began := time.Now()
 	report := &report{out: out}
-	// All modules at once, because many tests mostly wait. But two packages of each: more only get into each other's
-	// way.
+	// All modules run at once, because most tests wait for something. But each runs only two packages at once, because
+	// more would slow each other down.
 	errs := make([]error, len(modules))
 	var tests sync.WaitGroup
 	for i, module := range modules {
-		// Go keeps results, but it knows nothing of the programs that they depend on. go vet is for make lint.
+		// Do not use cached results: Go does not know the other programs that the tests depend on. make lint runs go
+		// vet.
 		tests.Go(func() {
 			errs[i] = report.run(goTest(ctx, module,
 				"-json", "-count=1", "-vet=off", "-timeout=40m", "-p=2", "-skip=^TestMistakes", "./..."))
@@ -80,12 +81,12 @@ func run(ctx context.Context, out io.Writer, modules []string) error {
 func goTest(ctx context.Context, module string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, "go", append([]string{"test"}, args...)...)
 	cmd.Dir = module
-	// As from the terminal: go test ends what it has started, and waits for it.
+	// Send an interrupt, as a terminal does: go test then ends its child processes and waits for them.
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	return cmd
 }
 
-// run runs one go test -json. It returns an error only if that could not be run at all.
+// run runs one go test -json. It returns an error only if go test could not run at all.
 func (r *report) run(cmd *exec.Cmd) error {
 	output, err := cmd.StdoutPipe()
 	if err != nil {

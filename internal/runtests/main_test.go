@@ -81,7 +81,7 @@ Nothing was left out.
 `, out.String())
 }
 
-// A go test that ends badly is a failure, whatever it has said.
+// If go test ends with an error, the run has failed, whatever the output says.
 func TestExitStatusCounts(t *testing.T) {
 	t.Parallel()
 

@@ -12,10 +12,10 @@ import (
 	"time"
 )
 
-// module is what all packages have in common.
+// module is the path that all packages begin with.
 const module = "github.com/pgratelimit/ratelimit"
 
-// event is one line of go test -json. See go doc test2json.
+// event is one line of go test -json. See "go doc test2json".
 type event struct {
 	Action  string
 	Package string
@@ -24,16 +24,16 @@ type event struct {
 	Output  string
 }
 
-// report prints what people want to know of a test run: a line for each package, all that a failed test has
-// written, and at the end what was not tested.
+// report prints a test run for people: a line for each package, the whole output of failed tests, and at the end what
+// was not tested.
 type report struct {
-	mu      sync.Mutex // several go tests may run
+	mu      sync.Mutex // several go tests may run at once
 	out     io.Writer
 	failed  bool
 	skipped []skip
 }
 
-// skip is a reason for which tests were skipped.
+// skip is a reason with the tests that were skipped for it.
 type skip struct {
 	reason string
 	tests  []string
@@ -53,7 +53,7 @@ func (r *report) read(events io.Reader) error {
 	return scanner.Err()
 }
 
-// readLine reads one event. written is what the tests that still run have printed.
+// readLine reads one event. written is the output of the running tests.
 func (r *report) readLine(line []byte, written map[testKey]*strings.Builder) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -89,7 +89,7 @@ func (r *report) readLine(line []byte, written map[testKey]*strings.Builder) {
 	}
 }
 
-// unfinished prints what the tests of a package have printed that had not ended when it did.
+// unfinished prints the output of tests that were still running when their package ended.
 func (r *report) unfinished(pkg string, written map[testKey]*strings.Builder) {
 	for k, text := range written {
 		if k.pkg == pkg {
@@ -111,7 +111,7 @@ func (r *report) packageEnded(e event) {
 	}
 }
 
-// skip notes why a test was skipped. Its text ends with "file.go:1: the reason" and "--- SKIP", in either order.
+// skip records why a test was skipped. The output ends with "file.go:1: the reason" and "--- SKIP", in either order.
 func (r *report) skip(test, text string) {
 	reason := "no reason given"
 	for line := range strings.Lines(text) {

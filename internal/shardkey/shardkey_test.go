@@ -21,7 +21,7 @@ func TestTag(t *testing.T) {
 	}
 }
 
-// The hashes are what `printf %s KEY | sha256sum` begins with.
+// The hashes are the beginnings of `printf %s KEY | sha256sum`.
 func TestOf(t *testing.T) {
 	t.Parallel()
 	for key, hash := range map[string]uint32{
@@ -34,7 +34,7 @@ func TestOf(t *testing.T) {
 	require.Equal(t, shardkey.Of("user:1", 1024), shardkey.Of("a{user:1}b", 1024))
 }
 
-// Where there are twice as many shards, each has a part of the keys of one of those before.
+// When the number of shards doubles, each shard has keys of only one old shard.
 func TestShardsAreDivided(t *testing.T) {
 	t.Parallel()
 	for i := range 1000 {
@@ -65,7 +65,7 @@ func BenchmarkOf(b *testing.B) {
 	}
 }
 
-// The fullest of four shards has 2 % more keys than the mean at most.
+// The fullest of four shards has at most 2 % more keys than the mean.
 func TestShardsAreEven(t *testing.T) {
 	t.Parallel()
 	const keys, shards = 100_000, 4

@@ -16,38 +16,38 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/lockwait"
 )
 
-// GrowConfig is what [Grow] works on. The connections are not used for anything else meanwhile.
+// GrowConfig has the connections for [Grow]. Nothing else may use them meanwhile.
 type GrowConfig struct {
 	Schema   string
-	Proxies  []*pgx.Conn // all that there are, as superusers
-	Old, New []*pgx.Conn // New[i] gets the keys of Old[i] that are not its own any more; as owners of the tables
-	// Connections are PL/Proxy's to the new ones.
+	Proxies  []*pgx.Conn // all proxies, as superusers
+	Old, New []*pgx.Conn // New[i] gets the keys that Old[i] gives up; both as the tables' owners
+	// Connections are the connection strings with which PL/Proxy reaches the new shards.
 	Connections []string
-	// Progress is told what has been done to the shard of a place. If it fails, Grow ends there.
+	// Progress is called after each step, with the shard's place. If it returns an error, Grow stops there.
 	Progress func(place int, step Step) error
 }
 
-// Step is what has been done to a shard.
+// Step is a finished step for one shard.
 type Step string
 
-// The steps, in their order.
+// The steps in their order.
 const (
-	Begun    Step = "begun"     // the proxies know twice as many places, those of the new ones with the old ones
-	Copied   Step = "copied"    // while it went on deciding
-	Stopped  Step = "stopped"   // calls wait; what has changed since has been copied too
-	GaveUp   Step = "gave up"   // it refuses the keys that are not its own any more
-	TookOver Step = "took over" // the new one has them
+	Begun    Step = "begun"     // the proxies know twice as many shards; the new ones still lead to the old ones
+	Copied   Step = "copied"    // while the shard went on deciding
+	Stopped  Step = "stopped"   // calls wait, and later changes have been copied too
+	GaveUp   Step = "gave up"   // the old shard refuses the keys that it no longer owns
+	TookOver Step = "took over" // the new shard owns them
 	Switched Step = "switched"  // the proxies know
-	Deleted  Step = "deleted"   // the old one has no rows of them any more
+	Deleted  Step = "deleted"   // the old shard has deleted their rows
 )
 
-// GrowLock is the advisory lock on the first shard under which shards are divided.
+// GrowLock is the advisory lock on the first shard while shards are divided.
 const GrowLock int64 = 0x706773687264677a // "pgshrdgz" in ASCII
 
-// Grow makes 2n shards of n, one after the other, while they decide. At each time at most one shard decides a key, with
-// all that the key has taken: what it finds out from its own row of rate_limit_shard counts, not what proxies know.
-// Calls for a shard wait while it is stopped, which takes as long as to read its tables once. After an error, or a
-// crash, the same call goes on where it was.
+// Grow turns n shards into 2n, one after the other, while they go on deciding. At any time at most one shard decides a
+// key, with the key's whole usage. A shard trusts only its own row of rate_limit_shard, and not the proxies. Calls for
+// a shard wait while it is stopped. That takes as long as reading its tables once. After an error or a crash, the same
+// call continues where it stopped.
 func Grow(ctx context.Context, c GrowConfig) error {
 	n := len(c.Old)
 	unlock, err := c.lock(ctx)
@@ -57,7 +57,7 @@ func Grow(ctx context.Context, c GrowConfig) error {
 	defer unlock()
 	note := &Growth{By: c.Connections, Proxies: len(c.Proxies)}
 	if err := c.install(ctx, slices.All(c.Proxies), note, func(connections []string) []string {
-		if len(connections) == n { // the new places are with the old ones at first
+		if len(connections) == n { // at first the new shards lead to the old ones
 			connections = append(connections, connections...)
 		}
 		return connections
@@ -80,11 +80,11 @@ func Grow(ctx context.Context, c GrowConfig) error {
 	return nil
 }
 
-// ErrMoved is why a growth cannot be undone.
+// ErrMoved says why a division cannot be undone.
 var ErrMoved = errors.New("it has given half of its keys up, so this cannot be undone any more")
 
-// Undo takes back what [Grow] has done that was interrupted before the first shard gave keys up. New may lack those
-// that cannot be reached: nobody asks them, and the old shards have all that keys have taken.
+// Undo reverts an interrupted [Grow], if no shard has given up keys yet. New may leave out databases that cannot be
+// reached: they get no calls, and the old shards have the usage of all keys.
 func Undo(ctx context.Context, c GrowConfig) error {
 	unlock, err := c.lock(ctx)
 	if err != nil {
@@ -115,7 +115,7 @@ func Undo(ctx context.Context, c GrowConfig) error {
 		func(connections []string) []string { return connections[:n] })
 }
 
-// empty takes copies away that nobody asks for.
+// empty removes unused copies of rows.
 func (c GrowConfig) empty(ctx context.Context, conn *pgx.Conn) error {
 	return pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
 		var there bool
@@ -133,7 +133,7 @@ func (c GrowConfig) empty(ctx context.Context, conn *pgx.Conn) error {
 	})
 }
 
-// lock keeps others from dividing the same shards.
+// lock prevents others from dividing the same shards.
 func (c GrowConfig) lock(ctx context.Context) (unlock func(), err error) {
 	var alone bool
 	if err := c.Old[0].QueryRow(ctx, "SELECT pg_catalog.pg_try_advisory_lock($1)", GrowLock).Scan(&alone); err != nil {
@@ -149,13 +149,13 @@ func (c GrowConfig) lock(ctx context.Context) (unlock func(), err error) {
 		return nil, errors.Join(fmt.Errorf("these shards are being divided already, by %s: wait for the end of that",
 			lockwait.Text(holders)), err)
 	}
-	return func() { // the end of the connection frees it, too
+	return func() { // the lock also ends with the connection
 		_, _ = c.Old[0].Exec(context.WithoutCancel(ctx), "SELECT pg_catalog.pg_advisory_unlock($1)", GrowLock)
 	}, nil
 }
 
-// install changes the map of each proxy, and its note of the growth. In the orders that it is called with, the first
-// one has the note as long as any has.
+// install changes each proxy's map of shards, and its record of the division. The order of the calls ensures that the
+// first proxy has the record as long as any other has it.
 func (c GrowConfig) install(
 	ctx context.Context, proxies iter.Seq2[int, *pgx.Conn], note *Growth, change func(connections []string) []string,
 ) error {
@@ -180,7 +180,7 @@ func (c GrowConfig) install(
 	return nil
 }
 
-// divide divides the shard of a place.
+// divide divides the shard at a place.
 func (c GrowConfig) divide(ctx context.Context, place int) error {
 	n, from, to := len(c.Old), c.Old[place], c.New[place]
 	if err := prepare(ctx, to, c.Schema); err != nil {
@@ -211,7 +211,7 @@ func (c GrowConfig) divide(ctx context.Context, place int) error {
 		if err := c.Progress(place, TookOver); err != nil {
 			return err
 		}
-	case had == half && has == other: // the call before has done it
+	case had == half && has == other: // an earlier call has done this
 	default:
 		return fmt.Errorf("the old database is %v, and the new one %v", had, has)
 	}
@@ -239,7 +239,7 @@ func (c GrowConfig) divide(ctx context.Context, place int) error {
 	return c.Progress(place, Deleted)
 }
 
-// sameDivision returns an error unless the new database has got the keys that the old one gave up.
+// sameDivision returns an error unless the new database owns the keys that the old one gave up.
 func (c GrowConfig) sameDivision(ctx context.Context, from, to *pgx.Conn) error {
 	gave, err := readDivision(ctx, from, c.Schema)
 	if err != nil {
@@ -256,18 +256,18 @@ func (c GrowConfig) sameDivision(ctx context.Context, from, to *pgx.Conn) error 
 	return nil
 }
 
-// tables are those that move.
+// tables are the tables whose rows move.
 func tables() []string { return []string{"rate_limit_ephemeral", "rate_limit_durable"} }
 
-// move copies the rows of the keys that the old shard is to give up, and has it give them up.
+// move copies the rows of the keys that the old shard gives up. Then the old shard gives them up.
 func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) error {
 	from, to := c.Old[place], c.New[place]
-	// The mark comes before the first row, so that a database with rows and without it has never been part of this.
+	// The mark is written before the first row. So a database with rows and no mark was never part of this division.
 	division := rand.Text()
 	if err := markDivision(ctx, to, c.Schema, division); err != nil {
 		return err
 	}
-	// What the call before has left there.
+	// Remove the rows that an earlier call left there.
 	if err := c.run(ctx, to, "TRUNCATE {schema}.rate_limit_ephemeral, {schema}.rate_limit_durable"); err != nil {
 		return err
 	}
@@ -275,7 +275,7 @@ func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) e
 		return err
 	}
 	moves := fmt.Sprintf("{schema}._rate_limit_shard(key, %d) = %d", other.Shards, other.Place)
-	var horizon string // what has been written since has no older transaction
+	var horizon string // later changes come from this transaction or newer ones
 	if err := pgx.BeginTxFunc(ctx, from, pgx.TxOptions{IsoLevel: pgx.RepeatableRead}, func(tx pgx.Tx) error {
 		if err := tx.QueryRow(ctx, "SELECT (pg_catalog.pg_snapshot_xmin(pg_catalog.pg_current_snapshot())"+
 			"::text::numeric % 4294967296)::text").Scan(&horizon); err != nil {
@@ -294,8 +294,8 @@ func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) e
 		return err
 	}
 	if err := pgx.BeginFunc(ctx, from, func(tx pgx.Tx) error {
-		// This waits for the calls that are under way, but not for long, because those that come wait for it. The
-		// second lock is for transactions that take in the shard's own database.
+		// This waits for the running calls, but only briefly, because new calls wait behind it. The second lock waits
+		// for transactions that take directly in the shard's database.
 		if err := c.run(ctx, tx, "SET LOCAL lock_timeout = '1s'",
 			"LOCK TABLE {schema}.rate_limit_shard IN ACCESS EXCLUSIVE MODE",
 			"LOCK TABLE {schema}.rate_limit_ephemeral, {schema}.rate_limit_durable IN SHARE MODE"); err != nil {
@@ -316,8 +316,8 @@ func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) e
 	return c.Progress(place, GaveUp)
 }
 
-// noteDeleted has the old shard note which rows are deleted, or not any more. It waits for transactions that use the
-// tables, but not for long, because others wait behind it.
+// noteDeleted makes the old shard record deleted rows, or stops that. It waits for transactions that use the tables,
+// but only briefly, because others wait behind it.
 func (c GrowConfig) noteDeleted(ctx context.Context, conn *pgx.Conn, begin bool) error {
 	return pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
 		if err := c.run(ctx, tx, "SET LOCAL lock_timeout = '1s'",
@@ -345,7 +345,7 @@ func (c GrowConfig) noteDeleted(ctx context.Context, conn *pgx.Conn, begin bool)
 	})
 }
 
-// busy says why a lock could not be had.
+// busy says why a lock was not available.
 func busy(err error) error {
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && pgErr.Code == "55P03" {
 		return fmt.Errorf("a transaction uses the tables for longer than a second; end it, and try again: %w", err)
@@ -353,7 +353,7 @@ func busy(err error) error {
 	return err
 }
 
-// catchUp copies what has changed since the horizon. It reads the tables once, and works out hashes only for few rows.
+// catchUp copies the changes since the horizon. It reads the tables once, and computes hashes for few rows only.
 func (c GrowConfig) catchUp(ctx context.Context, from pgx.Tx, to *pgx.Conn, moves, horizon string) error {
 	return pgx.BeginFunc(ctx, to, func(tx pgx.Tx) error {
 		for _, table := range tables() {
@@ -369,7 +369,7 @@ func (c GrowConfig) catchUp(ctx context.Context, from pgx.Tx, to *pgx.Conn, move
 				"WHERE of = '"+table+"'", "gone (of, prefix, key)"); err != nil {
 				return err
 			}
-			// A row that was frozen long ago may look new, which does no harm.
+			// A row that was frozen long ago may look new; copying it again is harmless.
 			if err := c.copy(ctx, from, to, table, "changed",
 				"pg_catalog.age(xmin) <= pg_catalog.age('"+horizon+"'::xid) AND "+moves); err != nil {
 				return err
@@ -402,7 +402,7 @@ type execer interface {
 	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
 }
 
-// copy copies rows of a table, by the names of its columns.
+// copy copies rows of a table by column names.
 func (c GrowConfig) copy(ctx context.Context, from pgx.Tx, to *pgx.Conn, table, into, where string) error {
 	columns, err := c.columns(ctx, from, table)
 	if err != nil {
@@ -415,7 +415,7 @@ func (c GrowConfig) copy(ctx context.Context, from pgx.Tx, to *pgx.Conn, table, 
 		"SELECT "+columns+" FROM {schema}."+table+" WHERE "+where, into+" ("+columns+")")
 }
 
-// pipe copies what a query returns.
+// pipe copies the result of a query.
 func (c GrowConfig) pipe(ctx context.Context, from, to *pgx.Conn, query, into string) error {
 	reader, writer := io.Pipe()
 	copied := make(chan error, 1)
@@ -429,7 +429,7 @@ func (c GrowConfig) pipe(ctx context.Context, from, to *pgx.Conn, query, into st
 	return errors.Join(err, <-copied)
 }
 
-// columns are the names of a table's columns.
+// columns are a table's column names.
 func (c GrowConfig) columns(ctx context.Context, tx pgx.Tx, table string) (columns string, err error) {
 	err = tx.QueryRow(ctx, `
 SELECT pg_catalog.string_agg(pg_catalog.quote_ident(a.attname), ', ' ORDER BY a.attnum)

@@ -20,7 +20,7 @@ import (
 
 const limit = 1000
 
-// take asks for n of a key's, through a proxy, and tells how many were granted.
+// take asks a proxy for n units of a key, and returns how many were granted.
 func take(t *testing.T, proxy *pgtest.DB, key string, n int64) (granted int64, err error) {
 	t.Helper()
 	err = proxy.Pool.QueryRow(t.Context(), "SELECT granted FROM rate_limit_all('{1}', '{api}', ARRAY[$1], '{f}', '{2}', "+
@@ -28,7 +28,7 @@ func take(t *testing.T, proxy *pgtest.DB, key string, n int64) (granted int64, e
 	return granted, err
 }
 
-// wrongShard tells whether a shard has refused a key that is not its own.
+// wrongShard tells whether a shard refused a key that it does not own.
 func wrongShard(err error) bool {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && pgErr.Code == "RLS03"
@@ -45,8 +45,8 @@ func (c *cluster) growConfig(t *testing.T, progress func(int, shards.Step) error
 	return config
 }
 
-// Whatever happens at each step, no key gets more than its limit, and after the end each gets just that. Grow may fail
-// after each step, and is then called again.
+// With an interruption after any step, no key gets more than its limit, and in the end each key gets exactly its limit.
+// Grow fails after each step, and is then called again.
 func TestGrowAdmitsWhatTheLimitAdmits(t *testing.T) {
 	t.Parallel()
 
@@ -78,12 +78,12 @@ func TestGrowAdmitsWhatTheLimitAdmits(t *testing.T) {
 			fresh := 0
 			failure := errors.New("fails here")
 			progress := func(place int, step shards.Step) error {
-				if step != shards.Stopped { // then they would wait
+				if step != shards.Stopped { // while it is stopped, calls would wait
 					ask(1, keys...)
 					fresh++
 					keys = append(keys, fmt.Sprintf("new %d", fresh))
 				}
-				if step == shards.Copied { // some that have been copied are reset, and one of them has come back
+				if step == shards.Copied { // reset some copied keys; one of them is used again
 					for i, key := range keys[:10] {
 						pgtest.Exec(t, c.proxy.Pool, "SELECT rate_limit_reset('api', $1)", key)
 						granted[key] = 0
@@ -92,7 +92,7 @@ func TestGrowAdmitsWhatTheLimitAdmits(t *testing.T) {
 						}
 					}
 				}
-				if step == shards.Copied && place == 1 { // and here all of them, but not those that come later
+				if step == shards.Copied && place == 1 { // reset all keys here, except later ones
 					rows, err := c.shards[1].Pool.Query(t.Context(), "SELECT key FROM rate_limit_ephemeral")
 					require.NoError(t, err)
 					gone, err := pgx.CollectRows(rows, pgx.RowTo[string])
@@ -117,13 +117,13 @@ func TestGrowAdmitsWhatTheLimitAdmits(t *testing.T) {
 				require.NoError(t, shards.Grow(t.Context(), c.growConfig(t, progress)))
 			} else {
 				require.NoError(t, err)
-				require.Positive(t, refused) // between two steps nobody has some keys
+				require.Positive(t, refused) // between two steps, no shard owns some of the keys
 			}
 			ask(limit+1, keys...)
 			for _, key := range keys {
 				require.EqualValues(t, limit, granted[key], key)
 			}
-			// Each row is on one shard only.
+			// Each row is on exactly one shard.
 			rows := int64(0)
 			for _, db := range append(c.shards, c.more...) {
 				rows += pgtest.Scalar[int64](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral")
@@ -134,7 +134,7 @@ func TestGrowAdmitsWhatTheLimitAdmits(t *testing.T) {
 	}
 }
 
-// The same while callers come all the time, also while a shard is stopped.
+// The same with constant calls, also while a shard is stopped.
 func TestGrowUnderLoad(t *testing.T) {
 	t.Parallel()
 
@@ -165,7 +165,7 @@ func TestGrowUnderLoad(t *testing.T) {
 	}
 	waited := 0
 	progress := func(place int, step shards.Step) error {
-		if step == shards.Stopped { // callers come, and wait for it
+		if step == shards.Stopped { // calls arrive and wait for it
 			testkit.WaitUntil(t, func() bool {
 				return pgtest.Scalar[bool](t, c.shards[place].Pool, "SELECT EXISTS (SELECT FROM pg_locks "+
 					"WHERE NOT granted AND relation = 'rate_limit_shard'::regclass AND database = ("+
@@ -174,7 +174,7 @@ func TestGrowUnderLoad(t *testing.T) {
 			waited++
 			return nil
 		}
-		for before := calls.Load(); calls.Load() < before+50; { // there are calls in each step
+		for before := calls.Load(); calls.Load() < before+50; { // each step has calls
 			runtime.Gosched()
 		}
 		return nil
@@ -190,7 +190,7 @@ func TestGrowUnderLoad(t *testing.T) {
 	}
 }
 
-// After a division that was interrupted, only the database goes on that has got the keys.
+// After an interrupted division, only the database that owns the keys can continue.
 func TestGrowGoesOnWithTheSameDatabases(t *testing.T) {
 	t.Parallel()
 
@@ -220,7 +220,7 @@ func TestGrowGoesOnWithTheSameDatabases(t *testing.T) {
 	}
 }
 
-// What another release of the functions has had is dropped, and rights stay.
+// Functions of another release are dropped, and grants stay.
 func TestInstallAnew(t *testing.T) {
 	t.Parallel()
 
@@ -238,8 +238,8 @@ func TestInstallAnew(t *testing.T) {
 	require.Equal(t, before, functions())
 }
 
-// While a transaction takes in the database of a shard itself, what it takes cannot be copied. So the shard is not
-// divided, and the next call of Grow goes on.
+// While a transaction takes directly in a shard's database, its usage cannot be copied. So the shard is not divided,
+// and the next call of Grow continues.
 func TestGrowBesideATransactionOnTheShard(t *testing.T) {
 	t.Parallel()
 
@@ -269,7 +269,7 @@ func TestGrowBesideATransactionOnTheShard(t *testing.T) {
 	require.EqualValues(t, limit-4, granted)
 }
 
-// In a transaction that sees only what was there when it began, a shard cannot know that it was divided meanwhile.
+// A transaction with an old snapshot cannot know that the shard was divided meanwhile.
 func TestShardsDecideReadCommitted(t *testing.T) {
 	t.Parallel()
 
@@ -282,7 +282,7 @@ func TestShardsDecideReadCommitted(t *testing.T) {
 	require.ErrorContains(t, err, "a shard decides in transactions that are read committed")
 }
 
-// What a stranger has made in the schema of a shard becomes no function of the proxy.
+// A stranger's function in a shard's schema does not become a function of the proxy.
 func TestStrangersFunctionsAreNotRead(t *testing.T) {
 	t.Parallel()
 

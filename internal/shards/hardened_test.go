@@ -9,8 +9,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/shards"
 )
 
-// A platform that secures each new table, and grants rights on it, neither hides from callers which shard this is, nor
-// shows keys to anybody.
+// Some platforms secure each new table and grant rights on it. Callers must still be able to read which shard this is,
+// and nobody may read keys.
 func TestShardOfAHardenedDatabase(t *testing.T) {
 	t.Parallel()
 

@@ -13,7 +13,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// The database finds the same shards as the client, for keys of any characters and braces, whatever their collation.
+// The database computes the same shards as the client, for keys with any characters, braces and collation.
 func TestHashIsThatOfTheClient(t *testing.T) {
 	t.Parallel()
 

@@ -8,10 +8,11 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// Identity is which shard a database is, as its row of rate_limit_shard says. The zero value is that it is none.
+// Identity says which shard a database is, according to its row of rate_limit_shard. The zero value means that it is no
+// shard.
 type Identity struct {
 	Place, Shards int
-	Cluster       string // a random name, the same on all shards that belong together
+	Cluster       string // a random name that all shards of a cluster share
 }
 
 func (i Identity) String() string {
@@ -21,7 +22,8 @@ func (i Identity) String() string {
 	return fmt.Sprintf("shard %d of %d", i.Place, i.Shards)
 }
 
-// Own makes a migrated database a shard. It fails if the database has another place already. Its cluster may change.
+// Own turns a migrated database into a shard. It fails if the database already has another place. Its cluster may
+// change.
 func Own(ctx context.Context, conn *pgx.Conn, schema string, want Identity) error {
 	if err := prepare(ctx, conn, schema); err != nil {
 		return err
@@ -36,8 +38,8 @@ func Own(ctx context.Context, conn *pgx.Conn, schema string, want Identity) erro
 	return setIdentity(ctx, conn, schema, want)
 }
 
-// Intend notes that a database is to become a shard of a cluster. If [Own] is interrupted after some of its databases,
-// the note tells that the others belong to them.
+// Intend records that a database will become a shard of a cluster. If [Own] is interrupted after some of its databases,
+// this record shows that the others belong to the same cluster.
 func Intend(ctx context.Context, conn *pgx.Conn, schema, cluster string) error {
 	if err := prepare(ctx, conn, schema); err != nil {
 		return err
@@ -45,10 +47,10 @@ func Intend(ctx context.Context, conn *pgx.Conn, schema, cluster string) error {
 	return markDivision(ctx, conn, schema, Intended+cluster)
 }
 
-// Intended begins the mark of a database that [Intend] has noted. Other marks are of divisions.
+// Intended is the beginning of the mark that [Intend] writes. Other marks belong to divisions.
 const Intended = "becomes a shard of "
 
-// ReadIdentity tells which shard a database is, if it was prepared to be one.
+// ReadIdentity returns which shard a database is, if it was prepared as one.
 func ReadIdentity(ctx context.Context, conn *pgx.Conn, schema string) (is Identity, err error) {
 	err = conn.QueryRow(ctx, qualify("SELECT place, shards, cluster FROM {schema}.rate_limit_shard "+
 		"WHERE place IS NOT NULL", schema)).Scan(&is.Place, &is.Shards, &is.Cluster)
@@ -58,7 +60,7 @@ func ReadIdentity(ctx context.Context, conn *pgx.Conn, schema string) (is Identi
 	return is, err
 }
 
-// prepare makes a migrated database able to be a shard.
+// prepare adds to a migrated database what a shard needs.
 func prepare(ctx context.Context, conn *pgx.Conn, schema string) error {
 	source, err := Read(ctx, conn, schema)
 	if err != nil {
@@ -80,14 +82,14 @@ func setIdentity(ctx context.Context, conn *pgx.Conn, schema string, is Identity
 	return err
 }
 
-// markDivision marks a database that is no shard yet, and is to become one.
+// markDivision marks a database that will become a shard by a division.
 func markDivision(ctx context.Context, conn *pgx.Conn, schema, division string) error {
 	_, err := conn.Exec(ctx, qualify("INSERT INTO {schema}.rate_limit_shard (division) VALUES ($1) "+
 		"ON CONFLICT (one) DO UPDATE SET division = excluded.division", schema), division)
 	return err
 }
 
-// readDivision returns the mark of the last division that a database was part of.
+// readDivision returns the mark of the database's last division.
 func readDivision(ctx context.Context, conn *pgx.Conn, schema string) (division string, err error) {
 	err = conn.QueryRow(ctx, qualify("SELECT coalesce(max(division), '') FROM {schema}.rate_limit_shard", schema)).
 		Scan(&division)

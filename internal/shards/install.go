@@ -10,11 +10,11 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// Config is what a proxy has to know.
+// Config is a proxy's configuration.
 type Config struct {
-	Schema      string   // of the functions, in all databases alike
-	Connections []string // of PL/Proxy to the shards, in the order of their places
-	User        string   // as whom PL/Proxy connects; "" leaves it as it is
+	Schema      string   // the schema of the functions, the same in all databases
+	Connections []string // from PL/Proxy to the shards, in the order of their places
+	User        string   // PL/Proxy's user; "" keeps the present one
 	Password    string
 }
 
@@ -23,15 +23,15 @@ type DB interface {
 	Begin(ctx context.Context) (pgx.Tx, error)
 }
 
-// Install makes a database a proxy of shards that there are, or changes the one that it is. The connection is a
+// Install turns a database into a proxy of existing shards, or changes an existing proxy. The connection has to be a
 // superuser's.
 func Install(ctx context.Context, db DB, source Source, c Config) error {
 	return pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
-		// PL/Proxy is wherever it has been created.
+		// Find the schema in which PL/Proxy was created.
 		if _, err := tx.Exec(ctx, "CREATE EXTENSION IF NOT EXISTS plproxy"); err != nil {
 			return err
 		}
-		// pg_database_owner (6171) cannot be the owner, because nobody logs in as it.
+		// pg_database_owner (6171) cannot be the owner, because it cannot log in.
 		var owner string
 		if err := tx.QueryRow(ctx, `
 SELECT pg_catalog.pg_get_userbyid(CASE WHEN n.nspowner = 6171 THEN d.datdba ELSE n.nspowner END)
@@ -50,7 +50,7 @@ WHERE n.nspname = $1 AND d.datname = pg_catalog.current_database()`, c.Schema).S
 	})
 }
 
-// connect names the shards to PL/Proxy, and as whom to connect when it works for the owner of the functions.
+// connect tells PL/Proxy the shards and the user to connect as, for calls by the functions' owner.
 func connect(ctx context.Context, tx pgx.Tx, owner string, c Config) error {
 	before, err := Connections(ctx, tx)
 	if err != nil {
@@ -85,8 +85,8 @@ func connect(ctx context.Context, tx pgx.Tx, owner string, c Config) error {
 	return mapUser(ctx, tx, owner, c)
 }
 
-// unrecordedSQL keeps what follows in the transaction out of the server's log and out of pg_stat_statements, which
-// members of pg_read_all_stats read. Settings of modules that are not loaded do no harm.
+// unrecordedSQL keeps the following statements of the transaction out of the server's log and of pg_stat_statements,
+// which members of pg_read_all_stats can read. Settings of modules that are not loaded are harmless.
 const unrecordedSQL = `
 SET LOCAL log_statement = 'none';
 SET LOCAL log_min_duration_statement = -1;
@@ -99,7 +99,7 @@ SET LOCAL pg_stat_statements.track = 'none';
 SET LOCAL auto_explain.log_min_duration = -1;
 SET LOCAL pgaudit.log = 'none'`
 
-// mapSQL makes the user mapping from settings of the transaction.
+// mapSQL creates the user mapping from settings of the transaction.
 const mapSQL = `
 DO $$
 DECLARE
@@ -111,7 +111,7 @@ BEGIN
 END
 $$`
 
-// mapUser says as whom PL/Proxy connects. The password is in no text that is sent: pg_stat_activity shows texts.
+// mapUser sets PL/Proxy's user. No statement contains the password, because pg_stat_activity shows statements.
 func mapUser(ctx context.Context, tx pgx.Tx, owner string, c Config) error {
 	if _, err := tx.Exec(ctx, unrecordedSQL, pgx.QueryExecModeSimpleProtocol); err != nil {
 		return err
@@ -131,7 +131,7 @@ func mapUser(ctx context.Context, tx pgx.Tx, owner string, c Config) error {
 	return err
 }
 
-// Connections returns the connection strings of a proxy's shards, in the order of their places, or nil if the database
+// Connections returns the connection strings of a proxy's shards in the order of their places, or nil if the database
 // is no proxy.
 func Connections(ctx context.Context, tx pgx.Tx) ([]string, error) {
 	var connections []string
@@ -148,13 +148,13 @@ FROM pg_catalog.pg_foreign_server AS s WHERE s.srvname = $1`, Server).Scan(&conn
 	return connections, err
 }
 
-// Growth is what a proxy notes while its shards are divided, so that whoever looks at it can tell, and go on.
+// Growth is a proxy's record of a division of its shards. It lets the next caller see the division and continue it.
 type Growth struct {
-	By      []string `json:"shards_grow_by"` // connection strings of the new shards, in their order
+	By      []string `json:"shards_grow_by"` // connection strings of the new shards, in order
 	Proxies int      `json:"proxies"`
 }
 
-// noteGrowth is a comment of the foreign server, because PL/Proxy refuses options that it does not know.
+// noteGrowth stores it as a comment of the foreign server, because PL/Proxy refuses unknown options.
 func noteGrowth(ctx context.Context, proxy execer, g *Growth) error {
 	text := "NULL"
 	if g != nil {
@@ -168,7 +168,7 @@ func noteGrowth(ctx context.Context, proxy execer, g *Growth) error {
 	return err
 }
 
-// ReadGrowth returns what a proxy has noted, or nil if its shards are not being divided.
+// ReadGrowth returns a proxy's record, or nil if its shards are not being divided.
 func ReadGrowth(ctx context.Context, tx pgx.Tx) (*Growth, error) {
 	var note *string
 	err := tx.QueryRow(ctx, "SELECT pg_catalog.obj_description(s.oid, 'pg_foreign_server') "+
@@ -180,10 +180,10 @@ func ReadGrowth(ctx context.Context, tx pgx.Tx) (*Growth, error) {
 	if note != nil && json.Unmarshal([]byte(*note), &g) == nil && len(g.By) > 0 {
 		return &g, nil
 	}
-	return nil, nil //nolint:nilnil // it is somebody else's comment, or none
+	return nil, nil //nolint:nilnil // there is no comment, or it is not ours
 }
 
-// qualify puts the schema into a statement.
+// qualify inserts the schema into a statement.
 func qualify(sql, schema string) string {
 	return strings.ReplaceAll(sql, "{schema}", pgx.Identifier{schema}.Sanitize())
 }

@@ -16,17 +16,17 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// cluster is a proxy and its shards, all on one server.
+// cluster is a proxy with its shards, all on one server.
 type cluster struct {
 	proxy       *pgtest.DB
 	shards      []*pgtest.DB
-	connections []string // of the shards, for PL/Proxy
+	connections []string // from PL/Proxy to the shards
 	more        []*pgtest.DB
 	moreStrings []string
 }
 
-// newCluster makes a proxy of n shards, and n more databases that could be some. It skips the test if the server does
-// not have PL/Proxy, unless RATELIMIT_TEST_PLPROXY is set.
+// newCluster creates a proxy of n shards, and n more databases for a division. Without PL/Proxy it skips the test. If
+// RATELIMIT_TEST_PLPROXY is set, it fails instead.
 func newCluster(t *testing.T, n int) *cluster {
 	t.Helper()
 	c := &cluster{proxy: pgtest.Empty(t)}
@@ -47,7 +47,7 @@ func newCluster(t *testing.T, n int) *cluster {
 	return c
 }
 
-// install makes a database another proxy of the shards.
+// install turns a database into another proxy of the shards.
 func (c *cluster) install(t *testing.T, db *pgtest.DB) {
 	t.Helper()
 	source, err := shards.Read(t.Context(), connect(t, c.shards[0]), "public")
@@ -56,7 +56,7 @@ func (c *cluster) install(t *testing.T, db *pgtest.DB) {
 	require.NoError(t, shards.Install(t.Context(), connect(t, db), source, shards.Config{
 		Schema: "public", Connections: c.connections, User: config.User, Password: config.Password,
 	}))
-	// The mapping is for the owner of the functions, who is the owner of the schema.
+	// The mapping is for the functions' owner, who owns the schema.
 	pgtest.Exec(t, db.Pool, "GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA public TO PUBLIC")
 }
 
@@ -70,7 +70,7 @@ func connect(t *testing.T, db *pgtest.DB) *pgx.Conn {
 	return conn.Conn()
 }
 
-// keywords is the connection string of a database for libpq, without user and password.
+// keywords is the connection string of a database in libpq's form, without user and password.
 func keywords(t *testing.T, db *pgtest.DB) string {
 	t.Helper()
 	config := db.Pool.Config().ConnConfig

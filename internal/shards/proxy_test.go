@@ -10,7 +10,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/shards"
 )
 
-// Times and intervals reach a shard as they are, in whatever style the proxy's session writes them.
+// Times and intervals reach a shard unchanged, in any style of the proxy's session.
 func TestStylesOfTheSession(t *testing.T) {
 	t.Parallel()
 
@@ -29,7 +29,7 @@ func TestStylesOfTheSession(t *testing.T) {
 	}
 }
 
-// A call that is divided goes by the places of its elements, so arrays have to begin at 1, as those of one server should.
+// A divided call uses the positions of its elements, so arrays have to begin at 1, as on a single server.
 func TestArraysOfOddShape(t *testing.T) {
 	t.Parallel()
 
@@ -44,7 +44,7 @@ func TestArraysOfOddShape(t *testing.T) {
 	}
 }
 
-// A shard is prepared while it is in use, so its functions stay the same ones.
+// A shard can be prepared while in use, because its functions stay the same.
 func TestShardIsPreparedAgain(t *testing.T) {
 	t.Parallel()
 
@@ -61,7 +61,7 @@ func TestShardIsPreparedAgain(t *testing.T) {
 	require.Equal(t, before, functions())
 }
 
-// Only the first shard has policies, so a proxy wants one in each call.
+// Only the first shard has policies, so calls through a proxy must include one.
 func TestProxyWantsAPolicy(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)

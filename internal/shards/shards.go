@@ -1,4 +1,4 @@
-// Package shards makes the SQL of a proxy's database and of its shards.
+// Package shards generates the SQL for a proxy's database and its shards.
 package shards
 
 import (
@@ -12,40 +12,40 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// Server is the name of the foreign server whose options p0, p1 and so on are the shards' connection strings.
+// Server is the name of the foreign server. Its options p0, p1 and so on are the shards' connection strings.
 const Server = "rate_limit_shards"
 
-// Source is what a migrated database has that a proxy of it needs.
+// Source is the part of a migrated database that a proxy needs.
 type Source struct {
 	Version   int64
 	Decision  []Argument // the columns of rate_limit_decision
 	Functions []Function
 }
 
-// Function is one that applications call.
+// Function is a function that applications call.
 type Function struct {
 	Name      string
-	Arguments string // as it is declared
+	Arguments string // as declared
 	Result    string
 	Set       bool // it returns rows
 	In, Out   []Argument
 
-	ByKey     bool // it has one key
-	Policy    bool // and the text of a policy
+	ByKey     bool // it has one key argument
+	Policy    bool // and a policy's text
 	ByKeys    bool // it decides many keys
-	Together  bool // it decides many keys, which have to be on one shard
-	Sets      bool // and these may be of sets
+	Together  bool // it decides many keys, and all must be on the same shard
+	Sets      bool // and each may be a set of keys
 	Sweeps    bool
-	Transacts bool // it can be part of the caller's transaction
+	Transacts bool // it can run within the caller's transaction
 }
 
-// Argument is one of a function, or a column.
+// Argument is a function's argument, or a column.
 type Argument struct{ Name, Type string }
 
-// PerKey tells whether it has an element for each key, in a function that decides many.
+// PerKey tells whether the argument is an array with an element for each key, in a function that decides many keys.
 func (a Argument) PerKey() bool { return strings.HasSuffix(a.Type, "[]") }
 
-// PerKey are the arguments that have an element for each key.
+// PerKey returns the arguments with an element for each key.
 func (f Function) PerKey() []Argument {
 	return slices.DeleteFunc(slices.Clone(f.In), func(a Argument) bool { return !a.PerKey() })
 }
@@ -74,10 +74,10 @@ WHERE p.pronamespace = $1::pg_catalog.regnamespace AND (p.proname IN (
         WHERE c.oid = pg_catalog.to_regclass($1 || '.rate_limit_ephemeral'))
 ORDER BY p.proname`
 
-// Read reads what a proxy needs from a database that is migrated.
+// Read reads the data for a proxy from a migrated database.
 func Read(ctx context.Context, conn *pgx.Conn, schema string) (s Source, err error) {
 	quoted := pgx.Identifier{schema}.Sanitize()
-	// Whoever may create in the schema could have made the function, so it is read, and not called.
+	// Any role that may create in the schema could have made the function, so it is only read and never called.
 	if err := conn.QueryRow(ctx, `
 SELECT pg_catalog.substring(p.prosrc, '[0-9]+')::bigint FROM pg_catalog.pg_proc AS p
 WHERE p.pronamespace = $1::pg_catalog.regnamespace AND p.proname = 'rate_limit_version' AND p.pronargs = 0`, quoted,
@@ -117,7 +117,7 @@ ORDER BY a.attnum`, quoted)
 	return s, err
 }
 
-// classify finds out how a function's calls are handed to the shards.
+// classify determines how a function's calls are routed to the shards.
 func (f *Function) classify(schema string) {
 	has := func(name string) bool {
 		return slices.ContainsFunc(f.In, func(a Argument) bool { return a.Name == name })
@@ -140,7 +140,7 @@ var files embed.FS
 //nolint:gochecknoglobals // nobody changes them
 var templates = template.Must(template.New("").Funcs(template.FuncMap{"literal": literal}).ParseFS(files, "*.tmpl.sql"))
 
-// Proxy is the SQL that makes the functions of a proxy, or replaces them, for their owner. Only a superuser may run it.
+// Proxy returns the SQL that creates or replaces a proxy's functions, for their owner. Only a superuser can run it.
 func (s Source) Proxy(schema, owner string, shards int) (string, error) {
 	var text bytes.Buffer
 	err := templates.ExecuteTemplate(&text, "proxy.tmpl.sql", struct {
@@ -152,7 +152,7 @@ func (s Source) Proxy(schema, owner string, shards int) (string, error) {
 	return text.String(), err
 }
 
-// Shard is the SQL that makes a migrated database able to be a shard.
+// Shard returns the SQL that a migrated database needs to become a shard.
 func (s Source) Shard(schema string) (string, error) {
 	var text bytes.Buffer
 	err := templates.ExecuteTemplate(&text, "shard.tmpl.sql", struct {
@@ -163,7 +163,7 @@ func (s Source) Shard(schema string) (string, error) {
 	return text.String(), err
 }
 
-// literal writes a text in SQL, whatever standard_conforming_strings is.
+// literal quotes a text for SQL, for any value of standard_conforming_strings.
 func literal(text string) string {
 	return "E'" + strings.NewReplacer(`\`, `\\`, `'`, `\'`).Replace(text) + "'"
 }

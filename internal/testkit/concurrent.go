@@ -1,5 +1,5 @@
-// Package testkit holds what tests of several packages need, and what needs neither a database nor a limiter:
-// goroutines, random numbers, processes, folders and logs. Helpers that need a database are in package pgtest.
+// Package testkit has helpers for tests of several packages that need neither a database nor a limiter: goroutines,
+// random numbers, processes, folders and logs. Helpers that need a database are in package pgtest.
 package testkit
 
 import (
@@ -17,8 +17,8 @@ import (
 )
 
 const (
-	// Amply is the longest that a test waits for an event that is certain to come. It is longer than anything
-	// takes, however slow the machine.
+	// Amply is the longest wait for an event that is certain to come. It is far longer than needed, even on a slow
+	// machine.
 	Amply = time.Minute
 
 	// tick is how often WaitUntil checks the condition.
@@ -38,7 +38,7 @@ func WaitUntil(t testing.TB, condition func() bool, message ...any) {
 	}
 }
 
-// Later runs a call in the background. The function that it returns waits for the call.
+// Later runs a call in the background. The returned function waits for the call.
 func Later[T any](call func() (T, error)) (wait func() (T, error)) {
 	var result T
 	var err error
@@ -67,8 +67,8 @@ func Together(n int, call func(i int)) {
 	wg.Wait()
 }
 
-// Offspring runs a function. The count that it returns is how many goroutines are running that the function has
-// started, or that these have started.
+// Offspring runs a function. It returns a function that counts the running goroutines that f started, directly or
+// indirectly.
 func Offspring(t testing.TB, run func(ctx context.Context)) (count func() int) {
 	t.Helper()
 	label := rand.Text()
@@ -78,8 +78,8 @@ func Offspring(t testing.TB, run func(ctx context.Context)) (count func() int) {
 		if err := pprof.Lookup("goroutine").WriteTo(&profile, 1); err != nil {
 			return -1
 		}
-		// Goroutines with the same stack are a group. It begins with a line like "3 @ 0x43e3a0 …". The line of
-		// its labels comes next.
+		// pprof groups goroutines with the same stack. A group begins with a line like "3 @ 0x43e3a0 …". The next line
+		// has its labels.
 		var total, group int
 		for line := range strings.Lines(profile.String()) {
 			if before, _, ok := strings.Cut(line, " @ "); ok {

@@ -11,11 +11,11 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Journal is what loggers have written. Its zero value is empty.
+// Journal collects the output of loggers. Its zero value is empty.
 type Journal struct {
 	mu   sync.Mutex
 	text bytes.Buffer
-	read int // how much of the text Lines has returned
+	read int // the length of the text that Lines has returned
 }
 
 // Write implements io.Writer.
@@ -31,14 +31,14 @@ func (j *Journal) Logger() *slog.Logger { return slog.New(slog.NewTextHandler(j,
 // JSONLogger returns a logger whose lines Entries can read.
 func (j *Journal) JSONLogger() *slog.Logger { return slog.New(slog.NewJSONHandler(j, nil)) }
 
-// String returns all that was written.
+// String returns all output.
 func (j *Journal) String() string {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	return j.text.String()
 }
 
-// Lines returns the lines that were written since its last call.
+// Lines returns the lines written since its last call.
 func (j *Journal) Lines() []string {
 	j.mu.Lock()
 	defer j.mu.Unlock()

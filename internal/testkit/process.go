@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// FreeAddress returns an address of this machine at which nobody listens right now.
+// FreeAddress returns a local address where nothing is listening now.
 func FreeAddress(t testing.TB) string {
 	t.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
@@ -21,8 +21,8 @@ func FreeAddress(t testing.TB) string {
 	return listener.Addr().String()
 }
 
-// OpenDir returns a folder that every user may enter and write to, unlike that of t.TempDir. Its path is short
-// enough for a socket. It is removed at the end of the test.
+// OpenDir returns a folder that every user may enter and write to. Other users cannot enter t.TempDir. Its path is
+// short enough for a socket. It is removed at the end of the test.
 func OpenDir(t testing.TB) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "ratelimit-test-") //nolint:usetesting // see above
@@ -32,8 +32,8 @@ func OpenDir(t testing.TB) string {
 	return dir
 }
 
-// WriteProgram writes a program that everybody may run. A child that another test forks meanwhile would hold the file
-// open for writing until its own exec, and ours would fail: "text file busy".
+// WriteProgram writes a program that every user may run. If another test forks meanwhile, the child would hold the file
+// open for writing until its exec, and running it would fail with "text file busy".
 func WriteProgram(t testing.TB, path string, content []byte) {
 	t.Helper()
 	syscall.ForkLock.RLock()
@@ -42,7 +42,7 @@ func WriteProgram(t testing.TB, path string, content []byte) {
 	require.NoError(t, os.Chmod(path, 0o755)) // whatever the umask
 }
 
-// Program finds a program, also outside the PATH of an ordinary user. It returns "" if there is none.
+// Program finds a program, also outside of an ordinary user's PATH. It returns "" if the program is missing.
 func Program(name string) string {
 	for _, path := range []string{name, "/usr/sbin/" + name} {
 		if found, err := exec.LookPath(path); err == nil {
@@ -81,7 +81,7 @@ func Start(t testing.TB, ready func() error, program string, args ...string) {
 	}, "%s does not get ready", program)
 }
 
-// Accepts returns a ready function for Start: it succeeds once somebody listens at the address.
+// Accepts returns a ready function for Start. It succeeds once something listens at the address.
 func Accepts(address string) (ready func() error) {
 	return func() error {
 		conn, err := net.Dial("tcp", address)

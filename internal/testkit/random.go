@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Rounds returns how many rounds a test of random events takes: what the environment variable says, else usual.
+// Rounds returns the number of rounds of a random test: the environment variable's value, else usual.
 func Rounds(t testing.TB, variable string, usual int) int {
 	t.Helper()
 	text := os.Getenv(variable)
@@ -24,8 +24,8 @@ func Rounds(t testing.TB, variable string, usual int) int {
 	return n
 }
 
-// Seed returns the seed of a test's random numbers. With the environment variable, the test draws the same ones
-// again.
+// Seed returns the seed of a test's random numbers. With the environment variable set, the test repeats the same
+// numbers.
 func Seed(t testing.TB, variable string) uint64 {
 	t.Helper()
 	seed := rand.Uint64()
@@ -38,7 +38,8 @@ func Seed(t testing.TB, variable string) uint64 {
 	return seed
 }
 
-// Quantile returns the duration that this share of all durations does not exceed. It returns 0 if there are none.
+// Quantile returns the smallest duration that is not exceeded by this share of all durations. It returns 0 if there are
+// none.
 func Quantile(durations []time.Duration, share float64) time.Duration {
 	if len(durations) == 0 {
 		return 0

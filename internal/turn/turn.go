@@ -1,4 +1,4 @@
-// Package turn keeps those who share a connection from using it at the same time.
+// Package turn prevents two users of a connection from using it at the same time.
 package turn
 
 import (
@@ -11,13 +11,13 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// Turn is held by whoever uses a connection.
+// Turn is held by the present user of a connection.
 type Turn struct{ held chan struct{} }
 
-// New returns a turn that nobody has.
+// New returns a free turn.
 func New() *Turn { return &Turn{make(chan struct{}, 1)} }
 
-// Take waits for the turn. It returns the context's error if the context ends before.
+// Take waits for the turn and takes it. It returns the context's error if the context ends first.
 func (t *Turn) Take(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -30,7 +30,7 @@ func (t *Turn) Take(ctx context.Context) error {
 	}
 }
 
-// TryTake takes the turn if nobody has it.
+// TryTake takes the turn if it is free.
 func (t *Turn) TryTake() bool {
 	select {
 	case t.held <- struct{}{}:
@@ -43,12 +43,12 @@ func (t *Turn) TryTake() bool {
 // Pass ends the turn.
 func (t *Turn) Pass() { <-t.held }
 
-// connections guards the maps of CustomData while limiters and sweepers are made, which several goroutines may do.
+// connections guards the CustomData maps, because several goroutines may create limiters and sweepers at once.
 //
-//nolint:gochecknoglobals // the maps are pgx's, so nobody but all limiters and sweepers together can guard them
+//nolint:gochecknoglobals // the maps belong to pgx, so all limiters and sweepers need one common lock
 var connections sync.Mutex
 
-// Of returns the turn of the connection behind db. It returns nil if db is neither a connection nor a transaction.
+// Of returns the turn of db's connection. It returns nil if db is not a connection or a transaction.
 func Of(db any) *Turn {
 	switch db.(type) {
 	case *pgx.Conn, *pgxpool.Conn, pgx.Tx:
@@ -56,7 +56,7 @@ func Of(db any) *Turn {
 		return nil
 	}
 	conn := pg.Conn(db)
-	if conn == nil { // a transaction of the application's own making
+	if conn == nil { // a transaction that the application itself implements
 		return New()
 	}
 	const name = "github.com/pgratelimit/ratelimit: turns"
