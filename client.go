@@ -114,6 +114,9 @@ func NewClient(db DBTX, config ClientConfig) (*Client, error) {
 			Field: "db", Reason: "is nil, and must be a *pgxpool.Pool, a connection or a transaction",
 		}
 	}
+	if reason := pg.WrapsConn(db); reason != "" {
+		return nil, &ConfigError{Field: "db", Reason: reason}
+	}
 	if !reflect.ValueOf(db).Comparable() { // Refund compares it with the db of other clients
 		return nil, &ConfigError{
 			Field: "db", Reason: fmt.Sprintf("is a %T, which cannot be compared; pass a pointer to it", db),
@@ -138,9 +141,9 @@ func NewClient(db DBTX, config ClientConfig) (*Client, error) {
 // sweepers. Each is a statement of its own in that session, which commits as it says. Denials are not remembered,
 // and MaxInFlight, MaxBatch, DenialMaxAge and Observer.Statement mean nothing.
 //
-// Package sqldb makes a DBTX of a *sql.DB. Any other type counts as a pool: several goroutines use it at once. So to
-// trace, wrap a pool, or a transaction in a type that is a pgx.Tx. A wrapped single connection would answer "conn
-// busy".
+// Package sqldb makes a DBTX of a *sql.DB. Any other type counts as a pool: several goroutines use it at once, and it
+// gives each statement a connection of its own. So to trace, wrap a pool, or a transaction in a type that is a pgx.Tx.
+// A type that has Conn or PgConn and is none of these wraps a single connection, and is refused.
 type DBTX interface {
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 }

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -191,6 +192,77 @@ func TestNilIsRefused(t *testing.T) {
 				requireRefused(t, call(), "tx", "is nil, and must be a transaction that has begun")
 			})
 		}
+	}
+}
+
+// withConn, withPgConn and hidden are an application's own DBTX around a single connection.
+type withConn struct {
+	DBTX
+
+	conn *pgx.Conn
+}
+
+func (w withConn) Conn() *pgx.Conn { return w.conn }
+
+type withPgConn struct {
+	DBTX
+
+	conn *pgconn.PgConn
+}
+
+func (w withPgConn) PgConn() *pgconn.PgConn { return w.conn }
+
+type hidden struct{ DBTX }
+
+// A wrapper hides that there is one connection for all, which concurrent calls would then use at the same time. It is
+// refused if it lends the connection, and else as soon as two meet on it.
+func TestWrappedConnectionIsRefused(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	conn := pgtest.Connect(t, db)
+	pooled, err := db.Pool.Acquire(t.Context())
+	require.NoError(t, err)
+	defer pooled.Release()
+	tx, err := conn.Begin(t.Context())
+	require.NoError(t, err)
+	for _, wrapped := range []DBTX{
+		struct{ *pgx.Conn }{conn}, &struct{ *pgx.Conn }{conn}, &struct{ *pgxpool.Conn }{pooled},
+		withConn{conn, conn}, withConn{tx, nil}, withPgConn{conn, conn.PgConn()}, &withPgConn{tx, nil},
+		&withConn{db.Pool, nil}, // of which nobody can tell that it is a pool
+	} {
+		errOf := func(_ any, err error) error { return err }
+		for what, err := range map[string]error{
+			"New":         errOf(New(wrapped, policy(hourly))),
+			"NewClient":   errOf(NewClient(wrapped, ClientConfig{})),
+			"NewPolicies": errOf(NewPolicies(wrapped, PoliciesConfig{})),
+		} {
+			var refused *ConfigError
+			require.ErrorAs(t, err, &refused, "%s: %T", what, wrapped)
+			require.Equal(t, "db", refused.Field)
+			require.ErrorContains(t, err, "pass the connection itself, or wrap a *pgxpool.Pool or a pgx.Tx")
+		}
+	}
+	for _, accepted := range []DBTX{
+		db.Pool, conn, pooled, tx, tagged{db.Pool, 1}, &tagged{db.Pool, 1}, &taggedTx{Tx: tx},
+		struct{ pgx.Tx }{tx}, connless{tx}, newModelDB(),
+	} {
+		newLimiter(t, accepted, policy(hourly))
+	}
+	require.NoError(t, tx.Rollback(t.Context()))
+
+	other := pgtest.Connect(t, db)
+	for conn, inUse := range map[*pgx.Conn]DBTX{conn: hidden{conn}, other: other} {
+		limiter := newLimiter(t, inUse, Config{Name: "n", Policy: hourly, OnFailure: FailOpen()})
+		rows, err := conn.Query(t.Context(), "SELECT generate_series(1, 9)")
+		require.NoError(t, err)
+		_, err = limiter.Allow(t.Context(), "personal")
+		requireKinds(t, err, "personal", ErrSetup)
+		require.ErrorContains(t, err, "a *pgxpool.Pool")
+		rows.Close()
+		result, err := limiter.Allow(t.Context(), "personal")
+		require.NoError(t, err, "%T", inUse)
+		require.Equal(t, SourceDatabase, result.Source)
 	}
 }
 

@@ -86,6 +86,8 @@ func NewPolicies(db DBTX, config PoliciesConfig) (*Policies, error) {
 		return nil, &ConfigError{Field: "db", Reason: "is nil, and must be a *pgxpool.Pool"}
 	case inMemory:
 		return nil, &ConfigError{Field: "db", Reason: "is in memory, where there is no table of policies"}
+	case pg.WrapsConn(db) != "":
+		return nil, &ConfigError{Field: "db", Reason: pg.WrapsConn(db)}
 	case turn.Of(db) != nil:
 		return nil, &ConfigError{
 			Field: "db", Reason: "is a single connection or transaction, and must be a *pgxpool.Pool",

@@ -187,6 +187,9 @@ func New(db ratelimit.DBTX, config Config) (*Sweeper, error) {
 	if pg.IsNil(db) {
 		return nil, &ratelimit.ConfigError{Field: "db", Reason: "is nil, and must be a *pgxpool.Pool or a connection"}
 	}
+	if reason := pg.WrapsConn(db); reason != "" {
+		return nil, &ratelimit.ConfigError{Field: "db", Reason: reason}
+	}
 	if _, ok := db.(pgx.Tx); ok {
 		return nil, &ratelimit.ConfigError{Field: "db", Reason: "is a transaction, " +
 			"which would lock all that is swept until it ends; use a *pgxpool.Pool or a connection"}

@@ -51,6 +51,7 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 	for db, says := range map[ratelimit.DBTX]string{
 		nil: "is nil", (*pgxpool.Pool)(nil): "is nil", (*pgxpool.Conn)(nil): "is nil", (*pgx.Conn)(nil): "is nil",
 		(*pgxpool.Tx)(nil): "is nil", &pgxpool.Tx{}: "is a transaction",
+		struct{ *pgx.Conn }{}: "is a struct { *pgx.Conn }, which wraps a single connection",
 	} {
 		_, err := New(db, Config{})
 		var configErr *ratelimit.ConfigError

@@ -118,6 +118,10 @@ func Translate(err error, sent bool) *Error {
 	if _, unreadable := errors.AsType[pgx.ScanArgError](err); unreadable {
 		return NewError(err, ErrSetup, ErrOutcomeUnknown)
 	}
+	if NeverSent(err) && strings.HasSuffix(err.Error(), "conn busy") { // pgx's own error has no type
+		return NewError(fmt.Errorf("something else uses the single connection, or has not closed its rows; "+
+			"close them, or pass a *pgxpool.Pool: %w", err), ErrSetup)
+	}
 	if !sent && notSecure(err) {
 		return NewError(err, ErrSetup)
 	}

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
@@ -36,6 +37,19 @@ func Conn(db any) *pgx.Conn {
 		return nil
 	}
 	return conn
+}
+
+// WrapsConn tells what is wrong with db if it hides a single connection: it lends one, but is no type that takes turns.
+// It would count as a pool, and concurrent calls would use the connection at the same time. Otherwise it returns "".
+func WrapsConn(db any) (reason string) {
+	switch db.(type) {
+	case *pgx.Conn, *pgxpool.Conn, pgx.Tx, Pool:
+	case interface{ Conn() *pgx.Conn }, interface{ PgConn() *pgconn.PgConn },
+		interface{ Hijack() *pgx.Conn }: // is left of an embedded *pgxpool.Conn, whose name hides its method Conn
+		return fmt.Sprintf("is a %T, which wraps a single connection; "+
+			"pass the connection itself, or wrap a *pgxpool.Pool or a pgx.Tx", db)
+	}
+	return ""
 }
 
 // InTransaction tells whether a statement on db belongs to a transaction that goes on after it.
