@@ -8,18 +8,18 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// The statements that call the functions of the database.
+// calls has the statements that call the functions of the database.
 //
 //go:embed call/*.sql
 var calls embed.FS
 
-// Text is the statement NAME.sql of the folder call. TestEveryAlgorithmIsComplete tells if there is none.
+// Text returns the statement NAME.sql of the folder call. TestEveryAlgorithmIsComplete fails if one is missing.
 func Text(name, schema string) string {
 	text, _ := calls.ReadFile("call/" + name + ".sql")
 	return pg.Qualify(string(text), schema)
 }
 
-// ArgumentsOf are a policy's numbers, as the function of its algorithm takes them.
+// ArgumentsOf returns a policy's numbers in the order in which the function of its algorithm takes them.
 func ArgumentsOf(n algorithm.Numbers) []any {
 	switch {
 	case n.Refills():

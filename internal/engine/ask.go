@@ -19,11 +19,11 @@ type Ask struct {
 	Policy *model.Policy
 	Key    string
 	Cost   int64   // at most the policy's limit; 0 looks, and below 0 grants
-	Beside *Beside // what is decided beside it, or nil
+	Beside *Beside // a shadow; may be nil
 }
 
-// Allow has a question decided: by what was leased, by a denial that is remembered, or else by the database. It sets o
-// to the outcome unless it returns an error.
+// Allow decides an ask by a lease, by a remembered denial, or else by the database. It sets o unless it returns an
+// error.
 func (e *Engine) Allow(ctx context.Context, a *Ask, o *Outcome) error {
 	leased := a.Space.Lease != nil && a.Beside == nil && a.Cost > 0
 	if leased {
@@ -54,7 +54,8 @@ func (e *Engine) Allow(ctx context.Context, a *Ask, o *Outcome) error {
 	return nil
 }
 
-// remembered sets o to a denial that is remembered. If a policy is decided beside it, that has to be remembered too.
+// remembered sets o to a remembered denial, and tells whether there is one. If the ask has a shadow, the shadow's
+// denial must be remembered too.
 func (e *Engine) remembered(a *Ask, o *Outcome) bool {
 	if !e.Denials.Lookup(a.Space, a.Policy.Rules[0], a.Key, a.Cost, o) {
 		return false
@@ -70,14 +71,14 @@ func (e *Engine) remembered(a *Ask, o *Outcome) bool {
 	return e.Denials.Lookup(a.Beside.Space, beside.Rules[0], a.Key, a.Cost, o.Beside)
 }
 
-// Direct has the database decide a question, whatever is leased or remembered. It also grants, with a Cost below 0. tx
-// is nil, or the caller's.
+// Direct lets the database decide an ask, whatever is leased or remembered. With a Cost below 0 it grants. tx is the
+// caller's transaction, or nil.
 func (e *Engine) Direct(ctx context.Context, tx pgx.Tx, a Ask) (Outcome, error) {
 	return e.Decide(ctx, tx, e.Request(&a))
 }
 
-// Refund gives back the units of a receipt from the from-th to the to-th, to a space of the same rows. tx is nil, or
-// the caller's.
+// Refund gives back the units of a receipt from from to before to. space has the same rows as the receipt's. tx is the
+// caller's transaction, or nil.
 func (e *Engine) Refund(
 	ctx context.Context, tx pgx.Tx, space *Space, receipt *Receipt, from, to int64,
 ) (Outcome, error) {
@@ -86,14 +87,14 @@ func (e *Engine) Refund(
 	return e.Decide(ctx, tx, r)
 }
 
-// Request returns a request for a key.
+// Request returns a request for an ask.
 func (e *Engine) Request(a *Ask) *Request {
 	r := e.Requests.Get(a.Space, a.Policy)
 	r.Add(a.Space, a.Policy, a.Key, a.Cost, nil)
 	return r
 }
 
-// Decide has a request decided, in tx unless that is nil.
+// Decide sends a request, and returns its outcome. tx is the caller's transaction, or nil.
 func (e *Engine) Decide(ctx context.Context, tx pgx.Tx, r *Request) (Outcome, error) {
 	if err := e.Submit(ctx, tx, r); err != nil {
 		return Outcome{}, err
@@ -104,7 +105,7 @@ func (e *Engine) Decide(ctx context.Context, tx pgx.Tx, r *Request) (Outcome, er
 	return o, nil
 }
 
-// Submit has a request decided, in tx unless that is nil.
+// Submit sends a request, and returns once it is decided. tx is the caller's transaction, or nil.
 func (e *Engine) Submit(ctx context.Context, tx pgx.Tx, r *Request) error {
 	if tx != nil {
 		return e.Batcher.decideInTx(ctx, tx, r)
@@ -112,12 +113,12 @@ func (e *Engine) Submit(ctx context.Context, tx pgx.Tx, r *Request) error {
 	return e.Queues.Submit(ctx, r)
 }
 
-// FallBack decides in this process, by a share of the policy's limit.
+// FallBack decides an ask in this process, by a share of the policy's limit.
 func (e *Engine) FallBack(a Ask, share float64) Outcome {
 	r := e.Request(&a)
 	e.Fallback.Take(r, sharesOf(a.Policy.Rules, share))
 	for i := range r.Parts {
-		if d := &r.Parts[i].Decision; d.RetryAfter == model.Never { // the share is too small for it
+		if d := &r.Parts[i].Decision; d.RetryAfter == model.Never { // the cost is above the share
 			d.RetryAfter = model.Micros(BreakerPause)
 		}
 	}
@@ -130,7 +131,7 @@ func (e *Engine) FallBack(a Ask, share float64) Outcome {
 	return o
 }
 
-// Set is a question about several keys, all of which are allowed or none.
+// Set is several asks, which are allowed all together or not at all.
 type Set struct {
 	engine  *Engine
 	Request *Request
@@ -140,7 +141,7 @@ type Set struct {
 // NewSet returns an empty set.
 func (e *Engine) NewSet() *Set { return &Set{engine: e, Request: e.Requests.Get(&e.sets, nil)} }
 
-// Add adds a question. It tells whether that is for other rows than those before it.
+// Add adds an ask. It returns false if the set has one of its rows already.
 func (s *Set) Add(a Ask) bool {
 	r, first := s.Request, len(s.Request.Parts)
 	r.Add(a.Space, a.Policy, a.Key, a.Cost, nil)
@@ -155,8 +156,8 @@ func (s *Set) Add(a Ask) bool {
 	return true
 }
 
-// Decide has the set decided, in tx unless that is nil. It returns what each of the questions is told. All are Allowed,
-// or none. Those that had room then have no RetryAfter.
+// Decide sends the set, and returns an outcome for each ask. Either all are Allowed, or none. In a denied set, the asks
+// that had room have no RetryAfter. tx is the caller's transaction, or nil.
 func (s *Set) Decide(ctx context.Context, tx pgx.Tx) ([]Outcome, error) {
 	if len(s.asks) == 0 {
 		return nil, nil
@@ -177,8 +178,8 @@ func (s *Set) Decide(ctx context.Context, tx pgx.Tx) ([]Outcome, error) {
 	return outcomes, nil
 }
 
-// Reset deletes the rows of a key, as many as its policies have. then is called once that is done or has failed, even
-// if the caller has left.
+// Reset deletes the rows of a key. rows is how many rules its policies have at most. Reset calls then once the rows are
+// deleted or that has failed, even if the caller has left.
 func (e *Engine) Reset(ctx context.Context, space *Space, key string, rows int, then func()) error {
 	d := e.Database
 	if !d.pooled() {
@@ -207,7 +208,7 @@ func (e *Engine) Reset(ctx context.Context, space *Space, key string, rows int, 
 	}
 }
 
-// ResetIn is Reset in a transaction of the caller's.
+// ResetIn is Reset in the caller's transaction.
 func (e *Engine) ResetIn(ctx context.Context, tx pgx.Tx, space *Space, key string, rows int) error {
 	mine := turn.Of(tx)
 	if err := mine.Take(ctx); err != nil {
@@ -228,7 +229,7 @@ func (e *Engine) reset(ctx context.Context, db pg.DB, space *Space, key string, 
 		names[i] = algorithm.RowName(space.Name, i)
 	}
 	err := e.Database.deleteRows(ctx, db, space, names, key, tx)
-	for tx.own() && pg.OtherShard(err) { // the key's shard is being divided
+	for tx.own() && pg.OtherShard(err) { // the key's shard is being split
 		timer := time.NewTimer(MapPause)
 		select {
 		case <-timer.C:
@@ -240,7 +241,7 @@ func (e *Engine) reset(ctx context.Context, db pg.DB, space *Space, key string, 
 		break
 	}
 	if e.Denials != nil {
-		e.Denials.Forget(space, key, nil) // even after an error: the key may have been reset
+		e.Denials.Forget(space, key, nil) // also after an error, because the key may have been reset
 	}
 	e.Leases.Forget(space, key)
 	if tx.own() {
@@ -249,13 +250,13 @@ func (e *Engine) reset(ctx context.Context, db pg.DB, space *Space, key string, 
 	return err
 }
 
-// ReturnLeases gives back all that was taken ahead, and returns when that has ended.
+// ReturnLeases gives back all leases, and waits until that has ended.
 func (e *Engine) ReturnLeases(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
 		return GaveUp(err)
 	}
 	mine := e.Leases.All()
-	all := e.Leases.onTheirWay() // now, because what fails at once is not there any more
+	all := e.Leases.onTheirWay() // before giveBack starts, because a giving that fails at once is removed
 	go e.giveBack(mine)
 	var errs []error
 	for _, back := range all {

@@ -79,7 +79,8 @@ type DenialKey struct {
 	Key   string
 }
 
-// denial is a key's state when it was denied. It never changes. The database decided between asked and told, by the local clock.
+// denial is a key's state when it was denied. It never changes. The database decided between asked and told, by the
+// local clock.
 type denial struct {
 	rules       model.Rules // under which it was denied; others may have room
 	limit       int64       // of the rules

@@ -1,9 +1,17 @@
-// Package engine has the requests of a process decided by one database.
+// Package engine brings the requests of a process to one database, and its decisions back. Its words:
 //
-// A request waits in a queue until a statement leaves, with those that came meanwhile. A batch is requests on their
-// way, in one statement or several. Denials are remembered in this process, and leases are spent in it. Keys whose rows
-// somebody else has locked go into a lane of their own, and a breaker tells when to ask no more. Behind a proxy, each
-// shard has a queue. A database in memory and a fallback decide by package model instead.
+//   - An ask is a question about a key. A request is an ask on its way, and a part is one row of it.
+//   - Requests take, look, give back or grant. A take is what a request takes from one row.
+//   - A receipt has the takes of one decision, or of one lease. A claim is one decision's share of a receipt.
+//   - A queue holds waiting requests, in groups that one call of a function can decide. Limiters take turns.
+//   - A batch is the requests that leave the queue together, in one statement or several.
+//   - Requests that ask for the same are merged. The first of them, the leader, is asked for all.
+//   - A held key is one whose row somebody else has locked. Requests for held keys wait in the lane.
+//   - A lease is units taken ahead, to be spent in this process. A giving is what goes back of leases.
+//   - A kind is what requests need of the database. Each kind has a breaker, which stops asking during an outage.
+//   - A shard is a database behind a proxy, and has a queue of its own. A stripe is a part of a map with its own mutex.
+//
+// A database in memory, and a fallback while Postgres is away, decide by package model instead.
 package engine
 
 import (
@@ -14,55 +22,55 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// Engine has the requests of a process decided by one database. Several goroutines may use it at once.
+// Engine sends the requests of a process to one database. Several goroutines may use it at once.
 type Engine struct {
 	Settings Settings
 	Database *Database
 	Queues   queues
-	Batcher  *Batcher // the first queue's, which also decides in transactions of callers
+	Batcher  *Batcher // of the first queue; it also decides in callers' transactions
 	Denials  *Denials // nil if none are remembered
 	Leases   *Leases
 	Fallback *Fallback
 	Requests requestPool
-	sets     Space // whose turn it is for sets
+	sets     Space // stands for all sets where limiters take turns
 }
 
 // Settings say how an Engine uses its database.
 type Settings struct {
-	Schema       string        // where the functions are; "": search_path finds them
+	Schema       string        // of the functions; "": search_path finds them
 	Timeout      time.Duration // of a call, above 0
-	MaxInFlight  int           // statements under way, at least 1
-	MaxBatch     int           // requests in a statement, at least 1
+	MaxInFlight  int           // how many statements may be under way, at least 1
+	MaxBatch     int           // how many requests a statement may have, at least 1
 	DenialMaxAge time.Duration
-	Clock        func() time.Time // replaces the clocks of the database and of this process, unless it is nil
+	Clock        func() time.Time // replaces the clocks of the database and of this process; may be nil
 	Logger       *slog.Logger     // nil: slog.Default
 	Hooks        Hooks
 }
 
-// Hooks are told what happens. Each may be nil.
+// Hooks are called when something happens. Each may be nil.
 type Hooks struct {
 	Statement func(Statement)
 	Lease     func(LeaseUse)
 	Breaker   func(BreakerChange)
 }
 
-// Statement is a statement that has ended.
+// Statement describes a statement that has ended.
 type Statement struct {
-	Limiter string // "" if it was for several
+	Limiter string // "" for several limiters
 	Shard   int    // from 0
-	Size    int    // how many requests it decided
+	Size    int    // how many requests it was for
 	Queued  int    // how many requests stayed behind when it left
-	Err     error  // nil if it decided
+	Err     error
 	Latency time.Duration
 }
 
-// LeaseUse counts units that were taken ahead, went back, or could not go back.
+// LeaseUse counts the units of leases that were taken ahead, went back, or could not go back.
 type LeaseUse struct {
 	Limiter                   string
 	Taken, Returned, Stranded int64
 }
 
-// BreakerChange tells that a breaker has opened or closed.
+// BreakerChange says that a breaker has opened or closed.
 type BreakerChange struct {
 	Kind  string
 	Shard int // from 0
@@ -70,7 +78,7 @@ type BreakerChange struct {
 	Err   error // why it has opened
 }
 
-// NewEngine returns an engine for a database. It starts nothing, and asks nothing.
+// NewEngine returns an engine for a database. It starts nothing and sends nothing.
 func NewEngine(db pg.DB, s Settings) *Engine {
 	e := &Engine{Settings: s, Database: NewDatabase(db, s.Schema, s.Clock), Fallback: NewFallback(s.Clock)}
 	if e.Pooled() {
@@ -95,13 +103,13 @@ func (e *Engine) newQueue(shard int) *Queue {
 	}, s.MaxInFlight, s.MaxBatch)
 }
 
-// Pooled tells whether several goroutines can use the database at once.
+// Pooled tells whether several goroutines can use the database at once, as with a pool.
 func (e *Engine) Pooled() bool { return e.Database.pooled() }
 
 // Shards is how many shards are known, or 1.
 func (e *Engine) Shards() int { return e.Queues.Shards() }
 
-// SameRows tells whether another engine asks for the same rows, as far as this can be seen.
+// SameRows tells whether another engine uses the same rows. It may return false for the same database in two pools.
 func (e *Engine) SameRows(other *Engine) bool {
 	return e == other || e.Settings.Schema == other.Settings.Schema && e.Database.DB == other.Database.DB
 }
@@ -109,13 +117,13 @@ func (e *Engine) SameRows(other *Engine) bool {
 // SameSchema tells whether another engine calls the functions of the same schema.
 func (e *Engine) SameSchema(other *Engine) bool { return e.Settings.Schema == other.Settings.Schema }
 
-// Cache is the denials that an engine remembers. It does not keep the engine in memory.
+// Cache refers to the remembered denials of an engine. It does not keep the engine in memory.
 type Cache struct{ denials weak.Pointer[Denials] }
 
-// Cache returns the engine's.
+// Cache returns the engine's cache.
 func (e *Engine) Cache() Cache { return Cache{weak.Make(e.Denials)} }
 
-// ForgetIf forgets the denials of some keys. It tells whether the engine is still in use.
+// ForgetIf forgets the denials of the keys for which is returns true. It tells whether the engine is still in use.
 func (c Cache) ForgetIf(is func(limiter, key string) bool) (inUse bool) {
 	d := c.denials.Value()
 	if d != nil {

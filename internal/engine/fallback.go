@@ -10,9 +10,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Fallback decides in this process while the database is away, by the models. It knows keys by a 64-bit hash with
-// a seed of its own. So a key needs the same memory however long it is, and it is as good as impossible that two
-// keys share a state.
+// Fallback decides in this process, by package model, while the database is away. It identifies keys by a 64-bit hash
+// with a random seed. So long keys need no more memory than short ones, and two keys practically never share a state.
 type Fallback struct {
 	clock func() time.Time // replaces the clock, unless it is nil
 	begin time.Time
@@ -20,24 +19,23 @@ type Fallback struct {
 
 	mu     sync.Mutex
 	States map[uint64]localState
-	Used   int   // how much of localMemory
-	swept  int64 // when states was last swept
+	Used   int   // bytes of LocalMemory in use
+	swept  int64 // when expired states were last deleted
 }
 
-// localState is a key's state, under policies of one algorithm.
+// localState is a key's state.
 type localState struct {
 	algorithm int16
-	Size      int // how much of localMemory it was given
+	Size      int // bytes of LocalMemory that it uses
 	State     model.State
 }
 
-// LocalMemory is what a fallback may use, in bytes. It is enough for 65,536 keys. Nobody is pushed out, so a flood
-// of keys gains nothing for those that are known. Keys for which there is no room share one state, and so share
-// what is otherwise one key's, until others have expired. The shared states, one for each policy of an All, come
-// on top.
+// LocalMemory is how many bytes a fallback may use. It is enough for 65,536 keys. No key is pushed out, so a flood of
+// new keys does not help anybody to a fresh start. Keys without room share one state, and so one key's limit, until
+// others have expired. There is one shared state for each policy of an All, on top of LocalMemory.
 const LocalMemory = 18 << 20
 
-// LocalSize is more than what a key needs under a policy.
+// LocalSize is an upper bound of the bytes that a key needs under a policy.
 func LocalSize(m model.Rules) int {
 	if n := m.Numbers(); n.Algorithm == algorithm.SlidingLog {
 		return 288 + 8*int(n.Limit)
@@ -50,8 +48,8 @@ func NewFallback(clock func() time.Time) *Fallback {
 	return &Fallback{clock: clock, begin: time.Now(), seed: maphash.MakeSeed()}
 }
 
-// now returns this process's clock, and the same in microseconds. The microseconds are monotonic, whatever is done
-// to the machine's clock.
+// now returns this process's clock, and the same in microseconds. The microseconds are monotonic even if the machine's
+// clock is set.
 func (f *Fallback) now() (time.Time, int64) {
 	if f.clock != nil {
 		now := f.clock()
@@ -61,7 +59,7 @@ func (f *Fallback) now() (time.Time, int64) {
 	return now, f.begin.UnixMicro() + now.Sub(f.begin).Microseconds()
 }
 
-// Take decides a request under shares, the shares of its parts' models.
+// Take decides a request. shares are the rules of its parts with reduced limits.
 func (f *Fallback) Take(r *Request, shares []model.Rules) {
 	now, clock := f.now()
 	f.mu.Lock()
@@ -81,13 +79,13 @@ func (f *Fallback) Take(r *Request, shares []model.Rules) {
 		case !several || n == 0:
 		case fits:
 			decide(i, n, true)
-		case r.Parts[i].Decision.Granted == 1: // it had room, but nothing is taken
+		case r.Parts[i].Decision.Granted == 1: // it had room, but another part had not
 			decide(i, 0, false)
 		}
 	}
 }
 
-// Hash returns the hash of a part's row. Limiters of one name share their keys here, too.
+// Hash returns the hash of a part's row. Limiters of one name share their keys here too.
 func (f *Fallback) Hash(p *Part) uint64 {
 	var h maphash.Hash
 	h.SetSeed(f.seed)
@@ -100,7 +98,7 @@ func (f *Fallback) Hash(p *Part) uint64 {
 	return h.Sum64()
 }
 
-// One decides under one model, the i-th of its limiter. keep tells whether to keep what that takes.
+// One decides under the i-th rules of a policy. keep tells whether to store the new state.
 func (f *Fallback) One(m model.Rules, hash, i uint64, n, clock int64, keep bool) model.Decision {
 	size := LocalSize(m)
 	hash = f.room(hash, i, size, clock)
@@ -113,7 +111,7 @@ func (f *Fallback) One(m model.Rules, hash, i uint64, n, clock int64, keep bool)
 		if f.States == nil {
 			f.States = make(map[uint64]localState)
 		}
-		if known.Size < size { // it is new, or With has asked under a policy that needs more
+		if known.Size < size { // it is new, or asked for by With under a policy that needs more
 			f.Used += size - known.Size
 			known.Size = size
 		}
@@ -123,7 +121,7 @@ func (f *Fallback) One(m model.Rules, hash, i uint64, n, clock int64, keep bool)
 	return d
 }
 
-// room returns the hash under which a key is known: its own, or the shared one if there is no room for the size.
+// room returns the hash under which a key's state is stored: its own, or the shared one if there is no room.
 func (f *Fallback) room(hash, shared uint64, size int, clock int64) uint64 {
 	fits := func() bool {
 		known := f.States[hash].Size
@@ -132,7 +130,7 @@ func (f *Fallback) room(hash, shared uint64, size int, clock int64) uint64 {
 	if fits() {
 		return hash
 	}
-	// Looking through all states takes a millisecond or two, so it is not done at every call.
+	// Looking through all states takes a millisecond or two, so it is done once a second.
 	if clock-f.swept >= time.Second.Microseconds() {
 		f.swept = clock
 		for other, known := range f.States {
@@ -148,7 +146,7 @@ func (f *Fallback) room(hash, shared uint64, size int, clock int64) uint64 {
 	return shared
 }
 
-// sharesOf are models with a share of their limits, above 0 and at most 1.
+// sharesOf returns rules with a share of their limits. The share is above 0 and at most 1.
 func sharesOf(models []model.Rules, share float64) []model.Rules {
 	shares := make([]model.Rules, len(models))
 	for i, m := range models {
@@ -157,12 +155,11 @@ func sharesOf(models []model.Rules, share float64) []model.Rules {
 	return shares
 }
 
-// Scaled is a policy with a share of its limit.
+// Scaled returns a policy with a share of its limit.
 func Scaled(n algorithm.Numbers, share float64) algorithm.Numbers {
 	n.Limit = ShareOf(n.Limit, share)
 	if n.Algorithm == algorithm.TokenBucket {
-		// This changes Every rather than Refill, of which a share might be less than 1. It goes no further than
-		// the exact range.
+		// It raises Every, because a share of Refill might be less than 1, but not beyond the exact range.
 		every := int64(min(math.Ceil(float64(model.Micros(n.Span))/share), model.MaxSpan))
 		every = min(every, model.MaxProduct/n.Limit)
 		if n.Refill < n.Limit {
@@ -173,8 +170,8 @@ func Scaled(n algorithm.Numbers, share float64) algorithm.Numbers {
 	return n
 }
 
-// ShareOf is a share of a limit, rounded down, but at least 1. It makes up for what a float64 lacks: 0.29 of 100
-// is 29.
+// ShareOf returns a share of a limit, rounded down, but at least 1. The factor makes up for the inexact float64, so
+// that 0.29 of 100 is 29.
 func ShareOf(limit int64, share float64) int64 {
 	scaled := math.Floor(float64(limit) * share * (1 + 1e-12))
 	return min(max(int64(min(scaled, 1<<62)), 1), limit)

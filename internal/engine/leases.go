@@ -136,7 +136,8 @@ func (e *Lease) left(now Instant) int64 {
 	return e.end - e.next
 }
 
-// Spend takes n from the lease of a key, and sets o to the outcome. It returns false if the lease does not have as much.
+// Spend takes n from the lease of a key, and sets o to the outcome. It returns false if the lease does not have as
+// much.
 func (ls *Leases) Spend(space *Space, policy *model.Policy, key string, n int64, o *Outcome) bool {
 	s := ls.Stripe(key)
 	if s == nil {

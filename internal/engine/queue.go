@@ -395,8 +395,8 @@ func (q *Queue) rest() {
 	}
 }
 
-// NextBatch moves the requests that leave next from their groups to batch. They are those of the group whose turn it is,
-// or of many small groups. q.mu is locked.
+// NextBatch moves the requests that leave next from their groups to batch. They are those of the group whose turn it
+// is, or of many small groups. q.mu is locked.
 func (q *Queue) NextBatch(batch []*Request) []*Request {
 	turn, i, found := q.nextGroup()
 	if !found {

