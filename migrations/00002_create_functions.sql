@@ -9,49 +9,49 @@
 -- names are looked up only in pg_catalog and then in our schema.
 SELECT pg_catalog.set_config('search_path', pg_catalog.format('%I, pg_temp', pg_catalog.current_schema()), true);
 
--- The types of the functions that decide, and expressions with a name. The planner puts such an expression in where it
--- is called, so it costs nothing. It does not do so if an argument is costly and used twice: TestExpressionsAreInlined.
+-- The types of the functions that decide, and short expressions. The planner inlines such an expression into its
+-- caller, so it costs nothing. It cannot do so if a costly argument is used twice: TestExpressionsAreInlined.
 
--- A row of the tables as an algorithm sees it, and behind that what the algorithm decided about it.
+-- A row of the tables as an algorithm sees it, followed by the algorithm's decision.
 CREATE TYPE rate_limit_row AS (
-    tid tid,               -- where the row is; NULL if there is none
+    tid tid,               -- the row's place in the table; NULL if there is no row
     algorithm smallint,
     count bigint,
     prev_count bigint,
     window_start bigint,
     credit bigint,
     scale bigint,
-    expires_at bigint,     -- 0, long past, if there is no row or another algorithm wrote it
+    expires_at bigint,     -- 0 (long past) if there is no row, or it belongs to another algorithm
     since bigint,
     capacity bigint,
     refill bigint,
     returned bigint,
     log bigint[],
-    granted bigint,        -- how many of the asked requests were granted
+    granted bigint,        -- how many of the requests were granted
     remaining bigint,      -- the largest cost that would be granted next
-    retry_after_us bigint, -- microseconds until the others can be granted; 0: there is room; NULL: never
+    retry_after_us bigint, -- microseconds until the others can be granted; 0 if there is room; NULL if never
     reset_after_us bigint, -- microseconds until the key is as good as new
-    spent bigint,          -- how much of what was taken came out of granted credit
+    spent bigint,          -- how many of the units taken came out of granted credit
     taken_at bigint,       -- bucket: where its units end in the queue of missing tokens
-    told_log bigint[],     -- log: the entries that a denial waits for, at most 64
+    told_log bigint[],     -- log: the entries that determine a denial's retry_after_us, at most 64
     changed boolean,       -- the row has to be written
     durable boolean        -- into rate_limit_durable
 );
 
--- No row, or one of another algorithm, which counts as no row.
+-- No row. Another algorithm's row counts as none.
 CREATE FUNCTION _rate_limit_no_row(tid tid, algorithm smallint) RETURNS rate_limit_row LANGUAGE sql IMMUTABLE AS $$
     SELECT ROW(tid, algorithm, 0, 0, 0, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL,
         0, 0, 0, 0, 0, NULL, NULL, false, NULL)::rate_limit_row
 $$;
 
--- What rate_limit_all returns for each part.
+-- The columns that rate_limit_all returns for each part.
 CREATE TYPE rate_limit_decision AS (
-    ord bigint,             -- the part's place in the request, from 1
-    granted bigint,         -- these four as in rate_limit_row
+    ord bigint,             -- the part's place in the request, counted from 1
+    granted bigint,         -- these four are as in rate_limit_row
     remaining bigint,
     retry_after_us bigint,
     reset_after_us bigint,
-    decided_at timestamptz, -- the database's clock at the decision, from which the two above count
+    decided_at timestamptz, -- the database's clock at the decision; the two columns above count from it
     -- The key's state, as in the table.
     count bigint,
     prev_count bigint,
@@ -59,24 +59,24 @@ CREATE TYPE rate_limit_decision AS (
     credit bigint,
     scale bigint,
     expires_at bigint,
-    log bigint[],           -- only the entries that have to leave until retry_after_us; or what was leased of a bucket
-    -- What a refund of the last request has to tell.
+    log bigint[],           -- only the entries that have to leave until retry_after_us; or a bucket's leases
+    -- Data that a refund of the last request needs.
     taken_since bigint,     -- the row's since
-    taken_in bigint,        -- its window_start: the window, the entry of the log or the time in the bucket's life
+    taken_in bigint,        -- the row's window_start: the window, the log's entry or the bucket's time
     taken_at bigint,        -- where its units end in the bucket's queue: see TokenBucket.Refund in internal/model
-    taken_spent bigint      -- how much of what these requests took came out of granted credit
+    taken_spent bigint      -- how many units of these requests came out of granted credit
 );
 
 COMMENT ON TYPE rate_limit_decision IS
     'What the rate_limit_ functions decided for one key. The comments on the functions explain it.';
 
--- The database's clock in microseconds since 1970, unless a test replaces it. date_part is exact until 2106. (If the
--- million were an integer, Postgres would look through all operators: 6 % of a session's first call.)
+-- The database's clock in microseconds since 1970, unless a test replaces it. date_part is exact until 2106. (With an
+-- integer million, Postgres would look through all operators, for 6 % of a session's first call.)
 CREATE FUNCTION _rate_limit_now(now_us bigint) RETURNS bigint LANGUAGE sql AS $$
     SELECT coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
 $$;
 
--- The settings of this transaction; see the functions whose names begin with rate_limit_take_.
+-- The transaction's settings; see the rate_limit_take_ functions.
 CREATE FUNCTION _rate_limit_set(lock_timeout_ms integer, synchronous_commit boolean) RETURNS text LANGUAGE sql AS $$
     SELECT concat(
         CASE WHEN lock_timeout_ms <> -1 THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
@@ -88,14 +88,14 @@ $$;
 CREATE FUNCTION _rate_limit_ceil_div(a bigint, b bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT CASE WHEN a > 0 THEN (a - 1) / b + 1 ELSE 0 END $$;
 
--- What is asked for a key, or NULL if that is not valid or more than the limit. It divides, because the product could
--- overflow.
+-- The units for a key, or NULL if the arguments are invalid or ask for more than the limit. It divides, because the
+-- product could overflow.
 CREATE FUNCTION _rate_limit_units(cost bigint, asked bigint, max_count bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE WHEN cost BETWEEN 1 AND max_count AND asked BETWEEN 1 AND max_count / cost THEN cost * asked END
 $$;
 
--- The same for the only key of a call, but more than the limit if that is what is asked.
+-- The same for a call's only key, but it may return more than the limit.
 CREATE FUNCTION _rate_limit_units_of_one(costs bigint[], counts bigint[], max_count bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE
@@ -103,7 +103,7 @@ RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
             THEN CASE WHEN counts[1] <= max_count / costs[1] THEN costs[1] * counts[1] ELSE max_count + 1 END END
 $$;
 
--- The same for each of several keys, or NULL if something is not valid.
+-- The same for each of several keys, or NULL if something is invalid.
 CREATE FUNCTION _rate_limit_units_of_each(keys text[], costs bigint[], counts bigint[], max_count bigint)
 RETURNS bigint[] LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
@@ -127,7 +127,7 @@ BEGIN
 END
 $$;
 
--- The keys that are valid, each once, in the order of locking: longer ones first, then by bytes.
+-- The valid keys in the order of locking, each once: longer ones first, then by bytes.
 CREATE FUNCTION _rate_limit_in_order(keys text[], units_of bigint[])
 RETURNS TABLE (key text, units bigint) LANGUAGE sql IMMUTABLE AS $$
     SELECT DISTINCT ON (octet_length(e.key), e.key COLLATE "C") e.key, e.units
@@ -136,8 +136,8 @@ RETURNS TABLE (key text, units bigint) LANGUAGE sql IMMUTABLE AS $$
     ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.place
 $$;
 
--- _rate_limit_late ends a statement that has waited for too many rows in turn. lock_timeout alone would not do that,
--- because it counts anew for each row.
+-- _rate_limit_late ends a statement that has waited too long in total. lock_timeout alone cannot do that, because it
+-- begins again for each row.
 CREATE FUNCTION _rate_limit_late() RETURNS boolean LANGUAGE plpgsql AS $$
 BEGIN
     RAISE EXCEPTION 'rate_limit: too many rows are held, one after the other'
@@ -145,7 +145,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_give_up does so if a statement that began then has waited for too long; otherwise it is false.
+-- _rate_limit_give_up calls it if a statement that began at the given time has waited too long; otherwise it returns
+-- false.
 CREATE FUNCTION _rate_limit_give_up(clock bigint, lock_timeout_ms integer, now_us bigint)
 RETURNS boolean LANGUAGE plpgsql AS $$
 BEGIN
@@ -156,25 +157,24 @@ BEGIN
 END
 $$;
 
--- The fixed window. fixed.go says what it promises.
--- These functions are tested against its model, internal/model/fixed.go.
+-- The fixed window. fixed.go defines it. These functions are tested against the model in internal/model/fixed.go.
 
--- Whether a policy is within the exact range; also of a sliding window.
+-- Whether a policy is within the exact range; also for a sliding window.
 CREATE FUNCTION _rate_limit_valid_window(max_count bigint, window_us bigint)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
         AND max_count <= 4611686018427387904 / window_us
 $$;
 
--- _rate_limit_fixed decides about a row. s is the row as it was found, and as it is afterwards: rolled forward to the
--- clock, and taken from if something was granted. Of the requests that are asked, at most as many as most are granted,
--- because other parts of these requests have no room for more. A cost of 0 only looks.
+-- _rate_limit_fixed decides about a row. s is the row as found. It is returned rolled forward to the clock, with the
+-- granted units taken. It grants at most most requests, because other parts of these requests have no room for more. A
+-- cost of 0 only looks.
 CREATE FUNCTION _rate_limit_fixed(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
-    t bigint;                -- the clock, or the row's own time if that is ahead of it
-    moved boolean := false;  -- the clock has jumped back, and the row with it
+    t bigint;                -- the clock, or the row's own time if it is later
+    moved boolean := false;  -- the clock jumped back, and so the row was moved back
     room bigint;
     ends bigint;
 BEGIN
@@ -220,7 +220,7 @@ BEGIN
 END
 $$;
 
--- Whether units fit into a row by the clock, and still will 10 ms later: into the window, or into one that begins.
+-- Whether units fit into a row at this time and for another 10 ms: into its window, or into a new one.
 CREATE FUNCTION _rate_limit_fixed_fits(
     algorithm smallint, count bigint, window_start bigint, expires_at bigint, since bigint,
     units bigint, clock bigint, max_count bigint, window_us bigint
@@ -230,7 +230,7 @@ CREATE FUNCTION _rate_limit_fixed_fits(
             OR clock + 10000 < expires_at AND expires_at = window_start + window_us AND units <= max_count - count)
 $$;
 
--- Its parameters and its answer are those of rate_limit_take_sliding_window.
+-- Parameters and result are those of rate_limit_take_sliding_window.
 CREATE FUNCTION rate_limit_take_fixed_window(
     name text, keys text[], max_count bigint, window_us bigint,
     costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
@@ -238,15 +238,15 @@ CREATE FUNCTION rate_limit_take_fixed_window(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
 AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text;
     clock bigint;
-    valid boolean;     -- whether the policy is
-    units bigint;      -- that are asked of the only key, or NULL if something is not valid
-    units_of bigint[]; -- the same of each of several
+    valid boolean;     -- whether the policy is valid
+    units bigint;      -- the units for the only key; NULL if something is invalid
+    units_of bigint[]; -- the units for each of several keys
     taken_keys text[];
     taken bigint[];
 BEGIN
@@ -311,22 +311,22 @@ $$;
 
 COMMENT ON FUNCTION rate_limit_take_fixed_window IS
     'Takes from fixed windows of window_us microseconds, each of which admits max_count. '
-    'A window starts at the first request after the one before has ended.
-It takes what the costs and counts of each key say, or denies it, '
+    'A window starts at the first request after the previous window.
+It takes the costs and counts of each key, or denies them, '
     'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
 Example: SELECT rate_limit_take_fixed_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';
 
--- The sliding window counter. sliding.go says what it promises.
--- These functions are tested against its model, internal/model/sliding.go.
+-- The sliding window counter. sliding.go defines it. These functions are tested against the model in
+-- internal/model/sliding.go.
 
--- _rate_limit_sliding decides about a row, as _rate_limit_fixed does.
+-- _rate_limit_sliding decides about a row, with arguments like _rate_limit_fixed.
 CREATE FUNCTION _rate_limit_sliding(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
-    t bigint;                -- the clock, or the row's own time if that is ahead of it
-    moved boolean := false;  -- the clock has jumped back, and the row with it
-    rest bigint;             -- how long this window still lasts, and how much of the one before is still covered
+    t bigint;                -- the clock, or the row's own time if it is later
+    moved boolean := false;  -- the clock jumped back, and so the row was moved back
+    rest bigint;             -- how long this window still lasts, which is how much of the previous one still counts
     room bigint;
     free bigint;
 BEGIN
@@ -355,7 +355,7 @@ BEGIN
         s.window_start := s.window_start + window_us;
     END IF;
 
-    -- The window before weighs prev_count * rest / window_us, rounded up.
+    -- The previous window weighs prev_count * rest / window_us, rounded up.
     rest := s.window_start + window_us - t;
     room := greatest(max_count - s.count - CASE
         WHEN s.prev_count = 0 THEN 0
@@ -370,15 +370,15 @@ BEGIN
         s.expires_at := t + 2 * window_us;
     END IF;
 
-    free := greatest(cost, 1) - s.credit; -- so many have to become free
+    free := greatest(cost, 1) - s.credit; -- the units that have to become free
     s.retry_after_us := CASE
         WHEN s.granted = asked THEN 0
         WHEN cost > max_count THEN NULL
         WHEN s.remaining >= greatest(cost, 1) THEN 0
-        -- They fit into this window once prev_count * rest has fallen to what is left of max_count * window_us,
+        -- They fit into this window once prev_count * rest has fallen to the free part of max_count * window_us,
         WHEN free <= max_count - s.count
             THEN least(t + rest - (max_count - s.count - free) * window_us / s.prev_count, s.expires_at) - clock
-        -- or only into the next one, where count takes the place of prev_count.
+        -- or only into the next window, where count becomes prev_count.
         ELSE least(t + rest + window_us - (max_count - free) * window_us / s.count, s.expires_at) - clock END;
     s.reset_after_us := CASE
         WHEN s.credit > 0 THEN s.expires_at
@@ -393,8 +393,8 @@ BEGIN
 END
 $$;
 
--- Whether units fit into a row by the clock, and still will 10 ms later: into its window, into the next one, which has
--- begun, or into one that begins now.
+-- Whether units fit into a row at this time and for another 10 ms: into its window, into the next one if it has begun,
+-- or into a new one.
 CREATE FUNCTION _rate_limit_sliding_fits(
     algorithm smallint, count bigint, prev_count bigint, window_start bigint, expires_at bigint, since bigint,
     units bigint, clock bigint, ended bigint, max_count bigint, window_us bigint
@@ -410,36 +410,36 @@ CREATE FUNCTION _rate_limit_sliding_fits(
         END
 $$;
 
--- rate_limit_take_sliding_window decides requests that take, each of one key. It is what the Go package calls.
+-- rate_limit_take_sliding_window decides requests that take from one key each. The Go package calls it.
 --
 --   name                the limiter's name, 1 to 128 bytes
---   keys                who asks, 1 to 512 bytes each
+--   keys                1 to 512 bytes each
 --   max_count           the limit, in units of cost; max_count * window_us may reach 2^62
 --   window_us           length of the window in microseconds, at most 2^51 (71 years)
---   costs, counts       cost of one request, and how many such requests are asked, for each key. NULL means 1 each
---   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
---   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout. So does
---                       -1, which says that the call is part of a transaction of its caller's, as with AllowTx. A proxy
---                       for shards refuses that, because it cannot take back what a shard has committed
---   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
+--   costs, counts       for each key, the cost of one request, and the number of such requests. NULL means 1 each
+--   durable             true for rows in rate_limit_durable, false for rows in rate_limit_ephemeral
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL keeps the session's lock_timeout. -1 keeps
+--                       it too, and says that the call is part of a caller's transaction, as with WithTx. A proxy for
+--                       shards refuses -1, because it cannot undo what a shard has committed
+--   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL keeps the session's setting
 --   now_us              replaces the clock, for tests: microseconds since 1970 UTC
 --
--- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
--- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
--- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
--- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
--- from granted to expires_at what rate_limit_all returns, then its taken_spent, taken_since and taken_at. Of a single
--- key, the log of that comes last. (The array may have two dimensions. unnest returns the numbers all the same.)
+-- It returns one array, because rows with columns would cost more than the decision. For each key whose whole request
+-- could be granted at once, it has nine numbers, in the order of the keys: the time of the decision, and the row's
+-- count, prev_count, window_start, credit, scale, expires_at, since and returned. Remaining and ResetAfter follow from
+-- these: see takenDecision in takes.go. Then it has fifteen numbers for each other key: its place in keys, what
+-- rate_limit_all returns from granted to expires_at, and its taken_spent, taken_since and taken_at. For a single key,
+-- its log comes last. (The array may have two dimensions. unnest returns the numbers in both cases.)
 --
--- It takes from rows as they are, and makes missing ones, in one statement: a short one for a single key, and another
--- for several. What is less ordinary is left to _rate_limit_left_ephemeral.
+-- One statement takes from existing rows and makes missing ones. There is a short one for a single key, and another for
+-- several. Less common cases go to _rate_limit_left_ephemeral.
 --
--- The clock is read twice, before a row is locked and with the lock held. The decision is made by the first reading,
--- and only if it would be the same for all of 10 ms. If the second reading is later than that, the key is left.
--- Otherwise the decision held when the row was locked, and its time is the second reading. Only a window or a bucket
--- that begins does so at the first one, because nobody else can have decided anything by it since.
+-- The clock is read twice: before a row is locked, and with the lock. The decision uses the first reading, and only if
+-- the next 10 ms would give the same one. If the second reading is later than that, the key goes to
+-- _rate_limit_left_ephemeral. Otherwise the decision was right when the row was locked, and its time is the second
+-- reading. A new window or bucket begins at the first reading. No other call can have decided by it since.
 --
--- ON CONFLICT locks a row that does not fit, too. So rows are locked in the order of locking, whatever becomes of them.
+-- ON CONFLICT also locks a row that does not fit. So rows are always locked in the order of locking.
 CREATE FUNCTION rate_limit_take_sliding_window(
     name text, keys text[], max_count bigint, window_us bigint,
     costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
@@ -447,15 +447,15 @@ CREATE FUNCTION rate_limit_take_sliding_window(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
 AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text;
     clock bigint;
-    ended bigint;      -- a window that began then, or before, has ended. NULL if the policy is not valid
-    units bigint;      -- that are asked of the only key, or NULL if something is not valid
-    units_of bigint[]; -- the same of each of several
+    ended bigint;      -- a window that began then, or before, has ended. NULL if the policy is invalid
+    units bigint;      -- the units for the only key; NULL if something is invalid
+    units_of bigint[]; -- the units for each of several keys
     taken_keys text[];
     taken bigint[];
 BEGIN
@@ -528,14 +528,14 @@ $$;
 
 COMMENT ON FUNCTION rate_limit_take_sliding_window IS
     'Takes from sliding windows of window_us microseconds, each of which admits max_count. '
-    'What a window has taken is estimated from two counters: '
-    'the window before counts for the share of it that the sliding window still covers.
-It takes what the costs and counts of each key say, or denies it, '
+    'The usage of a window is estimated from two counters: '
+    'the previous window counts for the share that the sliding window still covers.
+It takes the costs and counts of each key, or denies them, '
     'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
 Example: SELECT rate_limit_take_sliding_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';
 
--- The token bucket. tokenbucket.go says what it promises.
--- These functions are tested against its model, internal/model/tokenbucket.go.
+-- The token bucket. tokenbucket.go defines it. These functions are tested against the model in
+-- internal/model/tokenbucket.go.
 
 -- Whether a policy is within the exact range.
 CREATE FUNCTION _rate_limit_valid_bucket(capacity bigint, refill bigint, every_us bigint)
@@ -544,7 +544,7 @@ RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
         AND capacity <= 4611686018427387904 / every_us AND (capacity * every_us - 1) / refill < 2251799813685248
 $$;
 
--- _rate_limit_bucket decides about a row, as _rate_limit_fixed does.
+-- _rate_limit_bucket decides about a row, with arguments like _rate_limit_fixed.
 CREATE FUNCTION _rate_limit_bucket(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, capacity bigint, every_us bigint,
     refill bigint
@@ -552,8 +552,8 @@ CREATE FUNCTION _rate_limit_bucket(
 DECLARE
     full_credit CONSTANT bigint := capacity * every_us;
     fill_us CONSTANT bigint := (full_credit - 1) / refill + 1;
-    t bigint;                -- the clock, or the row's own time if that is ahead of it
-    moved boolean := false;  -- the clock has jumped back, and the row with it
+    t bigint;                -- the clock, or the row's own time if it is later
+    moved boolean := false;  -- the clock jumped back, and so the row was moved back
     room bigint;
 BEGIN
     IF clock >= s.expires_at THEN
@@ -561,17 +561,19 @@ BEGIN
         s.credit := full_credit;
         s.window_start := clock;
     ELSE
-        IF s.scale <> every_us OR s.capacity <> capacity OR s.refill <> refill THEN -- what was taken stays taken
+        -- an older take can no longer be given back
+        IF s.scale <> every_us OR s.capacity <> capacity OR s.refill <> refill THEN
             s.since := greatest(s.since + 1, s.window_start, clock);
             s.returned := 0;
         END IF;
-        IF s.scale <> every_us THEN -- whole tokens are kept, and so is the part of one, rounded down
+        IF s.scale <> every_us THEN -- keep whole tokens, and round the partial one down
             s.credit := CASE WHEN s.credit / s.scale >= capacity THEN full_credit
                 ELSE s.credit / s.scale * every_us
-                    + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END; -- it may need 128 bits
+                    -- the product may need 128 bits
+                    + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
         END IF;
         s.credit := least(s.credit, full_credit);
-        IF s.credit = full_credit AND s.count = 0 THEN -- the capacity is lower now: as good as new
+        IF s.credit = full_credit AND s.count = 0 THEN -- the capacity is lower now, so the row is as good as new
             s.window_start := clock;
             s.expires_at := clock;
         ELSIF s.window_start - clock > fill_us THEN
@@ -629,7 +631,7 @@ BEGIN
 END
 $$;
 
--- Whether a bucket is not full yet by a clock, and how much is in it.
+-- Whether a bucket is not full yet at this time, and how much it has.
 CREATE FUNCTION _rate_limit_bucket_runs(
     credit bigint, window_start bigint, clock bigint, full_credit bigint, refill bigint
 ) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$ SELECT clock - window_start <= (full_credit - credit - 1) / refill $$;
@@ -641,7 +643,7 @@ CREATE FUNCTION _rate_limit_bucket_level(
         THEN credit + greatest(clock - window_start, 0) * refill ELSE full_credit END
 $$;
 
--- Whether there is as much in a bucket by the clock, and the bucket will not become full within 10 ms.
+-- Whether a bucket has enough at this time, and will not become full within 10 ms.
 CREATE FUNCTION _rate_limit_bucket_fits(
     algorithm smallint, count bigint, window_start bigint, credit bigint, scale bigint, capacity bigint, refill bigint,
     need bigint, clock bigint, full_credit bigint, tokens bigint, inflow bigint, every_us bigint
@@ -654,10 +656,10 @@ CREATE FUNCTION _rate_limit_bucket_fits(
             ELSE clock - window_start > (full_credit - credit - 1) / inflow END
 $$;
 
--- Its parameters and its answer are those of rate_limit_take_sliding_window, but for these:
+-- Parameters and result are those of rate_limit_take_sliding_window, except:
 --
 --   capacity  tokens in a full bucket; capacity * every_us may reach 2^62
---   refill    tokens that flow in, evenly, over every_us; at least 1
+--   refill    tokens that flow in evenly during every_us; at least 1
 --   every_us  in microseconds, from 1 to 2^51. Filling an empty bucket may take 2^51 microseconds (71 years)
 CREATE FUNCTION rate_limit_take_token_bucket(
     name text, keys text[], capacity bigint, refill bigint, every_us bigint,
@@ -666,15 +668,15 @@ CREATE FUNCTION rate_limit_take_token_bucket(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
 AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text;
     clock bigint;
-    full_credit bigint; -- of a full bucket, or NULL if the policy is not valid
-    units bigint;      -- that are asked of the only key, or NULL if something is not valid
-    units_of bigint[]; -- the same of each of several
+    full_credit bigint; -- the credit of a full bucket; NULL if the policy is invalid
+    units bigint;      -- the units for the only key; NULL if something is invalid
+    units_of bigint[]; -- the units for each of several keys
     taken_keys text[];
     taken bigint[];
 BEGIN
@@ -756,30 +758,31 @@ $$;
 COMMENT ON FUNCTION rate_limit_take_token_bucket IS
     'Takes from token buckets. '
     'A bucket holds capacity tokens, starts full, and gets refill tokens, evenly, over every_us microseconds.
-It takes what the costs and counts of each key say, or denies it, '
+It takes the costs and counts of each key, or denies them, '
     'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
 Example: SELECT rate_limit_take_token_bucket(''api'', ARRAY[''user:123''], 20, 5, 10000000) '
     'takes one token from a bucket of 20 that gets 5 more every 10 seconds.';
 
--- The sliding window log. slidinglog.go says what it promises.
--- These functions are tested against its model, internal/model/slidinglog.go.
+-- The sliding window log. slidinglog.go defines it. These functions are tested against the model in
+-- internal/model/slidinglog.go.
 
 -- Whether a policy is within the exact range.
 CREATE FUNCTION _rate_limit_valid_log(max_count bigint, window_us bigint) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248
 $$;
 
--- How old an entry of a log is at a time. An entry has 54 bits for its time, so the difference is taken modulo 2^53.
+-- The age of a log's entry at a time. An entry has 54 bits for its time, so the difference is taken modulo 2^53.
 CREATE FUNCTION _rate_limit_entry_age(entry bigint, t bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT (t - (entry >> 10)) & 9007199254740991 $$;
 
--- _rate_limit_log decides about a row, as _rate_limit_fixed does. An entry of the log is its time * 1024 + its units.
+-- _rate_limit_log decides about a row, with arguments like _rate_limit_fixed. An entry of the log is its time * 1024 +
+-- its units.
 CREATE FUNCTION _rate_limit_log(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
-    t bigint;                -- the clock, or the row's own time if that is ahead of it
-    moved boolean := false;  -- the clock has jumped back, and the row with it
+    t bigint;                -- the clock, or the row's own time if it is later
+    moved boolean := false;  -- the clock jumped back, and so the row was moved back
     n integer := 0;          -- of entries
     room bigint;
     units bigint;
@@ -825,7 +828,7 @@ BEGIN
         s.expires_at := t + window_us;
         IF units > 0 THEN
             n := coalesce(cardinality(log), 0);
-            IF _rate_limit_entry_age(log[n], t) = 0 THEN -- the newest entry is of the same time
+            IF _rate_limit_entry_age(log[n], t) = 0 THEN -- the newest entry has the same time
                 units := units + (log[n] & 1023);
                 n := n - 1;
             END IF;
@@ -840,7 +843,8 @@ BEGIN
         WHEN cost > max_count THEN NULL
         WHEN s.remaining >= greatest(cost, 1) THEN 0 END;
     n := 0;
-    IF s.retry_after_us IS NULL AND cost <= max_count THEN -- when enough of the oldest entries have left
+    -- the request fits once enough of the oldest entries have left
+    IF s.retry_after_us IS NULL AND cost <= max_count THEN
         units := s.count - s.credit + greatest(cost, 1) - max_count;
         WHILE units > 0 LOOP
             n := n + 1;
@@ -861,8 +865,8 @@ BEGIN
 END
 $$;
 
--- Its parameters and its answer are those of rate_limit_take_sliding_window, but max_count is at most 1000. It has no
--- statement of its own.
+-- Parameters and result are those of rate_limit_take_sliding_window, but max_count is at most 1000. It has no statement
+-- of its own for the common case.
 CREATE FUNCTION rate_limit_take_sliding_log(
     name text, keys text[], max_count bigint, window_us bigint,
     costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
@@ -870,7 +874,7 @@ CREATE FUNCTION rate_limit_take_sliding_log(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -893,15 +897,15 @@ $$;
 
 COMMENT ON FUNCTION rate_limit_take_sliding_log IS
     'Takes from sliding windows of window_us microseconds, any of which admits max_count, '
-    'at most 1000. It is exact, because it keeps a log of what was taken and when.
-It takes what the costs and counts of each key say, or denies it, '
+    'at most 1000. It is exact, because it keeps a log of all takes in the window.
+It takes the costs and counts of each key, or denies them, '
     'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
 Example: SELECT rate_limit_take_sliding_log(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';
 
--- The calendar window. calendar.go says what it promises.
--- These functions are tested against its model, internal/model/calendar.go.
+-- The calendar window. calendar.go defines it. These functions are tested against the model in
+-- internal/model/calendar.go.
 
--- Whether a policy is within the exact range. Whether the server knows the zone is another question.
+-- Whether a policy is within the exact range. Whether the server knows the zone is not checked here.
 CREATE FUNCTION _rate_limit_valid_calendar(max_count bigint, window_us bigint, zone text)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT max_count BETWEEN 1 AND 4611686018427387904
@@ -911,8 +915,8 @@ RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
         AND zone COLLATE "C" !~* '^(right|posix)/'
 $$;
 
--- _rate_limit_window_end tells when the window ends that a clock is in: when the next one starts, by date_trunc.
--- Clocks change at whole seconds, so it takes whole seconds.
+-- _rate_limit_window_end returns the end of the window at a time: the beginning of the next one, by date_trunc. Clocks
+-- change only at whole seconds, so it takes whole seconds.
 CREATE FUNCTION _rate_limit_window_end(clock bigint, window_us bigint, zone text)
 RETURNS bigint LANGUAGE plpgsql STABLE AS $$
 #variable_conflict use_variable
@@ -921,14 +925,15 @@ DECLARE
         WHEN 86400000000 THEN 'day' WHEN 604800000000 THEN 'week' ELSE 'month' END;
     instant CONSTANT timestamptz := timestamptz 'epoch' + clock / 1000000 * interval '1 second';
     begins CONSTANT timestamptz := date_trunc(unit, instant, zone);
-    -- A time in the next window: windows of days and more differ in length by less than half of it. Of hours and
-    -- minutes the next one starts where date_trunc changes, which is within a window only if clocks change there.
+    -- First find a time in the next window. Windows of days and more differ in length by less than half a window. For
+    -- hours and minutes, the next window begins where date_trunc changes. That is within a window only if clocks change
+    -- there.
     later CONSTANT timestamptz := begins
         + CASE WHEN window_us < 86400000000 THEN window_us - 1000000 ELSE window_us / 2 * 3 END
             * interval '1 microsecond';
     ends timestamptz := date_trunc(unit, later, zone);
 BEGIN
-    IF begins > instant THEN -- midnight comes once more, or was left out
+    IF begins > instant THEN -- midnight occurs twice, or is skipped
         ends := begins;
     ELSIF ends <= instant THEN
         ends := begins + window_us * interval '1 microsecond';
@@ -942,18 +947,19 @@ BEGIN
 END
 $$;
 
--- _rate_limit_calendar decides about a row, as _rate_limit_fixed does. scale is the length of the row's window.
+-- _rate_limit_calendar decides about a row, with arguments like _rate_limit_fixed. scale is the length of the row's
+-- window.
 CREATE FUNCTION _rate_limit_calendar(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint,
     zone text
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
-    t bigint;                -- the clock, or the row's own time if that is ahead of it
-    moved boolean := false;  -- the clock has jumped back, and the row with it
+    t bigint;                -- the clock, or the row's own time if it is later
+    moved boolean := false;  -- the clock jumped back, and so the row was moved back
     room bigint;
     ends bigint;
 BEGIN
-    IF s.scale > 2 * window_us THEN -- the window of a longer unit
+    IF s.scale > 2 * window_us THEN -- it counts a longer unit's window
         s.count := 0;
     END IF;
     IF clock >= s.expires_at OR s.count = 0 AND s.credit = 0 THEN -- as good as new
@@ -1000,7 +1006,7 @@ BEGIN
 END
 $$;
 
--- Whether units fit into a row by the clock, and still will 10 ms later: into the window, or into one that begins.
+-- Whether units fit into a row at this time and for another 10 ms: into its window, or into a new one.
 CREATE FUNCTION _rate_limit_calendar_fits(
     algorithm smallint, count bigint, window_start bigint, scale bigint, expires_at bigint, since bigint,
     units bigint, clock bigint, max_count bigint, window_us bigint
@@ -1011,7 +1017,7 @@ CREATE FUNCTION _rate_limit_calendar_fits(
                 AND units <= max_count - count)
 $$;
 
--- Its parameters and its answer are those of rate_limit_take_sliding_window, but for these:
+-- Parameters and result are those of rate_limit_take_sliding_window, except:
 --
 --   max_count  the limit, in units of cost, at most 2^62
 --   window_us  60000000 for windows of a minute, 3600000000 for an hour, 86400000000 for a day, 604800000000 for a
@@ -1024,16 +1030,16 @@ CREATE FUNCTION rate_limit_take_calendar_window(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
 AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text;
     clock bigint;
-    window_end bigint; -- of a window that begins now, or NULL if the policy is not valid
-    lasts boolean;     -- it is not about to end, as in the rules for a row that is there
-    units bigint;      -- that are asked of the only key, or NULL if something is not valid
-    units_of bigint[]; -- the same of each of several
+    window_end bigint; -- the end of a window that begins now; NULL if the policy is invalid
+    lasts boolean;     -- the window does not end within 10 ms, as the rules for an existing row require
+    units bigint;      -- the units for the only key; NULL if something is invalid
+    units_of bigint[]; -- the units for each of several keys
     taken_keys text[];
     taken bigint[];
 BEGIN
@@ -1103,14 +1109,14 @@ $$;
 COMMENT ON FUNCTION rate_limit_take_calendar_window IS
     'Takes from the minutes, hours, days, weeks or months of a time zone, '
     'each of which admits max_count.
-It takes what the costs and counts of each key say, or denies it, '
+It takes the costs and counts of each key, or denies them, '
     'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
 Example: SELECT rate_limit_take_calendar_window(''mail'', ARRAY[''user:123''], 1000, 2678400000000, ''Europe/Berlin'') '
     'takes one of 1000 a month.';
 
--- What all algorithms share: the rules of each by its code, and rate_limit_all, which decides everything.
+-- Code for all algorithms: the rules of each by its code, and rate_limit_all, which decides all kinds of requests.
 
--- Whether a policy is within the exact range; NULL if there is no such algorithm.
+-- Whether a policy is within the exact range; NULL if the algorithm is unknown.
 CREATE FUNCTION _rate_limit_valid(algorithm smallint, max_count bigint, span_us bigint, refill bigint, zone text)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE
@@ -1120,7 +1126,7 @@ RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
         WHEN algorithm = 5 THEN _rate_limit_valid_calendar(max_count, span_us, zone) END
 $$;
 
--- The decision about a row, by its algorithm. _rate_limit_fixed explains it.
+-- The decision about a row, by its algorithm. See _rate_limit_fixed.
 CREATE FUNCTION _rate_limit_step(
     s rate_limit_row, algorithm smallint, clock bigint, cost bigint, asked bigint, most bigint,
     max_count bigint, span_us bigint, refill bigint, zone text
@@ -1133,8 +1139,8 @@ CREATE FUNCTION _rate_limit_step(
         WHEN 5 THEN _rate_limit_calendar(s, clock, cost, asked, most, max_count, span_us, zone) END
 $$;
 
--- _rate_limit_check refuses arguments of rate_limit_all that are not valid. Otherwise it tells whether the parts come
--- in the order of locking, each with a row of its own.
+-- _rate_limit_check refuses invalid arguments of rate_limit_all. It returns whether the parts are in the order of
+-- locking, and each has its own row.
 CREATE FUNCTION _rate_limit_check(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[], limits bigint[],
     spans_us bigint[], refills bigint[], zones text[], costs bigint[], counts bigint[], taken_in bigint[],
@@ -1143,7 +1149,7 @@ CREATE FUNCTION _rate_limit_check(
 #variable_conflict use_variable
 DECLARE
     n CONSTANT integer := cardinality(keys);
-    -- Costs are counted from 1, and all are above 0.
+    -- All costs are above 0, and are counted from 1.
     takes CONSTANT boolean := costs IS NULL OR costs[1] > 0 AND costs[n] > 0 AND 0 < ALL (costs);
     in_order boolean := true;
     algorithm smallint;
@@ -1179,7 +1185,7 @@ BEGIN
         IF zones IS NOT NULL THEN
             zone := zones[part];
             IF algorithm = 5 AND _rate_limit_valid_calendar(1::bigint, 60000000::bigint, zone) THEN
-                PERFORM timestamptz 'epoch' AT TIME ZONE zone; -- or the server does not know it
+                PERFORM timestamptz 'epoch' AT TIME ZONE zone; -- or the server does not know the zone
             END IF;
         END IF;
         wrong := CASE
@@ -1221,9 +1227,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_rows finds the rows of parts, each once, in the order of locking: the ephemeral ones before the durable
--- ones, then those with longer keys, then by key and name. part_of is a part of each row, and row_of the row of each
--- part.
+-- _rate_limit_rows returns the rows of the parts in the order of locking, each row once: ephemeral rows before durable
+-- ones, then longer keys first, then by key and name. part_of is one part of each row, and row_of the row of each part.
 CREATE FUNCTION _rate_limit_rows(
     requests integer[], names text[], keys text[], durables boolean[], OUT part_of integer[], OUT row_of integer[]
 ) LANGUAGE plpgsql AS $$
@@ -1250,8 +1255,8 @@ BEGIN
 END
 $$;
 
--- For requests that pass over held rows: _rate_limit_try_to_make makes a row, unless somebody has been making it for as
--- long as lock_timeout. Such a row cannot be seen, so it can only be waited for.
+-- This is for requests with skip_held. _rate_limit_try_to_make makes a row, but gives up if another transaction has
+-- been making it for lock_timeout. Such a row is not visible, so the only way is to wait for it.
 CREATE FUNCTION _rate_limit_try_to_make(name text, key text, durable boolean) RETURNS boolean LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 BEGIN
@@ -1266,7 +1271,7 @@ EXCEPTION WHEN lock_not_available THEN
 END
 $$;
 
--- _rate_limit_holder is the transaction that has locked a row, or NULL if there is none to be seen.
+-- _rate_limit_holder returns the transaction that has locked a row, or NULL if none is visible.
 CREATE FUNCTION _rate_limit_holder(name text, key text, durable boolean) RETURNS bigint LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 BEGIN
@@ -1277,7 +1282,7 @@ BEGIN
 END
 $$;
 
--- _rate_limit_look is a row without a lock. Because it is STABLE, it sees what the statement that calls it sees.
+-- _rate_limit_look reads a row without a lock. It is STABLE, so it sees the same as the calling statement.
 CREATE FUNCTION _rate_limit_look(name text, key text, durable boolean) RETURNS rate_limit_row
 LANGUAGE plpgsql STABLE AS $$
 #variable_conflict use_variable
@@ -1299,60 +1304,58 @@ BEGIN
 END
 $$;
 
--- rate_limit_all decides everything. Requests may have several parts each, such as one for an address, one for a user
--- and one for everybody. A request takes from all of its parts or from none. The parts may differ in everything:
--- limiter, key, algorithm, cost and table.
+-- rate_limit_all decides everything. A request may have several parts, such as one for an address, one for a user and
+-- one for all users. A request takes from all of its parts or from none. The parts may have different limiters, keys,
+-- algorithms, costs and tables.
 --
---   requests            the request that a part belongs to. Parts of one request stand together, and requests ascend
+--   requests            the request of each part, in ascending order
 --   names, keys         the limiter and the key of each part. A request may name the same row only once
---   durables            whether its row is in rate_limit_durable rather than in rate_limit_ephemeral
+--   durables            true for a row in rate_limit_durable, false for one in rate_limit_ephemeral
 --   algorithms          1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window
 --   limits              max_count of a window, capacity of a bucket
---   spans_us            window_us of a window, every_us of a bucket; of a calendar window, as its function takes it
+--   spans_us            window_us of a window, also of a calendar window; every_us of a bucket
 --   refills             refill of a bucket
---   costs               cost of each part; NULL means 1 each. Costs that are all 0 only look, and tell whether a cost
---                       of 1 would fit. A cost above the limit is denied with a retry_after_us of NULL, which means
---                       never. A request whose costs are below 0 gives back to all of its parts, or grants credit above
---                       the limit to all of them, up to 2^61 each: see taken_in
---   counts              how many such requests are asked, the same for all parts of a request; NULL means 1 each
---   lock_timeout_ms     as in the functions whose names begin with rate_limit_take_, like the next one
+--   costs               cost of each part; NULL means 1 each. If all costs are 0, nothing is taken, and granted
+--                       tells whether a cost of 1 would fit. A cost above the limit is denied with a retry_after_us of
+--                       NULL, which means never. Costs below 0 are a refund to all parts of a request, or a grant of
+--                       credit above the limit, up to 2^61 for each part: see taken_in
+--   counts              how many such requests to decide, the same for all parts of a request; NULL means 1 each
+--   lock_timeout_ms     as in the rate_limit_take_ functions, like the next one
 --   synchronous_commit
 --   now                 replaces the clock, for tests
 --   taken_since, taken_in, taken_at, taken_spent
---                       which take costs below 0 give back: what the decisions of its parts returned under these names.
---                       If taken_in of its first part is NULL, the request grants credit
---   skip_held           whether to pass over requests with a part whose row somebody's transaction has locked, or is
---                       just making, and decide only the others. A row that is being made cannot be seen, and is waited
---                       for as long as lock_timeout_ms. After five such waits, requests for rows that still have to be
---                       made are passed over as well
+--                       the take that costs below 0 give back: the values that its decisions returned. If taken_in of
+--                       its first part is NULL, the request grants credit
+--   skip_held           whether to skip requests with a row that another transaction has locked or is making, and
+--                       decide only the others. A row that is being made is not visible, so the call waits for it for
+--                       up to lock_timeout_ms. After five such waits, it also skips requests for all other missing rows
 --   zones               time zone of each part that is a calendar window; NULL means UTC for each
---   leased              of a part that is a token bucket, how many of the units it asks for, the last ones, are to be
---                       spent later; see Lease in lease.go. Of one that gives back, how many units are not held by that
---                       lease any more. What is leased of a bucket keeps room in it: see TokenBucket.leased in
---                       internal/model
+--   leased              for a take from a token bucket, how many of its last units will be spent later; see Lease in
+--                       lease.go. For a refund, how many units the lease no longer holds. A bucket keeps room for its
+--                       leases: see TokenBucket.leased in internal/model
 --
--- It returns a row for each part. granted is that of the request. A part with room for one more has a retry_after_us of
--- 0, so the parts that refused are those with another retry_after_us. The request fits after the longest of them. Of a
--- request that was passed over, a row comes back for each part. A part that is held has a granted of -2, and in place
--- of remaining the transaction that has locked its row, or 0 if the row is being made. A part that is not held has a
--- granted of NULL. Of a part whose row is missing and that nobody tried to make, none comes back.
+-- It returns a row for each part. granted is the request's. retry_after_us is 0 for a part with room for one more
+-- request. So the parts that denied are those with another retry_after_us. The request fits after the longest of these.
+-- For a skipped request it returns a row for each part: A part whose row is held has a granted of -2. In place of
+-- remaining it has the transaction that locked the row, or 0 if the row is being made. A part whose row is not held has
+-- a granted of NULL. If a part's row is missing and this call did not try to make it, there is no row for the part.
 --
--- The five steps: make the rows that are missing, lock them, read the clock, decide, and write what was granted.
+-- The five steps: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
 --
--- A denial must write nothing. So rows are only locked at first. If one is missing, all rows are looked at without
--- locks. Requests that are refused by what can be seen are told that, and make no row. (A request for one row that can
--- fit is always decided with a lock.) Then the rows of the others are made and locked.
+-- A denial must write nothing. So rows are first only locked. If one is missing, all rows are read without locks.
+-- Requests that the visible rows deny are denied, and make no row. (A request for one row that can fit is always
+-- decided with a lock.) Then the rows of the other requests are made and locked.
 --
--- Nobody deadlocks, because everybody locks rows in one order, and making a row counts as locking it: the ephemeral
--- ones before the durable ones, then those with longer keys, then by key and name. (Longer keys come first because a
--- key that everybody shares tends to be short, and is best held briefly.) Why that holds here: the loop over rows goes
--- up. The first time it stops at the first missing row. The look locks nothing. The second time it goes on from there,
--- and each row is made and locked before the next one is touched. So whatever it waits for comes behind all that it
--- has. A row that a sweeper deletes between the two statements is made anew in its place, before anything behind it.
--- Several calls in one transaction can deadlock, as any locks can: call once for all keys, or sort the keys.
+-- There are no deadlocks, because all calls lock rows in the same order, and making a row also locks it: ephemeral rows
+-- before durable ones, then longer keys first, then by key and name. (Longer keys come first because a shared key is
+-- usually short, and is best held briefly.) The loop over rows follows this order. The first pass stops at the first
+-- missing row. Reading the rows locks nothing. The second pass continues from there. It makes and locks each row before
+-- it touches the next one. So a call only waits for rows that come after all the rows that it has locked. If a sweeper
+-- deletes a row between the two statements, the row is made again in its turn, before anything after it. Several calls
+-- in one transaction can deadlock, as with any locks. Make one call for all keys, or sort the keys.
 --
--- If none of a refund's rows exists, none is made. If any exists, the missing ones are made too. Otherwise a take that
--- has just made them could be given back to some of its limits and not to the others.
+-- A refund makes no row if none of its rows exists. If one exists, it makes the missing ones. Otherwise a refund of a
+-- take that has just made the rows could reach some of its limits and not the others.
 CREATE FUNCTION rate_limit_all(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[],
     limits bigint[], spans_us bigint[], refills bigint[],
@@ -1364,34 +1367,34 @@ CREATE FUNCTION rate_limit_all(
 ) RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
 SET enable_nestloop = on
 SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 AS $$
 #variable_conflict use_variable
 DECLARE
     parts CONSTANT integer := cardinality(keys);
-    -- A cost above the limit never fits, so there is nothing to lock.
+    -- A cost above the limit never fits, so nothing needs to be locked.
     looks CONSTANT boolean := coalesce(0 = ALL (costs) OR parts = 1 AND costs[1] > limits[1], false);
-    -- When the waits for all rows together have lasted too long.
+    -- When the waits for all rows together have taken too long.
     give_up CONSTANT timestamptz := CASE WHEN lock_timeout_ms > 0
         THEN clock_timestamp() + lock_timeout_ms * interval '25 ms' ELSE 'infinity' END;
     ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
     locking boolean := NOT looks; -- or only looking
     making boolean := false;      -- missing rows, too
-    part_of integer[];            -- a part of each row, in the order of locking
+    part_of integer[];            -- one part of each row, in the order of locking
     row_of integer[];             -- the row of each part
-    rows rate_limit_row[];        -- as they are, or as they are to be written
-    locked integer := 0;          -- how many of them were locked, one after the other
-    needed boolean[];             -- which of them are to be
-    holders bigint[];             -- who has locked a row that is passed over: a transaction, 0 if the row is just being
-                                  -- made, or -1 if it is missing and nobody tried to make it
-    waits integer := 0;           -- how many waits for rows that are being made were in vain
+    rows rate_limit_row[];        -- as found, or as they will be written
+    locked integer := 0;          -- how many of them are locked, in sequence
+    needed boolean[];             -- which of them to lock
+    holders bigint[];             -- who holds a skipped row: a transaction, 0 if the row is just being
+                                  -- made, or -1 if it is missing and this call did not try to make it
+    waits integer := 0;           -- how many waits for rows being made have failed
     told boolean[];               -- for each part, whether its request has been answered
-    steps rate_limit_row[];       -- what becomes of the row of each part
+    steps rate_limit_row[];       -- the next state of each part's row
     s rate_limit_row;
     part integer;
-    from_part integer;            -- the parts of a request
+    from_part integer;            -- the first part of a request
     to_part integer;
     missing boolean;
     passed_over boolean;
@@ -1403,8 +1406,8 @@ DECLARE
     max_count bigint;
     span_us bigint;
     granted bigint;
-    gives boolean;                -- the request gives back, or grants
-    undecided boolean;            -- it is not refused by what can be seen, or shares a row with such a request
+    gives boolean;                -- the request is a refund or a grant
+    undecided boolean;            -- the visible rows do not deny it, or it shares a row with such a request
     lent bigint;
     writes boolean := false;
 BEGIN
@@ -1454,7 +1457,7 @@ BEGIN
                     ON CONFLICT DO NOTHING;
                 END IF;
 
-                -- 2. Lock it, or pass over it.
+                -- 2. Lock it, or skip it.
                 IF NOT skip_held AND durables[part] THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log,
@@ -1491,7 +1494,7 @@ BEGIN
                     USING ERRCODE = 'object_not_in_prerequisite_state',
                         HINT = 'Something deletes rows of this transaction, or keeps them from being made: a trigger?';
             END IF;
-            IF holders[i] IS NULL THEN -- else s is not this row
+            IF holders[i] IS NULL THEN -- otherwise s is another row
                 rows[i] := s;
             END IF;
             IF NOT making THEN
@@ -1505,7 +1508,7 @@ BEGIN
             locking := false;
         END IF;
         IF NOT locking THEN
-            -- Look at the others. One statement sees all of them as they were at one moment.
+            -- Read the others. One statement sees them all at the same moment.
             rows[locked + 1:cardinality(part_of)] := ARRAY(
                 SELECT _rate_limit_look(names[e.part], keys[e.part], durables[e.part])
                 FROM unnest(part_of) WITH ORDINALITY AS e (part, place)
@@ -1514,11 +1517,12 @@ BEGIN
         END IF;
         needed := array_fill(false, ARRAY[cardinality(part_of)]);
 
-        -- 3. Read the clock, with every lock held. Read before, it could be older than a row that was waited for.
+        -- 3. Read the clock once all locks are held. An earlier reading could be older than a row that this call waited
+        --    for.
         decided_at := coalesce(now, clock_timestamp());
         clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
 
-        -- 4. Roll the rows forward to it, and decide.
+        -- 4. Roll the rows forward to the clock, and decide.
         to_part := 0;
         steps := NULL;
         WHILE to_part < parts LOOP
@@ -1548,13 +1552,13 @@ BEGIN
                 CONTINUE;
             END IF;
 
-            -- How many fit into each part, and then, of several parts, what becomes of each if as many are granted as
-            -- fit into all of them.
+            -- Find how many requests fit into each part. If there are several parts, grant as many as fit into all of
+            -- them.
             most := CASE WHEN gives OR costs[from_part] <> 0 THEN asked ELSE 0 END;
             FOR pass IN 1 .. 2 LOOP
                 granted := most;
                 FOR i IN from_part .. to_part LOOP
-                    CONTINUE WHEN (steps[i]).granted = most; -- in the second pass: nothing changes for this part
+                    CONTINUE WHEN (steps[i]).granted = most; -- in the second pass: this part stays the same
                     cost := costs[i];
                     max_count := limits[i];
                     span_us := spans_us[i];
@@ -1594,7 +1598,7 @@ BEGIN
                     CONTINUE;
                 END IF;
                 s := steps[i];
-                IF leased[i] > 0 AND algorithms[i] = 3 AND NOT gives THEN -- the decision tells what was leased before
+                IF leased[i] > 0 AND algorithms[i] = 3 AND NOT gives THEN -- the decision has the units leased before
                     lent := least(leased[i] / costs[i] - (asked - granted), granted);
                     steps[i].told_log := s.log;
                     s.log := _rate_limit_bucket_lend(s, lent * costs[i]);
@@ -1658,10 +1662,10 @@ Example: SELECT * FROM rate_limit_all(ARRAY[1, 1], ARRAY[''address'', ''user''],
     'ARRAY[100, 20], ARRAY[60000000, 10000000], ARRAY[0, 5]) '
     'takes one of 100 a minute and one token of a bucket, or neither.';
 
--- Giving back what was taken, granting credit, and what is leased of a bucket.
+-- Refunds, granted credit, and the leases of a bucket.
 
--- _rate_limit_fixed_refund gives units back to a row, if the window that they were taken in lasts; also of a calendar
--- window. rolled is the row as it is by now.
+-- _rate_limit_fixed_refund gives units back to a row if their window still lasts; also for a calendar window. rolled is
+-- the row, rolled forward to now.
 CREATE FUNCTION _rate_limit_fixed_refund(s rate_limit_row, rolled rate_limit_row, units bigint, taken_in bigint)
 RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
@@ -1674,8 +1678,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_sliding_refund gives units back to a row, in whose window or window before they were taken; also if
--- rolled, the row as it is by now, is a window later.
+-- _rate_limit_sliding_refund gives units back to a row if they were taken in its window or the previous one, even if
+-- rolled, the row rolled forward to now, is one window later.
 CREATE FUNCTION _rate_limit_sliding_refund(
     s rate_limit_row, rolled rate_limit_row, units bigint, taken_in bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
@@ -1698,8 +1702,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_log_refund gives units back to the entry that they were taken by, if it still counts. What has left the
--- log does not come back, although the row's time may fall.
+-- _rate_limit_log_refund gives units back to their log entry, if it still counts. Entries that have left the log do not
+-- return, even if the row's time goes back.
 CREATE FUNCTION _rate_limit_log_refund(
     s rate_limit_row, rolled rate_limit_row, clock bigint, units bigint, taken_in bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
@@ -1712,7 +1716,7 @@ DECLARE
     back bigint := CASE WHEN place > 0 THEN least(units, rolled.log[place] & 1023) ELSE 0 END;
     n integer;
 BEGIN
-    s.changed := back > 0 AND s.window_start - clock <= window_us; -- or the clock has left the row behind
+    s.changed := back > 0 AND s.window_start - clock <= window_us; -- or the clock jumped back behind the row
     IF NOT s.changed THEN
         RETURN s;
     END IF;
@@ -1735,8 +1739,8 @@ BEGIN
 END
 $$;
 
--- What processes have leased of a bucket: the start of the current period, the tokens that were leased in it, and those
--- in the one before. No lease lasts longer than a period, the 128th of the time in which the bucket fills.
+-- The leases of a bucket: the start of the current period, the tokens leased in it, and those leased in the previous
+-- one. No lease lasts longer than a period: 1/128 of the time in which the bucket fills.
 CREATE FUNCTION _rate_limit_bucket_leases(log bigint[], t bigint, period bigint)
 RETURNS bigint[] LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE
@@ -1745,8 +1749,8 @@ RETURNS bigint[] LANGUAGE sql IMMUTABLE AS $$
         ELSE ARRAY[least(log[1], t), log[2], log[3]] END
 $$;
 
--- _rate_limit_bucket_lend marks so many of the units that were just taken as leased, or as many of them as may be held,
--- and returns the log of the row: TokenBucket.Lend in internal/model.
+-- _rate_limit_bucket_lend marks that many of the units just taken as leased, or as many as may be held. It returns the
+-- row's log. See TokenBucket.Lend in internal/model.
 CREATE FUNCTION _rate_limit_bucket_lend(s rate_limit_row, units bigint) RETURNS bigint[] LANGUAGE plpgsql AS $$
 DECLARE
     period bigint := ((s.capacity * s.scale - 1) / s.refill + 1) / 128;
@@ -1763,8 +1767,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_bucket_refund gives back what of the units has not flowed in again, and what came out of granted credit.
--- It keeps room for leases that have not ended. TokenBucket.Refund in internal/model says why this is right.
+-- _rate_limit_bucket_refund gives back the units that have not been refilled yet, and those from granted credit. It
+-- leaves room for unended leases. TokenBucket.Refund in internal/model explains why this is right.
 CREATE FUNCTION _rate_limit_bucket_refund(
     s rate_limit_row, rolled rate_limit_row, clock bigint, units bigint, spent bigint, ended bigint,
     taken_since bigint, taken_in bigint, taken_at bigint
@@ -1775,11 +1779,11 @@ DECLARE
     fill_us bigint := (full_credit - 1) / rolled.refill + 1;
     period bigint := fill_us / 128;
     leases bigint[];
-    kept bigint := 0;  -- how much of the bucket stays empty for leases
-    need bigint;       -- where the units are in the queue of missing tokens
+    kept bigint := 0;  -- the part of the bucket that stays empty for leases
+    need bigint;       -- the units' place in the queue of missing tokens
     back bigint := 0;
 BEGIN
-    IF s.window_start - clock > fill_us -- the clock has left the row behind
+    IF s.window_start - clock > fill_us -- the clock jumped back behind the row
         OR (s.scale, s.capacity, s.refill) IS DISTINCT FROM (rolled.scale, rolled.capacity, rolled.refill)
         OR rolled.since IS DISTINCT FROM taken_since OR rolled.credit = full_credit AND rolled.count = 0
     THEN
@@ -1794,7 +1798,7 @@ BEGIN
     IF taken_in BETWEEN 0 AND t THEN
         leases := _rate_limit_bucket_leases(s.log, t, period);
         IF t - taken_in >= period THEN
-            NULL; -- its lease may not be counted any more
+            NULL; -- its lease may no longer count
         ELSIF taken_in >= leases[1] THEN
             leases[2] := greatest(leases[2] - ended, 0);
         ELSE
@@ -1824,9 +1828,9 @@ BEGIN
 END
 $$;
 
--- _rate_limit_give gives units back to a row, or grants credit above the limit, up to 2^61. It returns the row as it is
--- to be written. What goes back is all that changes: the row is not rolled forward, and it does not end earlier, unless
--- nothing in it counts. Callers who ask under other numbers may still count what these numbers no longer count.
+-- _rate_limit_give gives units back to a row, or grants credit up to 2^61. It returns the row to write. Only the units
+-- change: the row is not rolled forward, and it does not end earlier, unless nothing in it counts. Callers with other
+-- policies may still count usage that this policy no longer counts.
 CREATE FUNCTION _rate_limit_give(
     s rate_limit_row, algorithm smallint, clock bigint, units bigint, grants boolean, ended bigint,
     taken_since bigint, taken_in bigint, taken_at bigint, taken_spent bigint,
@@ -1836,9 +1840,9 @@ DECLARE
     most CONSTANT bigint := 2305843009213693952; -- 2^61
     rolled rate_limit_row := _rate_limit_step(
         s, algorithm, clock, 0::bigint, 1::bigint, 0::bigint, max_count, span_us, refill, zone);
-    spent bigint := least(greatest(coalesce(taken_spent, 0), 0), units); -- of credit; this goes back first
+    spent bigint := least(greatest(coalesce(taken_spent, 0), 0), units); -- the units from credit; they go back first
     since bigint := rolled.since;
-    until bigint; -- credit lasts for as long
+    until bigint; -- credit lasts until then
 BEGIN
     IF grants OR spent > 0 THEN
         until := greatest(clock, rolled.window_start)
@@ -1870,7 +1874,7 @@ BEGIN
             s := _rate_limit_fixed_refund(s, rolled, units, taken_in);
         END IF;
         spent := least(spent, most - rolled.credit);
-        IF spent > 0 AND since = taken_since THEN -- the row is still the one that the credit came from
+        IF spent > 0 AND since = taken_since THEN -- it is still the same row that the credit came from
             s.credit := s.credit + spent;
             s.expires_at := greatest(s.expires_at, until);
             s.changed := true;
@@ -1889,15 +1893,15 @@ BEGIN
 END
 $$;
 
--- _rate_limit_left_ephemeral decides the keys that the statement of an algorithm did not: those that are not among
--- taken_keys. It returns what was told of these, in the order of keys, and then fifteen numbers for each other key.
+-- _rate_limit_left_ephemeral decides the keys that an algorithm's own statement left: those that are not in taken_keys.
+-- It returns the statement's numbers, in the order of keys, and then fifteen numbers for each other key.
 -- (rate_limit_take_sliding_window explains the numbers.)
 --
--- valid tells that what was asked is valid. If there are several keys, the statement has then locked their rows, in the
--- order of locking, so nothing is waited for here. began is the clock that it went by.
+-- valid says whether the arguments are valid. If there are several keys, the statement has already locked their rows in
+-- the order of locking, so this function waits for no lock. began is the statement's clock.
 --
--- Keys are decided here, one after the other, as long as their rows exist. The first missing one and all behind it go
--- to rate_limit_all, which costs more than twice as much.
+-- It decides one key after another, as long as their rows exist. From the first missing row on, it calls
+-- rate_limit_all, which costs more than twice as much.
 CREATE FUNCTION _rate_limit_left_ephemeral(
     name text, keys text[], algorithm smallint, max_count bigint, span_us bigint, refill bigint, zone text,
     costs bigint[], counts bigint[], lock_timeout_ms integer, now_us bigint,
@@ -1912,21 +1916,21 @@ DECLARE
     clock bigint;
     asked bigint;
     n integer := coalesce(cardinality(keys), 0);
-    places integer[]; -- of the keys that are left; NULL: all of them
+    places integer[]; -- of the keys that are left; NULL means all
     place integer;
-    done integer := 0; -- how many of these are decided
+    done integer := 0; -- how many of these have been decided
     told bigint[];
     gone text[];
 BEGIN
     IF taken IS NOT NULL THEN
-        IF array_ndims(taken) = 1 THEN -- of the only key
+        IF array_ndims(taken) = 1 THEN -- for the only key
             taken := ARRAY[taken];
             taken_keys := keys;
         END IF;
         IF _rate_limit_now(now_us) > began + 10000 THEN
-            -- A row that this call has made begins by the first reading of the clock. That may be too old for it:
-            -- another transaction may have made the same row, and rolled back after this one had waited for it. Such a
-            -- row is deleted, and decided anew.
+            -- A row made by this call begins at the first reading of the clock. That may be too early: another
+            -- transaction may have made the same row, and rolled back while this one waited. Then delete the row, and
+            -- decide again.
             WITH d AS (
                 DELETE FROM rate_limit_ephemeral AS d
                 USING (
@@ -1970,7 +1974,7 @@ BEGIN
         WHERE d.prefix = name AND d.key = keys[place] AND d.algorithm = algorithm
         FOR UPDATE;
         EXIT WHEN NOT found;
-        clock := _rate_limit_now(now_us); -- after the lock, or it could be older than the row
+        clock := _rate_limit_now(now_us); -- after the lock; an earlier reading could be older than the row
         asked := coalesce(counts[place], 1);
         s := _rate_limit_step(s, algorithm, clock, coalesce(costs[place], 1), asked, asked,
             max_count, span_us, refill, zone);
@@ -2004,7 +2008,7 @@ BEGIN
             a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at] || CASE WHEN n = 1 THEN a.log END)
         FROM rate_limit_all(
             places, array_fill(name, ARRAY[n]), keys,
-            array_fill('ephemeral' = 'durable', ARRAY[n]), -- false; twins.sql writes 'durable' = 'durable'
+            array_fill('ephemeral' = 'durable', ARRAY[n]), -- false; twins.sql changes it to 'durable' = 'durable'
             array_fill(algorithm, ARRAY[n]), array_fill(max_count, ARRAY[n]), array_fill(span_us, ARRAY[n]),
             array_fill(refill, ARRAY[n]), costs, counts, lock_timeout_ms, NULL::boolean,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',
@@ -2014,9 +2018,10 @@ BEGIN
 END
 $$;
 
--- Many sets at once; see rate_limit_take_all.
+-- Many requests for several keys each; see rate_limit_take_all.
 
--- _rate_limit_steps is what becomes of rows that all have room for their units, besides granted credit; else NULL.
+-- _rate_limit_steps returns the next state of the rows if all have room for their units without granted credit, else
+-- NULL.
 CREATE FUNCTION _rate_limit_steps(
     rows rate_limit_row[], algorithms smallint[], clock bigint, units bigint[], limits bigint[], spans_us bigint[],
     refills bigint[], zones text[]
@@ -2037,13 +2042,12 @@ BEGIN
 END
 $$;
 
--- _rate_limit_take_all_ephemeral takes the units from each of the rows, and returns nine numbers for each. It takes
--- nothing and returns NULL if not all of them have room.
+-- _rate_limit_take_all_ephemeral takes the units from all of the rows, and returns nine numbers for each. If one of
+-- them has no room, it takes nothing and returns NULL.
 --
--- The rows are locked in the order in which they come. If one is missing or has no room, the locks are given back,
--- because rows may have to be made, and others locked, before those. If rows are missing, and all the others have room,
--- they are made in that order, together with the locks on the others. Then everything begins anew. So a request that
--- is refused by what can be seen makes no row.
+-- It locks the rows in the given order. If one is missing or has no room, it releases the locks, because rows before it
+-- may have to be made and locked. If rows are missing and all the others have room, it makes the missing ones and locks
+-- the others, in that order. Then it starts again. So a request that the visible rows deny makes no row.
 CREATE FUNCTION _rate_limit_take_all_ephemeral(
     names text[], keys text[], algorithms smallint[], limits bigint[], spans_us bigint[], refills bigint[],
     zones text[], units bigint[], lock_timeout_ms integer, now_us bigint
@@ -2093,27 +2097,27 @@ BEGIN
         INSERT INTO rate_limit_ephemeral AS d (prefix, key)
         SELECT e.name, e.key
         FROM unnest(names, keys) AS e (name, key)
-        ON CONFLICT (prefix, key) -- this also locks those that exist, so that all are locked in order
+        ON CONFLICT (prefix, key) -- this also locks existing rows, so that all are locked in order
         DO UPDATE SET count = d.count WHERE _rate_limit_give_up(began, lock_timeout_ms, now_us);
     END LOOP;
     RETURN NULL;
 END
 $$;
 
--- rate_limit_take_all decides as rate_limit_all does, for less. It is for many requests of several parts each that all
--- take, from rows of one table. The Go package calls it.
+-- rate_limit_take_all makes the same decisions as rate_limit_all at a lower cost. It is for many requests that all
+-- take, from several rows of the same table each. The Go package calls it.
 --
---   names, keys         the rows, each of them once, in the order of locking
---   durable             whether they are in rate_limit_durable rather than in rate_limit_ephemeral
+--   names, keys         the rows in the order of locking, each once
+--   durable             true for rows in rate_limit_durable, false for rows in rate_limit_ephemeral
 --   algorithms, limits, spans_us, refills, zones
---                       of each row, as in rate_limit_all
---   units               what all requests together take from each row
+--                       for each row, as in rate_limit_all
+--   units               the units that all requests together take from each row
 --   requests, row_of, costs, counts
---                       of each part: its request, which of the rows it takes from, and the others as in rate_limit_all
+--                       for each part: its request, the place of its row, and the others as in rate_limit_all
 --
 -- If every row has room for its units, all requests are granted. Then it returns nine numbers for each row, as the
--- functions do whose names begin with rate_limit_take_. Otherwise rate_limit_all decides the parts, which costs more
--- than twice as much (32 sets of three keys that are there), and fifteen numbers for each are returned.
+-- rate_limit_take_ functions do. Otherwise rate_limit_all decides the parts, and fifteen numbers for each are returned.
+-- That costs more than twice as much (measured with 32 requests for three existing rows each).
 CREATE FUNCTION rate_limit_take_all(
     names text[], keys text[], durable boolean, algorithms smallint[], limits bigint[], spans_us bigint[],
     refills bigint[], zones text[], units bigint[], requests integer[], row_of integer[], costs bigint[],
@@ -2122,7 +2126,7 @@ CREATE FUNCTION rate_limit_take_all(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
 SET enable_nestloop = on
 SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 AS $$
@@ -2131,8 +2135,8 @@ DECLARE
     ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
     taken bigint[];
 BEGIN
-    -- Otherwise rows would be locked in another order. (The caller's encoding may have other lengths.) Or something
-    -- is not valid, and rate_limit_all says what.
+    -- Otherwise the order of locking would be violated. (Lengths may differ in the caller's encoding.) Or an argument
+    -- is invalid, and rate_limit_all says which.
     IF names[cardinality(names)] IS NOT NULL AND keys[cardinality(names)] IS NOT NULL
         AND cardinality(names) = ALL (ARRAY[cardinality(keys), cardinality(algorithms), cardinality(limits),
             cardinality(spans_us), cardinality(refills), cardinality(units)])
@@ -2182,8 +2186,8 @@ Example: SELECT rate_limit_take_all(ARRAY[''user'', ''everybody''], ARRAY[''user
     'ARRAY[1, 1], ARRAY[1, 2], NULL, NULL) '
     'takes one of 20 a minute and one of 1000 a minute, or neither.';
 
--- rate_limit_reset makes a key as good as new, whichever algorithm wrote its row, and tells whether there was a row.
--- Its parameters are those of the functions whose names begin with rate_limit_take_.
+-- rate_limit_reset makes a key as good as new, for every algorithm, and returns whether there was a row. Its parameters
+-- are those of the functions whose names begin with rate_limit_take_.
 CREATE FUNCTION rate_limit_reset(
     name text, key text, durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL
@@ -2201,7 +2205,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', HINT = 'A name has 1 to 128 bytes, and a key 1 to 512.',
                 COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE 'key' END;
     END IF;
-    -- LOCK TABLE comes first, so that an error tells a locked table from a locked row.
+    -- LOCK TABLE comes first, so that the error tells a locked table from a locked row.
     IF durable THEN
         LOCK TABLE rate_limit_durable IN ROW EXCLUSIVE MODE;
         DELETE FROM rate_limit_durable AS r WHERE r.prefix = name AND r.key = key;
@@ -2213,26 +2217,26 @@ BEGIN
 END
 $$;
 
-COMMENT ON FUNCTION rate_limit_reset IS 'Makes a key as good as new, and tells whether it had been anything else.
+COMMENT ON FUNCTION rate_limit_reset IS 'Makes a key as good as new, and returns whether it had a row.
 A policy of several parts has a row for each of them: reset those of name/2, name/3 and so on too.
 Example: SELECT rate_limit_reset(''login'', ''user:123'')';
 
--- _rate_limit_read_policy reads the text of a policy, such as "sliding 10/1m", or of several with commas between them.
--- It accepts what ParsePolicy of the Go package accepts, and refuses the rest: TestSQLReadsPoliciesAsGoDoes. This is
--- internal, like all whose names begin with _rate_limit_.
+-- _rate_limit_read_policy reads a policy's text, such as "sliding 10/1m", or several separated by commas. It accepts
+-- the same texts as ParsePolicy of the Go package: TestSQLReadsPoliciesAsGoDoes. It is internal, like all functions
+-- whose names begin with _rate_limit_.
 CREATE FUNCTION _rate_limit_read_policy(
     policy text, OUT algorithms smallint[], OUT limits bigint[], OUT spans_us bigint[], OUT refills bigint[],
     OUT zones text[]
 ) LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
-    -- In ASCII: another character is a ~ and three octal digits for each of its bytes in UTF-8. So this does not depend
-    -- on the encoding of the database. A ~ of the text itself becomes a !, which no policy has either.
+    -- Convert the text to ASCII: each byte of another character in UTF-8 becomes a ~ and three octal digits. So the
+    -- result does not depend on the database's encoding. A ~ in the text becomes a !, which no valid policy has either.
     ascii text := translate(encode(convert_to(policy, 'UTF8'), 'escape'), chr(92) || '~', '~!');
     one text;
-    words text[];   -- of one policy: algorithm, capacity of a bucket, amount, duration or unit, time zone
-    parts text[];   -- of the duration: days, and the rest
-    term text[];    -- of the rest: whole number, fraction, unit
+    words text[];   -- words of one policy: algorithm, capacity of a bucket, amount, duration or unit, time zone
+    parts text[];   -- parts of the duration: days, and the rest
+    term text[];    -- of that rest: whole number, fraction, unit
     unit bigint;    -- in nanoseconds
     span numeric;   -- in nanoseconds
     fraction numeric;
@@ -2248,7 +2252,7 @@ DECLARE
     terms CONSTANT text := '([0-9]+[.]?[0-9]*|[.][0-9]+)(ns|us|ms|s|m|h)';
 BEGIN
     ascii := regexp_replace(ascii, '(~302~265|~316~274)s', 'us', 'g'); -- the micro sign, and the letter mu
-    -- White space is what unicode.IsSpace takes for it.
+    -- White space is the same as in Go's unicode.IsSpace.
     ascii := regexp_replace(ascii, '([[:space:]]|~302~205|~302~240|~341~232~200'
         '|~342~200~2(0[0-7]|1[0-2]|5[017])|~342~201~237|~343~200~200)+', ' ', 'g');
     FOREACH one IN ARRAY regexp_split_to_array(coalesce(ascii, ''), ',') LOOP
@@ -2285,8 +2289,8 @@ BEGIN
                 WHEN 'ms' THEN 1000000 WHEN 'ns' THEN 1 ELSE 1000 END;
             span := span + CASE WHEN length(ltrim(term[1], '0')) > 19 THEN biggest * 1000
                 ELSE concat('0', term[1])::numeric * unit END;
-            -- As time.ParseDuration does it: in floating point, with as many digits as fit into an integer. Behind the
-            -- first 40 digits there is less than a nanosecond.
+            -- Compute as time.ParseDuration does: in floating point, with as many digits as fit into an integer. Digits
+            -- after the first 40 are worth less than a nanosecond.
             fraction := 0;
             scale := 1;
             FOREACH digit IN ARRAY regexp_split_to_array(left(term[2], 40), '') LOOP
@@ -2321,10 +2325,10 @@ BEGIN
 END
 $$;
 
--- The functions for people and triggers. Other languages call them too, unless they ask for many keys at once.
+-- Functions for people and triggers. Other languages call them too, except for many keys at once.
 
--- _rate_limit_ask decides, or only looks if cost is 0. Without a policy, the row of rate_limit_policy that is in force
--- decides. Its texts have the collation of the tables, whatever collation the caller's have.
+-- _rate_limit_ask decides, or only looks if cost is 0. If policy is NULL, the row of rate_limit_policy that is in force
+-- decides. Texts are compared with the tables' collation, not the caller's.
 CREATE FUNCTION _rate_limit_ask(
     name text, key text, policy text, cost bigint, durable boolean,
     OUT allowed boolean, OUT remaining bigint, OUT retry_after interval, OUT reset_after interval,
@@ -2333,16 +2337,16 @@ CREATE FUNCTION _rate_limit_ask(
 #variable_conflict use_variable
 DECLARE
     clock timestamptz;
-    mode text;        -- of the row of rate_limit_policy that decides
+    mode text;        -- the mode of the deciding row of rate_limit_policy
     until timestamptz;
     p record;
     n integer;
-    names text[]; -- of the rows: the second policy's has the name with /2, and so on
+    names text[]; -- the rows' names: the second policy's has the suffix /2, and so on
 BEGIN
     IF policy IS NULL THEN
         clock := clock_timestamp();
         FOR mode, policy, until IN
-            -- off and deny ask for no row, whatever the policy.
+            -- The modes off and deny read no row, with any policy.
             SELECT r.mode, CASE r.mode WHEN 'enforce' THEN r.policy ELSE 'fixed 1/1s' END, r.valid_until
             FROM rate_limit_policy AS r
             WHERE r.name = name AND r.valid_from <= clock AND r.valid_until > clock
@@ -2353,14 +2357,14 @@ BEGIN
             BEGIN
                 SELECT * INTO p FROM _rate_limit_read_policy(policy);
                 EXIT;
-            EXCEPTION WHEN invalid_parameter_value THEN -- it came around the triggers; limiters pass over it too
+            EXCEPTION WHEN invalid_parameter_value THEN -- it was written without the triggers; limiters ignore it too
                 policy := NULL;
             END;
         END LOOP;
         IF policy IS NULL AND name <> '' AND key <> '' THEN -- other names and keys are refused below
             RAISE EXCEPTION 'rate_limit: no policy is given, and none is in force for the key'
                 USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
-                    -- A literal must not have a name of ours, because access.sql would put the schema before it.
+                    -- A literal must not contain one of our names, because access.sql would put the schema before it.
                     HINT = 'Pass a policy, such as ''sliding 10/1m'', or set one for everybody: INSERT INTO rate_limit'
                         '_policy (name, policy, comment) VALUES (<name>, ''sliding 10/1m'', <why>).';
         END IF;
@@ -2461,9 +2465,9 @@ COMMENT ON FUNCTION rate_limit_peek IS 'Shows what is left of a key''s limit, an
 allowed tells whether a cost of 1 would fit. See rate_limit_allow for the rest.
 Example: SELECT * FROM rate_limit_peek(''login'', ''user:123'', ''sliding 10/1m'')';
 
--- Each function for rate_limit_ephemeral has a twin for rate_limit_durable. Its text is the same but for the name of
--- the table. The twin of rate_limit_take_fixed_window is _rate_limit_take_fixed_window_durable, and so on. It runs with
--- the rights and settings of that function, which calls it. (access.sql says why this block is written with care.)
+-- Each function for rate_limit_ephemeral has a twin for rate_limit_durable. The twin's text differs only in the name of
+-- the table. The twin of rate_limit_take_fixed_window is _rate_limit_take_fixed_window_durable, and so on. It uses the
+-- rights and settings of the first function, which calls it. (access.sql says why this block is written with care.)
 DO $$
 DECLARE
     path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
@@ -2471,7 +2475,7 @@ DECLARE
     texts pg_catalog.text[];
 BEGIN
     PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
-    PERFORM set_config('quote_all_identifiers', 'off', true); -- or definitions would come in other words
+    PERFORM set_config('quote_all_identifiers', 'off', true); -- or definitions would be quoted differently
     texts := ARRAY(
         SELECT replace(replace(
             regexp_replace(pg_get_functiondef(p.oid), replace('| SECURITY DEFINER(| SET [^|]*)*', '|', chr(10)), ''),
@@ -2491,36 +2495,35 @@ BEGIN
 END
 $$;
 
--- The sweeper. rate_limit_sweep deletes rows that have expired, a bounded number of them in each call. The package
--- cleanup calls it again and again, each time in a short transaction of its own. pg_cron calls it once a minute, with
--- the larger defaults.
+-- The sweeper. rate_limit_sweep deletes expired rows, a limited number in each call. The package cleanup calls it
+-- repeatedly, each time in a short transaction of its own. pg_cron calls it once a minute, with the larger defaults.
 --
---   max_rows       how many rows this call may delete. Their keys, which nobody has used for a while, stay locked until
---                  the call commits
+--   max_rows       how many rows this call may delete. They stay locked until the call commits
 --   max_pages      how many pages of 8 kB it may read
---   names          the limiters that still exist. The rows of all others are deleted, expired or not. NULL spares them
---   sweeper        who sweeps. A pass may take several calls, and belongs to this sweeper between them: for others,
---                  skipped is true until the pass has reached the end, or has had no call for 10 s. NULL means that
---                  this call is the whole pass
---   at_most_every  how long ago the last pass must have reached the end before a new one begins; else skipped is true
+--   names          the limiters that still exist. All rows of other limiters are deleted, expired or not. NULL keeps
+--                  them until they expire
+--   sweeper        the caller's id. A pass may take several calls, and it belongs to this sweeper: for others, skipped
+--                  is true until the pass has reached the end, or has had no call for 10 s. NULL means that this call
+--                  is the whole pass
+--   at_most_every  the shortest time between the end of a pass and the next one; before that, skipped is true
 --   now            replaces the clock, for tests
 --
--- Why this changes no decision: An expired row means the same as no row. Whether a row has expired is asked
--- again once it is locked, of the row as it is then and of the clock as it is then. Whoever waits for that lock finds
--- that the row is gone, and makes it anew. A row that is still being made is not visible yet, and a row that somebody
--- has locked is passed over.
+-- Why this changes no decision: an expired row means the same as no row. After locking a row, the sweeper checks again
+-- whether it has expired, by the row and the clock at that moment. A call that waits for that lock finds no row, and
+-- makes it again. A row that is being made is not visible yet, and a locked row is skipped.
 --
--- Until the transaction ends, synchronous_commit is off: a row that a crash brings back is still expired.
+-- Until the transaction ends, synchronous_commit is off. A row that comes back after a crash is still expired.
 --
--- The clock may step back, and a row that had expired before may not have expired at the next decision. So a row stays
--- for another minute, and a clock that steps back by up to a minute changes nothing. If it steps back by more, the keys
--- whose rows were swept in the meantime are as good as new, once. The minute also spares keys that are about to come
--- back: for them an UPDATE is cheaper than an INSERT.
+-- If the clock steps back, a row that was expired may no longer be expired at the next decision. So a row is kept for
+-- another minute, and a clock that steps back by up to a minute changes nothing. If it steps back further, the keys
+-- whose rows were swept in between are as good as new, once. The minute also keeps rows of keys that soon return: an
+-- UPDATE is cheaper than an INSERT.
 --
--- The tables are read in the order in which they lie on disk, by ranges of ctid (a TID range scan, from Postgres 14
--- on). That needs no index. A pass goes on where the last one stopped, whoever made that one: rate_limit_sweeper keeps
--- the place. It also keeps whose turn it is. An advisory lock could not do that. A session's lock is lost and left
--- behind in PgBouncer's transaction mode, and a transaction's lock is free for others in the pause between two batches.
+-- The tables are read in their order on disk, by ranges of ctid (a TID range scan, from Postgres 14 on). That needs no
+-- index. A pass continues where the last one stopped, even if another sweeper made that one: rate_limit_sweeper stores
+-- the place. It also stores whose turn it is. An advisory lock could not do that. In PgBouncer's transaction mode, a
+-- session's lock can be lost or left behind, and a transaction's lock is free for others in the pause between two
+-- batches.
 CREATE FUNCTION rate_limit_sweep(
     max_rows integer DEFAULT 50000, max_pages integer DEFAULT 50000, names text[] DEFAULT NULL,
     sweeper text DEFAULT NULL, at_most_every interval DEFAULT NULL, now timestamptz DEFAULT NULL,
@@ -2529,22 +2532,22 @@ CREATE FUNCTION rate_limit_sweep(
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET enable_nestloop = on
-SET enable_seqscan = off -- else a small table would be scanned as a whole, and still be when it has grown
-SET lock_timeout = '1s'  -- for a table that somebody alters; it waits for no row
+SET enable_seqscan = off -- otherwise a small table would get a plan that scans it all, and keep the plan when it grows
+SET lock_timeout = '1s'  -- for a table that is being altered; it waits for no row
 AS $$
 #variable_conflict use_variable
 DECLARE
     s rate_limit_sweeper;
     clock timestamptz;
     page_bytes bigint := current_setting('block_size')::bigint;
-    expired bigint; -- rows that had expired by then are deleted
-    sizes bigint[]; -- of the two tables, in pages
-    size bigint;    -- of the table that is being read
-    first tid;      -- the range of it that is read next
+    expired bigint; -- rows that expired before this time are deleted
+    sizes bigint[]; -- the sizes of the two tables, in pages
+    size bigint;    -- the size of the current table
+    first tid;      -- the part of it to read next
     past tid;
     past_page bigint;
-    tids tid[];     -- of the rows there that are to be deleted
-    room bigint;    -- for how many of them
+    tids tid[];     -- the rows to delete in that part
+    room bigint;    -- how many rows may still be deleted
     n bigint;
     ignored text;
 BEGIN
@@ -2557,13 +2560,13 @@ BEGIN
     END IF;
     ignored := set_config('synchronous_commit', 'off', true);
     SELECT false, 0, 0, 0, 0 INTO complete, scanned, deleted, page, pages;
-    -- Without this question each INSERT would wait for whoever has locked the row.
+    -- Without this check each INSERT would wait for the session that has locked the row.
     IF NOT EXISTS (SELECT FROM rate_limit_sweeper AS w WHERE w.one) THEN
         INSERT INTO rate_limit_sweeper DEFAULT VALUES ON CONFLICT (one) DO NOTHING;
     END IF;
     SELECT * INTO s FROM rate_limit_sweeper AS w WHERE w.one FOR UPDATE SKIP LOCKED;
-    clock := coalesce(now, clock_timestamp()); -- after the lock, or it could be older than the row
-    -- BETWEEN, so that a clock that has stepped back does not make a turn longer.
+    clock := coalesce(now, clock_timestamp()); -- after the lock; an earlier reading could be older than the row
+    -- BETWEEN, so that a clock that steps back does not make a turn longer.
     skipped := (NOT found
         OR s.held_by IS DISTINCT FROM sweeper AND clock BETWEEN s.held_at AND s.held_at + interval '10 seconds'
         OR NOT s.durable AND s.next_page = 0
@@ -2614,7 +2617,7 @@ BEGIN
         GET DIAGNOSTICS n = ROW_COUNT;
         deleted := deleted + n;
 
-        IF cardinality(tids) = room THEN -- there may be more on the page of the last one
+        IF cardinality(tids) = room THEN -- there may be more rows on the last page
             past_page := least((tids[room]::text::point)[0]::bigint, past_page);
             scanned := scanned + past_page - s.next_page;
             s.next_page := past_page;
@@ -2643,24 +2646,25 @@ $$;
 
 COMMENT ON FUNCTION rate_limit_sweep IS
     'Deletes rows that expired a minute ago or more: at most max_rows of them, from at most max_pages pages. '
-    'The next call goes on where this one stopped. It waits for no row, and changes no decision.
-It returns skipped (somebody else is sweeping, and nothing was done), '
+    'The next call continues where this one stopped. It waits for no row, and changes no decision.
+It returns skipped (another sweeper is at work, so nothing was done), '
     'complete (it reached the end of both tables), scanned (how many pages it read), deleted (how many rows), '
     'and page and pages (how far it is, and of how many).
 Example: SELECT * FROM rate_limit_sweep()
 With pg_cron, every minute: SELECT cron.schedule(''rate_limit_sweep'', ''* * * * *'', ''SELECT rate_limit_sweep()'')
 names => ARRAY[''login'', ''api''] deletes the rows of all other limiters too, EXPIRED OR NOT.';
 
--- Policies as data. A row of rate_limit_policy says which policy holds for a key, for the keys that begin with a
--- prefix, or for everybody. Limiters of the Go package whose Config.Policies is set obey it. People write to the table,
--- with psql or with 'pgratelimit policy', and the triggers below check what they write and remember it.
+-- Policies as data. A row of rate_limit_policy is a policy for one key, for all keys with a prefix, or for all keys. A
+-- limiter of the Go package uses these rows if its Config.Policies is set. People write to the table, with psql or with
+-- 'pgratelimit policy'. The triggers below check each change and record it.
 --
--- Which row counts: an exact key, then the longest prefix, then everybody, then the policy in the code; of several rows
--- for the same, the one that began last, and of those, the one with the highest id. Only rows count that have begun and
--- have not ended. Rows of the mode shadow are looked up in the same way, but among themselves.
+-- The order of precedence is: the row for the exact key, the row for the longest prefix, the row for all keys, and the
+-- policy in the code. Of several rows for the same target, the one that began last counts, and of those the one with
+-- the highest id. Only rows count that have begun and have not ended. Rows of the mode shadow are looked up separately,
+-- in the same way.
 
--- _rate_limit_check_policy refuses a row that limiters could not read. It does so before any constraint would, because
--- the message of a constraint shows the row, and a key is personal data.
+-- _rate_limit_check_policy refuses a row that limiters could not read. It runs before the constraints, because the
+-- message of a constraint shows the row, and a key is personal data.
 CREATE FUNCTION _rate_limit_check_policy() RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -2679,7 +2683,7 @@ BEGIN
     END IF;
     SELECT c.name, c.hint INTO wrong, hint
     FROM (VALUES
-        -- 0 stands for no row. Above 2^53, many languages cannot tell the numbers of JSON apart.
+        -- 0 means no row. Above 2^53, many languages read the numbers of JSON inexactly.
         ('id', NEW.id = OLD.id OR TG_OP = 'INSERT' AND NEW.id BETWEEN 1 AND 9007199254740992,
             'It comes by itself, from 1 to 9007199254740992 (2^53), and stays, because processes know the row by it.'),
         ('name', octet_length(NEW.name) BETWEEN 1 AND 128, 'It is the name of a limiter, of 1 to 128 bytes.'),
@@ -2730,14 +2734,14 @@ BEGIN
 END
 $$;
 
--- _rate_limit_note_policy writes the history, and wakes up whoever listens. Before a statement changes anything, it
--- takes a lock that lasts until the transaction ends. It makes the numbers of the history ascend in the order of the
--- commits, so whoever has read up to a number misses nothing by going on from there. It comes before the locks of
--- rows, so statements that change policies cannot deadlock with each other.
+-- _rate_limit_note_policy writes the history, and notifies the listeners. Before a statement changes anything, it takes
+-- a lock until the transaction ends. So the numbers of the history ascend in the order of the commits. A reader that
+-- continues after the last number it has read misses nothing. The lock comes before row locks, so statements that
+-- change policies cannot deadlock with each other.
 --
--- It is silent about rows that logical replication applies, and must stay so: history is replicated too, and a number
--- that was given here would be in the way of the same number that arrives. Processes find such rows by reading all
--- rows now and then.
+-- It ignores rows from logical replication, and must do so: the history is replicated too, and a number assigned here
+-- could conflict with the same number when it arrives. Processes find such rows when they read all rows from time to
+-- time.
 CREATE FUNCTION _rate_limit_note_policy() RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -2746,14 +2750,15 @@ AS $$
 DECLARE
     ids regclass;
     versions regclass;
-    -- A number above this came around the check. It leaves room below 2^53, or the next id would be refused.
+    -- A number above this was written without the check. Leave room below 2^53, or the next id would be refused.
     most CONSTANT bigint := 4503599627370496; -- 2^52
     id bigint;
     version bigint;
 BEGIN
     IF TG_LEVEL = 'STATEMENT' THEN
         LOCK TABLE rate_limit_policy_history IN SHARE UPDATE EXCLUSIVE MODE;
-        -- Logical replication brings rows, and leaves the sequences behind them. An id that history has is used up too.
+        -- Logical replication copies rows, but does not advance the sequences. An id that is in the history is used up
+        -- too.
         ids := pg_get_serial_sequence(format('%I.%I', TG_TABLE_SCHEMA, TG_TABLE_NAME), 'id');
         versions := pg_get_serial_sequence(format('%I.%I', TG_TABLE_SCHEMA, TG_TABLE_NAME || '_history'), 'version');
         id := (SELECT max(p.id) FROM rate_limit_policy AS p WHERE p.id <= most);
@@ -2769,7 +2774,7 @@ BEGIN
     VALUES (clock_timestamp(), session_user, lower(TG_OP), CASE TG_OP WHEN 'DELETE' THEN OLD.id ELSE NEW.id END,
         CASE WHEN TG_OP <> 'INSERT' THEN to_jsonb(OLD) END, CASE WHEN TG_OP <> 'DELETE' THEN to_jsonb(NEW) END);
     IF TG_OP <> 'INSERT' THEN
-        -- What was counted was another policy's. The rows are locked in the order in which rate_limit_report does it.
+        -- The counts belong to another policy. Lock the rows in the same order as rate_limit_report.
         PERFORM FROM rate_limit_shadow AS s WHERE s.policy_id = OLD.id ORDER BY s.key FOR UPDATE;
         DELETE FROM rate_limit_shadow AS s WHERE s.policy_id = OLD.id;
     END IF;
@@ -2778,15 +2783,15 @@ BEGIN
 END
 $$;
 
--- rate_limit_policies tells a process what has changed since it last asked. It returns one row for each policy, and one
--- row with an id of NULL if there is none to tell.
+-- rate_limit_policies returns the changes since a process last asked. It returns one row for each policy, or one row
+-- with an id of NULL if there are none.
 --
---   known, known_us      the version and the changed_us that the last answer told. NULL tells all rows that have not
---                        ended. (Where a dump was restored, the same version may be another change.)
---   version, changed_us  what the answer brings the caller up to, and when that change was made. Changes that commit
---                        meanwhile may be in the answer already, and are told again next time
---   complete             whether these are all rows. Otherwise the caller knows the others already
---   removed              whether the row was deleted. Then only its id is told
+--   known, known_us      version and changed_us of the last answer. NULL asks for all rows that have not ended. (After
+--                        a dump is restored, another change may have the same version.)
+--   version, changed_us  the last change in the answer, and its time. The answer may already have changes that commit
+--                        meanwhile. The next answer has them again
+--   complete             whether these are all rows. Otherwise they are only the changed ones
+--   removed              whether the row was deleted. Then only its id is set
 --   clock_us, from_us, until_us
 --                        the database's clock, valid_from and valid_until, in microseconds since 1970 UTC. NULL if they
 --                        are infinite, or after the year 9999
@@ -2811,7 +2816,7 @@ BEGIN
     ORDER BY h.version DESC LIMIT 1;
     version := coalesce(version, 0);
     changed_us := coalesce(changed_us, 0);
-    -- Read afterwards. Or a policy that begins as it is written could seem to begin later.
+    -- Read afterwards. Otherwise a policy that begins when it is written could seem to begin later.
     clock := clock_timestamp();
     clock_us := (extract(epoch FROM clock) * 1000000)::bigint;
     complete := known IS NULL;
@@ -2819,12 +2824,12 @@ BEGIN
         RETURN NEXT;
         RETURN;
     END IF;
-    -- What is known may be older than the history, or of another database that this one takes the place of. Nor does
-    -- anything tell whether the history still has what came after version 0.
+    -- The known version may be older than the history, or may come from another database that this one replaces. And
+    -- nothing says whether the history still has the changes after version 0.
     complete := NOT EXISTS (
         SELECT FROM rate_limit_policy_history AS h
         WHERE h.version = known AND (known_us IS NULL OR (extract(epoch FROM h.at) * 1000000)::bigint = known_us));
-    -- Of all rows, those that people have written come first, for processes that cannot hold all.
+    -- When all rows are returned, those written by people come first, for processes that cannot keep all.
     RETURN QUERY
     SELECT version, changed_us, complete, clock_us, c.id, p.id IS NULL,
         p.name, p.key, p.key_prefix, p.mode, p.policy,
@@ -2837,7 +2842,7 @@ BEGIN
         UNION ALL
         SELECT DISTINCT h.policy_id FROM rate_limit_policy_history AS h WHERE NOT complete AND h.version > known
     ) AS c
-    LEFT JOIN LATERAL ( -- each by the index, however many the planner expects
+    LEFT JOIN LATERAL ( -- each by the index, for any estimate of the planner
         SELECT p.* FROM rate_limit_policy AS p WHERE p.id = c.id OFFSET 0
     ) AS p ON true
     ORDER BY p.automatic, p.valid_until DESC, c.id;
@@ -2848,12 +2853,12 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_policies IS
-    'Tells a process which policies have changed since it last asked: those after the version that it passes as known. '
-    'NULL tells all. It listens on the channel rate_limit, or asks again every now and then.
+    'Returns the policies that have changed since the version in known. NULL returns all. '
+    'Processes listen on the channel rate_limit, or ask again from time to time.
 Example: SELECT * FROM rate_limit_policies()';
 
--- rate_limit_ban denies everything to a key for a while; see the comment on it below. If the key is banned already,
--- that ban stays as it is. lock_timeout_ms is the longest wait for whoever else is changing policies; NULL leaves the
+-- rate_limit_ban denies everything to a key for a time; see the comment on it below. If the key is already banned, that
+-- ban stays unchanged. lock_timeout_ms is the longest wait for others who are changing policies; NULL keeps the
 -- session's lock_timeout.
 CREATE FUNCTION rate_limit_ban(
     name text, key text, first interval, longest interval, forgiven_after interval, comment text,
@@ -2882,7 +2887,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value',
                 HINT = 'first is above 0, longest is at least first, and forgiven_after is not negative.';
     END IF;
-    -- From here on nobody else bans the key.
+    -- From here on, no other session can ban the key.
     LOCK TABLE rate_limit_policy_history IN SHARE UPDATE EXCLUSIVE MODE;
     clock := clock_timestamp();
     SELECT p.mode, p.valid_until INTO in_force
@@ -2899,7 +2904,7 @@ BEGIN
     FROM rate_limit_policy AS p
     WHERE p.name = name COLLATE "C" AND p.key = key COLLATE "C" AND p.mode = 'deny' AND p.automatic
     ORDER BY p.valid_until DESC LIMIT 1;
-    -- In seconds, because days are not the same everywhere.
+    -- In seconds, because days differ in length.
     lasts := CASE WHEN last.valid_until + forgiven_after > clock
             AND isfinite(last.valid_from) AND isfinite(last.valid_until)
         THEN greatest(least(
@@ -2907,8 +2912,8 @@ BEGIN
             first)
         ELSE first END;
     ends := clock + lasts;
-    -- Ended bans are kept until they are forgiven. Each new one clears some of those away, so they do not pile up. It
-    -- passes over rows that somebody has locked, who may be waiting for this transaction.
+    -- Ended bans are kept until they are forgiven. Each new ban deletes some forgiven ones, so they do not accumulate.
+    -- It skips locked rows, because their holders may be waiting for this transaction.
     ended := ARRAY(
         SELECT p.id FROM rate_limit_policy AS p
         WHERE p.name = name COLLATE "C" AND p.automatic AND p.valid_until < clock - forgiven_after
@@ -2922,13 +2927,13 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_ban IS
-    'Denies everything to a key for the time first, or twice as long as the last ban of that key, and at most longest. '
-    'forgiven_after the end of a ban, the next one lasts for the time first again. '
+    'Denies everything to a key for the time first, or for twice the length of its last ban, but at most for longest. '
+    'If forgiven_after has passed since the last ban, the next one lasts for first again. '
     'Returns when the ban ends, and whether it is a new one.
 Example: SELECT * FROM rate_limit_ban(''login'', ''user:123'', ''1 hour'', ''1 week'', ''1 day'', ''too many'')';
 
--- rate_limit_report adds to rate_limit_shadow what a process has counted: at most 10^12 each. The arrays have an
--- element for each row. A row with a negative number is passed over.
+-- rate_limit_report adds a process's counts to rate_limit_shadow: at most 10^12 each. The arrays have an element for
+-- each row. A row with a negative number is skipped.
 CREATE FUNCTION rate_limit_report(
     policy_ids bigint[], keys text[], decided bigint[], denied bigint[], would_deny bigint[]
 ) RETURNS void
@@ -2940,12 +2945,12 @@ AS $$
 #variable_conflict use_variable
 DECLARE
     clock timestamptz := clock_timestamp();
-    most CONSTANT bigint := 1000000000000; -- far more than a process decides in the 10 seconds of a report
+    most CONSTANT bigint := 1000000000000; -- far more than a process can decide in the 10 seconds between reports
     id bigint;
     surplus tid[];
 BEGIN
-    -- Whoever changes a policy has locked its row, and deletes what was counted for it. A report passes such a policy
-    -- over, and waits for nobody who changes policies. So it cannot deadlock with them.
+    -- A session that changes a policy has locked its row, and deletes its counts. A report skips such a policy, and
+    -- does not wait for these sessions. So it cannot deadlock with them.
     WITH policy AS MATERIALIZED (
         SELECT p.id FROM rate_limit_policy AS p
         WHERE p.id = ANY (policy_ids) AND p.mode = 'shadow'
@@ -2959,14 +2964,14 @@ BEGIN
         AND EXISTS (SELECT FROM policy AS p WHERE p.id = e.policy_id)
         AND octet_length(e.key) <= 512
     ORDER BY e.policy_id, e.key COLLATE "C"
-    -- Nothing is added beyond the largest number, or one report could make all others fail.
+    -- Stop at the largest number, or one report could make all others fail.
     ON CONFLICT (policy_id, key) DO UPDATE SET
         decided = s.decided + least(excluded.decided, 9223372036854775807 - s.decided),
         denied = s.denied + least(excluded.denied, 9223372036854775807 - s.denied),
         would_deny = s.would_deny + least(excluded.would_deny, 9223372036854775807 - s.would_deny),
         last_at = excluded.last_at;
     FOR id IN SELECT DISTINCT e FROM unnest(policy_ids) AS e ORDER BY e LOOP
-        -- Rows that come later are locked already, so it waits for nobody.
+        -- Later rows are already locked, so this waits for nobody.
         surplus := ARRAY(
             SELECT s.ctid FROM rate_limit_shadow AS s
             WHERE s.policy_id = id AND s.key IN (
@@ -2980,27 +2985,28 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_report IS
-    'Adds what a process has counted to rate_limit_shadow. An empty key stands for all keys together.
+    'Adds a process''s counts to rate_limit_shadow. An empty key means all keys together.
 Example: SELECT rate_limit_report(ARRAY[1], ARRAY[''''], ARRAY[100], ARRAY[0], ARRAY[5])';
 
--- Who may call, and what the functions see. They run with their owner's rights, so an application needs nothing but
--- EXECUTE on them. In return, nobody has EXECUTE unless it is granted, and the functions never run anything that others
+-- Who may call the functions, and what the functions use. They run with their owner's rights, so an application needs
+-- only EXECUTE on them. In return, nobody has EXECUTE without a grant, and the functions never run anything that others
 -- can create:
 --
---   - search_path is pg_catalog. Otherwise a function or operator that others create elsewhere with exactly the types
---     of a call would be preferred to one of pg_catalog that needs a cast. (pg_temp is named last, because it would
---     come first if it were not named.)
---   - Names of ours are written with their schema. The schema is not known before this block runs, so it rewrites the
---     bodies: each rate_limit_ or _rate_limit_ in a body is the beginning of such a name. A call of ours has all
---     arguments, of exactly the right types.
+--   - search_path is pg_catalog. Otherwise Postgres would prefer a function or operator that others create elsewhere
+--     with exactly the argument types of a call to one of pg_catalog that needs a cast. (pg_temp is named last, because
+--     otherwise it would come first.)
+--   - Our own names have their schema. The schema is known only when this block runs, so it rewrites the bodies: each
+--     rate_limit_ or _rate_limit_ in a body is the beginning of such a name. Calls of our own functions have all
+--     arguments, with exactly the right types.
 --
--- Nor does a plan depend on the settings of the session. JIT would compile for longer than a decision takes. Without
--- index scans, TID scans and nested loops, only a scan of the table would be left. (Each setting costs a call 0.1 us.)
+-- Plans do not depend on the session's settings either. JIT compilation would take longer than a decision. Without
+-- index scans, TID scans and nested loops, Postgres would have to scan the whole table. (Each setting costs 0.1 us per
+-- call.)
 --
--- The internal functions run with the settings of their callers, and are faster without their own.
+-- The internal functions use their callers' settings, because settings of their own would cost time.
 --
--- This block may run with the rights of a superuser, and search_path may name a schema in which others create. So it is
--- written with care too: until search_path is pg_catalog, every name has its schema.
+-- A superuser may run this block, with a schema in search_path in which others can create. So until search_path is
+-- pg_catalog, every name has its schema.
 DO $$
 DECLARE
     path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
@@ -3013,8 +3019,8 @@ DECLARE
     grantee pg_catalog.oid;
 BEGIN
     PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
-    PERFORM set_config('quote_all_identifiers', 'off', true); -- or definitions would come in other words
-    -- The schema's name is put into comments too, which end with the line.
+    PERFORM set_config('quote_all_identifiers', 'off', true); -- or definitions would be quoted differently
+    -- The schema's name is also put into comments, which a line break would end.
     IF strpos(schema, chr(10)) > 0 OR strpos(schema, chr(13)) > 0 THEN
         RAISE EXCEPTION 'the name of the schema has a line break'
             USING ERRCODE = 'invalid_schema_name', HINT = 'Rename the schema, or migrate into another one.';
@@ -3033,11 +3039,11 @@ BEGIN
                 'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report'))
     LOOP
         signature := fn.oid::regprocedure::text;
-        -- A migration before this one may have done it. (A twin may be the copy of a body that has the schema's name.)
+        -- An earlier migration may have done it. (A twin may be the copy of a body that already has the schema's name.)
         named := strpos(fn.prosrc, prefix) > 0 OR strpos(fn.prosrc, internal) > 0;
         IF NOT named OR fn.proacl IS NULL THEN
             EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', signature);
-            -- ALTER DEFAULT PRIVILEGES may have granted it to others.
+            -- ALTER DEFAULT PRIVILEGES may have granted others EXECUTE.
             FOR grantee IN
                 SELECT DISTINCT a.grantee FROM aclexplode(fn.proacl) AS a WHERE a.grantee NOT IN (0, fn.proowner)
             LOOP
@@ -3053,7 +3059,7 @@ BEGIN
             EXECUTE format('ALTER FUNCTION %s SET search_path = pg_catalog, pg_temp', signature);
             EXECUTE format('ALTER FUNCTION %s SET jit = off', signature);
         END IF;
-        -- This function looks rows up itself, rather than leave it to an INSERT.
+        -- This function checks whether rows exist itself, and does not leave that to an INSERT.
         IF 'enable_seqscan=off' = ANY (fn.proconfig) THEN
             EXECUTE format('ALTER FUNCTION %s SET enable_indexscan = on', signature);
             EXECUTE format('ALTER FUNCTION %s SET enable_tidscan = on', signature);
@@ -3065,8 +3071,8 @@ $$;
 
 DROP FUNCTION IF EXISTS rate_limit_version;
 
--- What the database has been migrated to. internal/gensql puts its number into each migration. Everybody may ask, so
--- a role that may only call the functions can see that there is nothing left to migrate.
+-- The schema's version. internal/gensql puts the number of each migration here. Everybody may call it, so a role that
+-- may only call the functions can see that no migration is missing.
 CREATE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT 2::bigint $$;
 COMMENT ON FUNCTION rate_limit_version() IS 'The number of the last migration that was applied.';
 GRANT EXECUTE ON FUNCTION rate_limit_version() TO PUBLIC;
@@ -3098,8 +3104,8 @@ DROP TYPE IF EXISTS rate_limit_row, rate_limit_decision;
 
 DROP FUNCTION IF EXISTS rate_limit_version;
 
--- What the database has been migrated to. internal/gensql puts its number into each migration. Everybody may ask, so
--- a role that may only call the functions can see that there is nothing left to migrate.
+-- The schema's version. internal/gensql puts the number of each migration here. Everybody may call it, so a role that
+-- may only call the functions can see that no migration is missing.
 CREATE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT 1::bigint $$;
 COMMENT ON FUNCTION rate_limit_version() IS 'The number of the last migration that was applied.';
 GRANT EXECUTE ON FUNCTION rate_limit_version() TO PUBLIC;

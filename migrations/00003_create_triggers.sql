@@ -9,7 +9,7 @@
 -- names are looked up only in pg_catalog and then in our schema.
 SELECT pg_catalog.set_config('search_path', pg_catalog.format('%I, pg_temp', pg_catalog.current_schema()), true);
 
--- Whoever writes to rate_limit_policy: policies.sql has the functions.
+-- The triggers of rate_limit_policy; their functions are in policies.sql.
 CREATE TRIGGER rate_limit_policy_check BEFORE INSERT OR UPDATE ON rate_limit_policy
 FOR EACH ROW EXECUTE FUNCTION _rate_limit_check_policy();
 
@@ -22,11 +22,10 @@ FOR EACH STATEMENT EXECUTE FUNCTION _rate_limit_note_policy();
 CREATE TRIGGER rate_limit_policy_note AFTER INSERT OR UPDATE OR DELETE ON rate_limit_policy
 FOR EACH ROW EXECUTE FUNCTION _rate_limit_note_policy();
 
--- Only the owner has rights on the tables that this has made, whatever ALTER DEFAULT PRIVILEGES says: keys are personal
--- data, and a setval breaks what takes its numbers from the sequence. deploy/grants.sql grants rights afterwards. On
--- older tables, SELECT stays, and so do the rights to change policies. Nobody needs more: whoever has the right TRIGGER
--- on a table can have code run with the rights of those who write to it. (access.sql says why this block is written
--- with care.)
+-- Only the owner has rights on the tables that this migration creates, despite ALTER DEFAULT PRIVILEGES: keys are
+-- personal data, and a setval would break the users of the sequence. deploy/grants.sql grants rights later. On older
+-- tables, SELECT and the rights to change policies stay. Nobody needs more. A role with the right TRIGGER on a table
+-- can run code with the rights of everybody who writes to it. (access.sql says why this block is written with care.)
 DO $$
 DECLARE
     path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
@@ -51,7 +50,7 @@ BEGIN
                 'rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
                 'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow')
             AND a.grantee <> c.relowner
-            -- This transaction has made it; or it is the first one, and goose has made its table before.
+            -- This transaction created it; or it is the first migration, and goose has already created its table.
             AND (t.xmin = pg_current_xact_id()::xid OR t.relname = 'rate_limit_goose_version' AND NOT EXISTS (
                     SELECT FROM pg_proc AS p WHERE p.pronamespace = t.relnamespace AND p.proname = 'rate_limit_version')
                 OR a.privilege_type <> 'SELECT'
@@ -67,8 +66,8 @@ $$;
 
 DROP FUNCTION IF EXISTS rate_limit_version;
 
--- What the database has been migrated to. internal/gensql puts its number into each migration. Everybody may ask, so
--- a role that may only call the functions can see that there is nothing left to migrate.
+-- The schema's version. internal/gensql puts the number of each migration here. Everybody may call it, so a role that
+-- may only call the functions can see that no migration is missing.
 CREATE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT 3::bigint $$;
 COMMENT ON FUNCTION rate_limit_version() IS 'The number of the last migration that was applied.';
 GRANT EXECUTE ON FUNCTION rate_limit_version() TO PUBLIC;
@@ -87,8 +86,8 @@ DROP TRIGGER IF EXISTS rate_limit_policy_note ON rate_limit_policy;
 
 DROP FUNCTION IF EXISTS rate_limit_version;
 
--- What the database has been migrated to. internal/gensql puts its number into each migration. Everybody may ask, so
--- a role that may only call the functions can see that there is nothing left to migrate.
+-- The schema's version. internal/gensql puts the number of each migration here. Everybody may call it, so a role that
+-- may only call the functions can see that no migration is missing.
 CREATE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT 2::bigint $$;
 COMMENT ON FUNCTION rate_limit_version() IS 'The number of the last migration that was applied.';
 GRANT EXECUTE ON FUNCTION rate_limit_version() TO PUBLIC;

@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// script is half of a migration, as another tool runs it.
+// script is half of a migration, in the form that another tool runs.
 func script(t *testing.T, version int64, down bool) string {
 	t.Helper()
 	files, err := fs.Glob(migrations.FS, fmt.Sprintf("%05d_*.sql", version))
@@ -33,7 +33,7 @@ func script(t *testing.T, version int64, down bool) string {
 	return up
 }
 
-// scripted applies the migrations up to a version without a record of them.
+// scripted applies the migrations up to a version, and keeps no record of them.
 func scripted(t *testing.T, pool *pgxpool.Pool, version int64) {
 	t.Helper()
 	for v := int64(1); v <= version; v++ {
@@ -53,7 +53,7 @@ func requireApplied(t *testing.T, pool *pgxpool.Pool, version int64) {
 	require.Equal(t, version, appliedVersion(t, pool))
 }
 
-// ours is the catalog of a schema without the table in which the plain goose command keeps its records.
+// ours is the catalog of a schema, without the version table of the plain goose command.
 func ours(t *testing.T, pool *pgxpool.Pool, schema string) map[string]string {
 	t.Helper()
 	all := pgtest.Catalog(t, pool, schema)
@@ -61,7 +61,7 @@ func ours(t *testing.T, pool *pgxpool.Pool, schema string) map[string]string {
 	return all
 }
 
-// However the tables and functions came, Up goes on from there, and Down and goose go back.
+// Up continues from any origin of the tables and functions, and Down and goose can go back.
 func TestUpAdoptsWhatAnotherToolHasMade(t *testing.T) {
 	t.Parallel()
 
@@ -95,7 +95,7 @@ func TestUpAdoptsWhatAnotherToolHasMade(t *testing.T) {
 
 				for _, up := range []bool{true, false} {
 					pool := pgtest.Empty(t).InSchema(t, oddSchema)
-					if version > 0 || name != "goose with its own table" { // which takes 0 for all
+					if version > 0 || name != "goose with its own table" { // for this tool, 0 means all
 						apply(t, pool, version)
 					}
 					want := version
@@ -120,7 +120,7 @@ func TestUpAdoptsWhatAnotherToolHasMade(t *testing.T) {
 	}
 }
 
-// Who only calls the functions may call Up too, before they are adopted and after.
+// A role that may only call the functions can call Up too, before and after the adoption.
 func TestUpByARoleThatAdoptsNothing(t *testing.T) {
 	t.Parallel()
 
@@ -144,7 +144,7 @@ func TestUpByARoleThatAdoptsNothing(t *testing.T) {
 		}
 	}
 	require.NotContains(t, fmt.Sprint(pgtest.Objects(t, db.Pool, "limits")), "rate_limit_goose_version")
-	// The superuser has the rights, and would leave objects of two owners.
+	// A superuser has the rights, but the objects would then have two owners.
 	require.ErrorContains(t, migrations.Down(t.Context(), superuser),
 		"rate_limit_version belongs to another role: run this as pg_monitor")
 	require.NotContains(t, fmt.Sprint(pgtest.Objects(t, db.Pool, "limits")), "rate_limit_goose_version")
@@ -164,7 +164,7 @@ func TestUpByARoleThatAdoptsNothing(t *testing.T) {
 	require.Empty(t, pgtest.Catalog(t, db.Pool, "limits"))
 }
 
-// What is not exactly what the migrations make is not adopted. The error says what differs, and nothing changes.
+// Up adopts only exactly what the migrations make. Otherwise the error says what differs, and nothing changes.
 func TestWhatDiffersIsNotAdopted(t *testing.T) {
 	t.Parallel()
 
@@ -203,8 +203,8 @@ func TestWhatDiffersIsNotAdopted(t *testing.T) {
 	}
 }
 
-// psql commits each statement by itself unless it is told otherwise, so a script may stop anywhere. Up then says what is
-// missing, or goes on from a migration that is complete.
+// psql commits each statement separately by default, so a script may stop anywhere. Up then says what is missing, or
+// continues after the last complete migration.
 func TestHalfAppliedMigrations(t *testing.T) {
 	t.Parallel()
 
@@ -237,7 +237,7 @@ func TestHalfAppliedMigrations(t *testing.T) {
 	adopted, refused := 0, 0
 	for done, sql := range statements {
 		pgtest.Exec(t, pool, sql)
-		if strings.HasPrefix(strings.TrimSpace(sql), "COMMENT ON ") { // changes nothing that is looked at
+		if strings.HasPrefix(strings.TrimSpace(sql), "COMMENT ON ") { // Up does not compare comments
 			continue
 		}
 		before := pgtest.Objects(t, db.Pool, schema)
@@ -252,11 +252,11 @@ func TestHalfAppliedMigrations(t *testing.T) {
 			refused++
 		}
 	}
-	require.EqualValues(t, 2*latest(t), adopted) // where the version is there, and after its GRANT
+	require.EqualValues(t, 2*latest(t), adopted) // after the statement that sets the version, and after its GRANT
 	require.Greater(t, refused, 20)
 }
 
-// The version table that Up makes to adopt the rest gives nobody a right that ALTER DEFAULT PRIVILEGES promises.
+// Up makes the version table when it adopts. ALTER DEFAULT PRIVILEGES gives nobody a right on that table.
 func TestAdoptingGivesNothing(t *testing.T) {
 	t.Parallel()
 
@@ -270,7 +270,7 @@ func TestAdoptingGivesNothing(t *testing.T) {
 		WHERE relname LIKE 'rate_limit_goose_version%' AND relkind IN ('r', 'S') AND grantee <> relowner`))
 }
 
-// Many processes that start at once adopt it once.
+// Many processes start at once, and only one adopts.
 func TestManyAdoptAtOnce(t *testing.T) {
 	t.Parallel()
 
@@ -287,7 +287,7 @@ func TestManyAdoptAtOnce(t *testing.T) {
 	require.Equal(t, latest(t)+1, pgtest.Scalar[int64](t, db.Pool, "SELECT count(*) FROM rate_limit_goose_version"))
 }
 
-// Another tool may have applied a newer release. This one leaves it alone.
+// Another tool may have applied a newer release. Up changes nothing then.
 func TestNewerVersionByAnotherTool(t *testing.T) {
 	t.Parallel()
 
@@ -308,7 +308,7 @@ func TestNewerVersionByAnotherTool(t *testing.T) {
 	}
 }
 
-// Down drops functions by their names. It says so if somebody has made another one of such a name.
+// Down drops functions by their names. If someone else made another function with such a name, it says so.
 func TestDownBesideAnOverload(t *testing.T) {
 	t.Parallel()
 
@@ -322,7 +322,7 @@ func TestDownBesideAnOverload(t *testing.T) {
 	require.NoError(t, migrations.DownTo(t.Context(), pool, 1))
 }
 
-// Down rolls back what somebody has damaged, so that Up makes it anew. The counts of the tables that stay are kept.
+// Down rolls back a damaged schema, so that Up can make it again. The tables that are intact keep their counts.
 func TestDownAndUpMendADamagedSchema(t *testing.T) {
 	t.Parallel()
 
@@ -337,7 +337,7 @@ func TestDownAndUpMendADamagedSchema(t *testing.T) {
 	} {
 		for _, adopted := range []bool{true, false} {
 			if !adopted && strings.Contains(sql, "rate_limit_version") {
-				continue // nothing says what there is
+				continue // nothing says which migrations are there
 			}
 			db := pgtest.New(t)
 			pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_durable (prefix, key) VALUES ('a', 'b')")

@@ -12,22 +12,21 @@ import (
 )
 
 const (
-	lockID = lockwait.Migrations // the advisory lock under which migrations run
+	lockID = lockwait.Migrations // the advisory lock of the migrations
 
-	// lockPoll is how often a process asks for the lock while another one has it. All migrations together take some
-	// 20 ms.
+	// lockPoll is the pause between two attempts to take the lock. All migrations together take about 20 ms.
 	lockPoll = 50 * time.Millisecond
 
-	// lockPatience is how long a process waits for the lock before it says who has it.
+	// lockPatience is how long a process waits for the lock before it says who holds it.
 	lockPatience = time.Second
 )
 
-// takeLock waits until the transaction has the lock, so only one process migrates at a time, or until the context ends.
-// A lock of the session would not do. A pooler in transaction mode may send it to one session of Postgres and its
-// release to another, and then the first one keeps it.
+// takeLock waits until the transaction holds the lock, or until the context ends. So only one process migrates at a
+// time. A session lock would not work. A pooler in transaction mode may take it in one session of Postgres and release
+// it in another. Then the first session keeps it.
 //
-// It asks for the lock again and again rather than wait inside Postgres. There a statement_timeout would end the wait,
-// and the snapshot of the waiting statement would hold up CREATE INDEX CONCURRENTLY.
+// takeLock polls instead of waiting inside Postgres. There, statement_timeout would end the wait, and the snapshot of
+// the waiting statement would delay CREATE INDEX CONCURRENTLY.
 func takeLock(ctx context.Context, tx pgx.Tx) error {
 	ticker := time.NewTicker(lockPoll)
 	defer ticker.Stop()

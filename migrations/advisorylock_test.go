@@ -83,7 +83,7 @@ func TestManyAtOnce(t *testing.T) {
 		}
 		for i, command := range commands {
 			require.NoError(t, command.Wait(), outputs[i].String())
-			for line := range strings.Lines(outputs[i].String()) { // on a slow machine they wait for longer
+			for line := range strings.Lines(outputs[i].String()) { // on a slow machine they wait longer
 				require.Contains(t, line, "waiting for a lock", "Up prints or logs")
 			}
 		}
@@ -105,7 +105,8 @@ func TestUpWaitsForTheLock(t *testing.T) {
 	defer cancel()
 	waits := make(chan error, 1)
 	go func() { waits <- migrations.Up(ctx, db.Pool) }()
-	asked := map[time.Time]bool{} // the third time, after preparing the statement and the first answer, it knows that the lock is taken
+	// attempts prepare the statement and read the first answer; from the third on, it knows that the lock is taken
+	asked := map[time.Time]bool{}
 	require.Eventually(t, func() bool {
 		var at time.Time
 		err := db.Pool.QueryRow(t.Context(), `SELECT query_start FROM pg_stat_activity
@@ -120,7 +121,7 @@ func TestUpWaitsForTheLock(t *testing.T) {
 	require.ErrorContains(t, err, "another session migrates")
 	require.ErrorContains(t, err, fmt.Sprintf("process %d (", other.Conn().PgConn().PID()))
 
-	// A statement_timeout does not end the wait, and Status does not wait.
+	// statement_timeout does not end the wait. Status does not wait.
 	pool := db.OwnerPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["statement_timeout"] = "2s" })
 	up := make(chan error, 1)
 	go func() { up <- migrations.Up(t.Context(), pool) }()
@@ -133,7 +134,7 @@ func TestUpWaitsForTheLock(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, <-up)
 
-	// With nothing to do, nobody waits.
+	// If there is nothing to do, nobody waits.
 	_, err = other.Exec(t.Context(), "SELECT pg_advisory_lock($1)", migrations.LockID)
 	require.NoError(t, err)
 	require.NoError(t, migrations.Up(t.Context(), db.Pool))
@@ -141,7 +142,7 @@ func TestUpWaitsForTheLock(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// Whoever has the lock that a migration waits for is named after a second. Without somebody to say it to, the log has it.
+// After a second, a waiting migration says who holds its lock. By default, this goes to the log.
 func TestNobodyWaitsInSilence(t *testing.T) {
 	t.Parallel()
 
@@ -202,7 +203,7 @@ func TestNobodyWaitsInSilence(t *testing.T) {
 			sentence := <-said
 			require.Regexp(t, want, sentence)
 			require.True(t, strings.HasSuffix(sentence, ": "+ends), sentence)
-			require.NotContains(t, sentence, "LOCK TABLE") // a statement may have keys in it
+			require.NotContains(t, sentence, "LOCK TABLE") // a statement may contain keys
 			pgtest.Exec(t, holder, test.end)
 			require.NoError(t, <-done)
 			require.Empty(t, said, "it was said twice")
@@ -210,7 +211,7 @@ func TestNobodyWaitsInSilence(t *testing.T) {
 	}
 }
 
-// What is said goes to the log if nobody else wants it.
+// Without another receiver, the message goes to the log.
 //
 //nolint:paralleltest // it replaces slog.Default
 func TestTheLogSaysWhoHasTheLock(t *testing.T) {
@@ -227,7 +228,7 @@ func TestTheLogSaysWhoHasTheLock(t *testing.T) {
 	require.NoError(t, <-done)
 }
 
-// Through a pooler that changes the session with each transaction, migrations leave no lock behind.
+// Behind a pooler that changes the session with each transaction, migrations leave no lock behind.
 func TestMigrationsThroughPgBouncer(t *testing.T) {
 	t.Parallel()
 
@@ -235,7 +236,7 @@ func TestMigrationsThroughPgBouncer(t *testing.T) {
 	config, err := pgxpool.ParseConfig(pgtest.PgBouncer(t, db, "transaction", 20))
 	require.NoError(t, err)
 	config.ConnConfig.DefaultQueryExecMode = pgx.QueryExecModeExec
-	for range 3 { // in which sessions change
+	for range 3 { // the session changes between them
 		start := make(chan struct{})
 		errs := make(chan error, 6)
 		for range cap(errs) {

@@ -1,4 +1,4 @@
 package migrations
 
-// LockID is the advisory lock, for tests that hold it themselves.
+// LockID is the advisory lock, for tests that hold it.
 const LockID = lockID

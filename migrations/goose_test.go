@@ -16,7 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// applicationFS holds an application's own migrations, which have the same numbers as ours.
+// applicationFS has an application's own migrations, with the same numbers as ours.
 //
 //go:embed testdata/application/*.sql
 var applicationFS embed.FS
@@ -31,7 +31,7 @@ func TestNextToTheApplicationsOwnGoose(t *testing.T) {
 	_, err = application.UpByOne(t.Context())
 	require.NoError(t, err)
 
-	// Its migrations may run while ours do.
+	// They may run at the same time as ours.
 	db := stdlib.OpenDBFromPool(pool)
 	t.Cleanup(func() { require.NoError(t, db.Close()) })
 	conn, err := db.Conn(t.Context())
@@ -54,7 +54,7 @@ func TestNextToTheApplicationsOwnGoose(t *testing.T) {
 	require.Contains(t, pgtest.Catalog(t, pool, "public"), "application, relation")
 }
 
-// What goose has applied under its own table is adopted. That table stays as it is.
+// Up adopts the migrations that goose applied with its own table. That table stays unchanged.
 func TestWithTheGooseCommandsDefaultTable(t *testing.T) {
 	t.Parallel()
 
@@ -78,7 +78,7 @@ func TestWithTheGooseCommandsDefaultTable(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, target, current)
 
-	// If goose has applied only a part, Up goes on from there.
+	// If goose applied only some, Up continues after them.
 	require.NoError(t, migrations.DownTo(t.Context(), pool, 0))
 	pgtest.Exec(t, pool, "DROP TABLE goose_db_version, rate_limit_goose_version")
 	_, err = newProvider(t, pool, migrations.FS, goose.DefaultTablename).UpTo(t.Context(), 2)
@@ -87,7 +87,7 @@ func TestWithTheGooseCommandsDefaultTable(t *testing.T) {
 	requireApplied(t, pool, latest(t))
 }
 
-// newProvider is goose as its own command or an application would use it.
+// newProvider returns goose as its own command or an application would use it.
 func newProvider(t *testing.T, pool *pgxpool.Pool, files fs.FS, table string) *goose.Provider {
 	t.Helper()
 	db := stdlib.OpenDBFromPool(pool)
@@ -98,7 +98,7 @@ func newProvider(t *testing.T, pool *pgxpool.Pool, files fs.FS, table string) *g
 	return provider
 }
 
-// Logical replication brings the rows of the version table, and leaves its sequence behind them.
+// Logical replication copies the rows of the version table, but does not advance its sequence.
 func TestSequenceBehindTheVersions(t *testing.T) {
 	t.Parallel()
 

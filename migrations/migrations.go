@@ -1,43 +1,44 @@
-// Package migrations brings a database to the schema that this version of the module needs, with goose, and back.
+// Package migrations uses goose to migrate a database to the schema that this version of the module needs, and back.
 //
 //	pool, err := pgxpool.New(ctx, os.Getenv("DATABASE_URL"))
 //	…
 //	err = migrations.Up(ctx, pool)
 //
-// Everything is made in the schema that search_path names first in the pool's connections. That schema must exist, and
-// the user needs CREATE on it. To use a schema of its own, set search_path in the connection string:
+// Everything is created in the first schema of the pool's search_path. That schema must exist, and the user needs
+// CREATE on it. To use another schema, set search_path in the connection string:
 // "postgres://localhost/app?search_path=limits".
 //
 // # With the goose command
 //
-// The same migrations run under the plain goose command, from a copy of this folder or from FS:
+// The plain goose command can run the same migrations, from a copy of this folder or from FS:
 //
 //	goose -dir migrations -table rate_limit_goose_version postgres "$DATABASE_URL" up
 //
-// With that table both ways can be mixed. Without it goose keeps its records in goose_db_version. That works only if
-// nothing else in the database uses goose_db_version: an application's own migrations have the same numbers, and goose
-// would believe that ours are applied. The functions of this package never look at goose_db_version.
+// With that table you can use both ways on the same database. Without it, goose uses the table goose_db_version. That
+// works only if nothing else in the database uses goose_db_version: an application's own migrations have the same
+// numbers, so goose would believe that ours are applied. The functions of this package never read goose_db_version.
 //
 // # After another tool
 //
-// The tables and functions may have come by other means: by what "pgratelimit migrate print" prints, or by goose with
-// another table. Up adopts them: if they are exactly what our migrations make, it writes the version table, and goes on
-// from there. Else nothing changes, and the error lists what differs. Rights, comments and the settings of autovacuum
-// may differ. Down rolls back what another tool has applied, damaged or not. The role has to own it all.
+// Another tool may have created the tables and functions, for example with the output of "pgratelimit migrate print",
+// or goose with another table. If they are exactly what our migrations make, Up adopts them: it writes the version
+// table, and continues from there. Otherwise nothing changes, and the error lists the differences. Grants, comments and
+// autovacuum settings may differ. Down rolls back what another tool applied, even if it is damaged. The role has to own
+// all of these objects.
 //
-// # Who may create in the schema
+// # If others may create in the schema
 //
-// If others may create in the schema, use the functions of this package. goose writes to whatever table has that name,
-// and so runs the triggers on it.
+// Then use the functions of this package. goose writes to any table with the name of its version table, and so runs
+// that table's triggers.
 //
 // # With a connection pooler
 //
-// Migrate on a direct connection if you can. Through a pooler in transaction mode, whatever search_path says has to be
-// set for the role or the database, and DefaultQueryExecMode has to be QueryExecModeExec.
+// Migrate on a direct connection if you can. If you use a pooler in transaction mode, set search_path for the role or
+// the database, if you need one, and set DefaultQueryExecMode to QueryExecModeExec.
 //
-// # Who is in the way
+// # Waiting for a lock
 //
-// Whoever waits for a lock for a second logs by slog.Default() which process has it, and since when.
+// After waiting for a lock for a second, a migration logs to slog.Default() who holds it, and since when.
 package migrations
 
 import (
@@ -60,7 +61,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// FS holds the migrations in the format of goose: files in its root, with names like 00001_verb_object.sql.
+// FS has the migrations in goose's format: files in its root, with names like 00001_verb_object.sql.
 //
 //go:embed *.sql
 var FS embed.FS
@@ -70,45 +71,43 @@ type DB interface {
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 }
 
-// Migration is one step of the schema, as Status reports it.
+// Migration is one migration, as Status reports it.
 type Migration struct {
-	// Version is the number that the file's name begins with.
+	// Version is the number at the beginning of the file's name.
 	Version int64
 
-	// Name is the rest of the file's name, for example "create_tables". It is empty if the migration is applied but
-	// unknown here, because a newer version of this module applied it.
+	// Name is the rest of the file's name, for example "create_tables". It is empty if a newer version of this module
+	// applied the migration.
 	Name string
 
 	// Applied tells whether the database has the migration.
 	Applied bool
 
-	// AppliedAt is when it was applied or adopted, by the clock of the database. It is the zero time if the migration
-	// is not applied, if another tool applied it, or if this role may not read the version table.
+	// AppliedAt is when it was applied or adopted, by the database's clock. It is the zero time if the migration is not
+	// applied, if another tool applied it, or if this role may not read the version table.
 	AppliedAt time.Time
 }
 
-// Up applies all migrations that the database does not have yet, each in its own transaction. If the database has them
-// all, then nothing is written and nobody waits. A few small queries show that, and any role may ask, so an application
-// may call Up with its own role at every start. If something is missing that this role may not apply, the error says
-// what it is and who may apply it.
+// Up applies all missing migrations, each in its own transaction. If none is missing, it writes nothing and does not
+// wait. It finds that out with a few small queries that any role may run. So an application may call Up with its own
+// role at every start. If a migration is missing that this role may not apply, the error names it and says who may.
 //
-// If another tool applied them, and this role owns what they made, Up adopts it first, or says what differs.
+// If another tool applied them, and this role owns the objects, Up adopts them first, or says what differs.
 //
-// Up returns an error if a stranger could have made the version table, or the function that tells the version. A role
-// with the rights of this one is no stranger. Nor is the owner of the schema, unless this role is a superuser and it is
-// about the table. Nor is the owner of the database, if it is about the function.
+// Up returns an error if a stranger could have made the version table, or the function that returns the version. A role
+// that has this role's rights is not a stranger. For the table, the schema's owner is not a stranger either, unless
+// this role is a superuser. For the function, the owners of the schema and of the database are not strangers.
 //
-// A proxy of shards has no tables to migrate. If its functions are those of this release, Up has nothing to do.
-// Otherwise it returns an error, as Down and Status always do there. Migrate each of the shards.
+// A proxy for shards has no tables to migrate. There, Up does nothing if the functions are those of this release.
+// Otherwise it returns an error. Down and Status always do so on a proxy. Migrate each shard instead.
 //
-// It is safe to call Up twice, and from several processes at once: one works, and the others wait on an advisory lock
-// for as long as their context allows. They say who has it. After a failure or the end of the
-// context, the migrations before that one stay applied, and the next call goes on from there. One connection of the
-// pool is enough.
+// Up may be called twice, and by several processes at once: one works, and the others wait for an advisory lock until
+// their context ends. They log who holds it. If a migration fails or the context ends, the earlier migrations stay
+// applied, and the next call continues after them. One connection of the pool is enough.
 func Up(ctx context.Context, pool DB) error {
 	return wrap("up", acquire(ctx, pool, func(conn *pgx.Conn) error {
 		all, in, err := status(ctx, conn)
-		if in.proxy && in.says() == latest() { // as an application may ask at each start
+		if in.proxy && in.says() == latest() { // applications may call this at every start
 			return nil
 		}
 		switch {
@@ -141,7 +140,7 @@ func Up(ctx context.Context, pool DB) error {
 			next := int64(0)
 			err := in.step(ctx, conn, func(tx pgx.Tx, applied []Migration) error {
 				for _, migration := range all {
-					// Others may have been applied before, or by another process while we waited.
+					// Some may already be applied, perhaps by another process while this one waited.
 					if !slices.ContainsFunc(applied, func(m Migration) bool { return m.Version == migration.Version }) {
 						next = migration.Version
 						return in.run(ctx, tx, next, true)
@@ -159,14 +158,14 @@ func Up(ctx context.Context, pool DB) error {
 	}))
 }
 
-// latest is the last version that there is.
+// latest is the highest version.
 func latest() int64 {
-	files, _ := fs.Glob(FS, "*.sql") // the pattern is right
+	files, _ := fs.Glob(FS, "*.sql") // the pattern is valid
 	return int64(len(files))
 }
 
-// adopt makes the version table record what rate_limit_version says. To be built upon, the schema must be what the
-// migrations up to that version make. To be rolled back, it may be damaged.
+// adopt makes the version table record the version of rate_limit_version. Before Up, the schema must be exactly what
+// the migrations up to that version make. Before Down, it may be damaged.
 func (s schema) adopt(ctx context.Context, conn *pgx.Conn, build bool) error {
 	return s.step(ctx, conn, func(tx pgx.Tx, applied []Migration) error {
 		now, err := look(ctx, tx)
@@ -178,7 +177,7 @@ func (s schema) adopt(ctx context.Context, conn *pgx.Conn, build bool) error {
 		}
 		says := now.says()
 		if says > 0 && !now.goneAstray(applied) {
-			return nil // another process has done it, while we waited
+			return nil // another process did it while this one waited
 		}
 		if !build {
 			if !now.owned {
@@ -192,7 +191,7 @@ func (s schema) adopt(ctx context.Context, conn *pgx.Conn, build bool) error {
 		}
 		made, _ := catalog.Made(says)
 		if differences := found.Differences(made, now.me); len(differences) > 0 {
-			if says == 0 { // a part of it is missing, rather than that it is too much
+			if says == 0 { // a part is missing, and nothing is superfluous
 				says = found.Nearest(now.me)
 				made, _ = catalog.Made(says)
 				differences = found.Differences(made, now.me)
@@ -210,24 +209,24 @@ func (s schema) adopt(ctx context.Context, conn *pgx.Conn, build bool) error {
 	})
 }
 
-// record makes the version table record the migrations up to a version, and no others.
+// record makes the version table record exactly the migrations up to a version.
 func (s schema) record(ctx context.Context, tx pgx.Tx, version int64) error {
 	_, err := tx.Exec(ctx, fmt.Sprintf(recordSQL, s.quoted(), version), pgx.QueryExecModeSimpleProtocol)
 	return err
 }
 
-// Down rolls back the one migration that was applied last, as "goose down" does. If none is applied it does nothing.
-// Called twice it rolls back two. DownTo(ctx, pool, 0) rolls back all.
+// Down rolls back the last applied migration, as "goose down" does. If none is applied, it does nothing. A second call
+// rolls back another one. DownTo(ctx, pool, 0) rolls back all migrations.
 //
-// Rolling back a migration drops what it has made. Rolling back the first one drops the tables, and with them every
-// count. What of it is missing already is no error.
+// A rollback drops the migration's objects. Rolling back the first migration drops the tables, with all counts. It is
+// no error if some objects are already missing.
 func Down(ctx context.Context, pool DB) error { return down(ctx, pool, "down", 0, true) }
 
-// DownTo rolls back all migrations above a version, the last one first. With version 0 it rolls back all of them. It is
-// safe to call twice.
+// DownTo rolls back all migrations above a version, beginning with the last. Version 0 means all of them. It may be
+// called twice.
 //
-// Like the goose command it leaves the version table, with only the row of version 0. To leave no trace at all, drop
-// that table afterwards: DROP TABLE rate_limit_goose_version.
+// Like the goose command, it keeps the version table, with only the row of version 0. To remove that too, run DROP
+// TABLE rate_limit_goose_version afterwards.
 func DownTo(ctx context.Context, pool DB, version int64) error {
 	return down(ctx, pool, fmt.Sprintf("down to %d", version), version, false)
 }
@@ -266,7 +265,8 @@ func down(ctx context.Context, pool DB, operation string, to int64, once bool) e
 	}))
 }
 
-// Status returns all migrations, ordered by version. It only reads. It needs no version table, and waits for no lock.
+// Status returns all migrations, ordered by version. It only reads. It works without the version table, and waits for
+// no lock.
 func Status(ctx context.Context, pool DB) ([]Migration, error) {
 	var all []Migration
 	err := acquire(ctx, pool, func(conn *pgx.Conn) (err error) {
@@ -279,11 +279,11 @@ func Status(ctx context.Context, pool DB) ([]Migration, error) {
 	return all, nil
 }
 
-// transaction calls do in one that is calm and not silent: Postgres compiles none of its statements, and if one waits
-// for a lock, then lockwait says who has it. Where enable_nestloop is off, Postgres takes statements that look at its
-// catalogs for dear ones, and compiles them for seconds.
+// transaction runs do in a transaction without JIT compilation. If a statement waits for a lock, lockwait says who
+// holds it. If enable_nestloop is off, Postgres estimates its catalog queries as expensive, and would compile them for
+// seconds.
 //
-// It is read committed, whatever the pool's default is, so each statement sees everything that was committed before it.
+// The transaction is read committed, regardless of the pool's default, so that each statement sees all earlier commits.
 func transaction(ctx context.Context, conn *pgx.Conn, mode pgx.TxAccessMode, do func(tx pgx.Tx) error) error {
 	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: mode}
 	return pgx.BeginTxFunc(ctx, conn, options, func(tx pgx.Tx) error {
@@ -297,15 +297,15 @@ func transaction(ctx context.Context, conn *pgx.Conn, mode pgx.TxAccessMode, do 
 	})
 }
 
-// acquire calls do with one of the pool's connections.
+// acquire runs do with one of the pool's connections.
 func acquire(ctx context.Context, pool DB, do func(*pgx.Conn) error) error {
 	if pg.IsNil(pool) {
 		return errors.New("the pool is nil")
 	}
-	return pg.Cause(pg.Use(ctx, pool, do)) // whose kinds are those of a limiter
+	return pg.Cause(pg.Use(ctx, pool, do)) // errors have the same kinds as a limiter's
 }
 
-// wrap says where an error comes from, and how the caller can mend it if that is possible.
+// wrap says where an error comes from, and how to fix it if the caller can.
 func wrap(operation string, err error) error {
 	if err == nil {
 		return nil

@@ -20,18 +20,18 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// upVariable makes the test binary another process that calls Up on the database that it names.
+// upVariable makes the test binary a process that calls Up on the database in the variable.
 const upVariable = "MIGRATIONS_TEST_UP"
 
-// patience is how long a test waits for what takes milliseconds, before it says that it never happened.
+// patience is how long a test waits for something that usually takes milliseconds.
 const patience = 3 * time.Minute
 
-// oddSchema has everything that a name needs quotes for: capitals, spaces, quotes, dollars and a backslash.
+// oddSchema has all characters that need quotes in a name: capitals, spaces, quotes, dollars and a backslash.
 const oddSchema = `Odd "na'me" $$\ $function$ `
 
 func TestMain(m *testing.M) {
-	// Up must not apply what an application has registered with goose, nor stumble over it: it has the same
-	// numbers as ours.
+	// Up must not apply an application's registered goose migrations, and must not fail because of them. They have the
+	// same numbers as ours.
 	goose.AddNamedMigrationContext("00002_application.go", nil, nil)
 
 	if url := os.Getenv(upVariable); url != "" {
@@ -62,7 +62,7 @@ func TestUp(t *testing.T) {
 	require.Equal(t, latest(t), appliedVersion(t, pool))
 	require.Contains(t, pgtest.Catalog(t, pool, "public"), "rate_limit_ephemeral, relation")
 
-	// A second call changes nothing. Even a table that was made again would have another oid.
+	// A second call changes nothing. A recreated table would have another oid.
 	before := pgtest.Objects(t, pool, "public")
 	require.NoError(t, migrations.Up(t.Context(), pool))
 	require.Equal(t, before, pgtest.Objects(t, pool, "public"))
@@ -111,7 +111,7 @@ func TestDownToZeroLeavesNothing(t *testing.T) {
 	empty := pgtest.Objects(t, pool, "limits")
 	require.Empty(t, empty)
 
-	// There is nothing to roll back, and no version table is made for it.
+	// There is nothing to roll back, and Down makes no version table.
 	require.NoError(t, migrations.Down(t.Context(), pool))
 	require.NoError(t, migrations.DownTo(t.Context(), pool, 0))
 	require.Empty(t, pgtest.Objects(t, pool, "limits"))
@@ -134,7 +134,7 @@ func TestDownToZeroLeavesNothing(t *testing.T) {
 func TestOneByOne(t *testing.T) {
 	t.Parallel()
 
-	// Up applies all, so goose itself takes the single steps here, as an application may.
+	// Up applies all migrations, so the single steps here are run by goose itself, as an application may do.
 	pool := pgtest.Empty(t).Pool
 	provider := newProvider(t, pool, migrations.FS, "rate_limit_goose_version")
 	sources := provider.ListSources()
@@ -159,7 +159,7 @@ func TestOneByOne(t *testing.T) {
 			source.Path,
 		)
 
-		// Up again, and back.
+		// Up again, and down.
 		_, err := provider.UpByOne(t.Context())
 		require.NoError(t, err)
 		require.Empty(t, pgtest.Differences(states[i+1], pgtest.Catalog(t, pool, "public")))
@@ -173,7 +173,7 @@ func TestInAnySchema(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.Empty(t)
-	require.NoError(t, migrations.Up(t.Context(), db.Pool)) // public comes later in the search_path of the others
+	require.NoError(t, migrations.Up(t.Context(), db.Pool)) // the others' search_path also has public, but later
 
 	for _, schema := range []string{"limits", "Limits", oddSchema} {
 		pool := db.InSchema(t, schema)
@@ -208,8 +208,7 @@ func TestFunctionsSeeTheirSchemaOnly(t *testing.T) {
 		pool := db.InSchema(t, schema)
 		require.NoError(t, migrations.Up(t.Context(), pool))
 
-		// What runs with the rights of the owner looks names up in pg_catalog, unless the body says where they
-		// are.
+		// Code with the owner's rights looks names up in pg_catalog, unless they have a schema.
 		rows, err := pool.Query(t.Context(), `
 			SELECT p.proname, p.prosrc, p.prosecdef, coalesce(p.proconfig, '{}'), has_function_privilege('pg_monitor', p.oid, 'EXECUTE')
 			FROM pg_proc AS p
@@ -253,7 +252,7 @@ func latest(t *testing.T) int64 {
 	return version
 }
 
-// appliedVersion is the last version that is recorded in the database.
+// appliedVersion is the last version recorded in the database.
 func appliedVersion(t *testing.T, pool *pgxpool.Pool) int64 {
 	t.Helper()
 	var version int64
@@ -264,7 +263,7 @@ func appliedVersion(t *testing.T, pool *pgxpool.Pool) int64 {
 	return version
 }
 
-// A database with the migrations from before the first release, of which there were five, is not touched.
+// Before the first release there were five other migrations. A database with those is not touched.
 func TestUpOnMigrationsFromBeforeTheFirstRelease(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
@@ -282,7 +281,7 @@ func TestUpOnMigrationsFromBeforeTheFirstRelease(t *testing.T) {
 	require.NoError(t, migrations.Up(t.Context(), db.Pool))
 }
 
-// A pool that is nil is an error, and not a panic.
+// A nil pool is an error, not a panic.
 func TestNilPool(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()

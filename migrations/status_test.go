@@ -16,7 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// recorder keeps the statements that a pool has sent.
+// recorder keeps the statements that a pool sent.
 type recorder struct{ all []string }
 
 func (r *recorder) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
@@ -29,7 +29,7 @@ func (*recorder) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData
 func TestStatus(t *testing.T) {
 	t.Parallel()
 
-	// Far from UTC, where goose takes a local time for one of UTC.
+	// The time zone is far from UTC, where goose mistakes local times for UTC.
 	db := pgtest.Empty(t)
 	pool := db.OwnerPool(
 		t,
@@ -119,7 +119,8 @@ func TestErrorsSayWhatToDo(t *testing.T) {
 	require.ErrorContains(t, migrations.Up(t.Context(), unprivileged), "the user needs CREATE on the schema")
 }
 
-// A proxy of shards decides nothing itself. Who has tables is none, whatever functions a stranger makes.
+// A proxy for shards decides nothing itself. A database with tables is no proxy, even if a stranger makes such
+// functions.
 func TestProxyIsNotMigrated(t *testing.T) {
 	t.Parallel()
 
@@ -134,7 +135,7 @@ func TestProxyIsNotMigrated(t *testing.T) {
 	}
 	require.Equal(t, before, pgtest.Objects(t, pool))
 
-	// An application that migrates at each start may do so there, if it is of the proxy's release.
+	// An application that migrates at each start may do so on a proxy of the same release.
 	version := func(n int) string {
 		return fmt.Sprintf("CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql "+
 			"AS 'SELECT %d::bigint'", n)
@@ -152,7 +153,7 @@ func TestProxyIsNotMigrated(t *testing.T) {
 	require.NoError(t, migrations.Up(t.Context(), pool))
 }
 
-// Statements about the catalogs are not compiled, which takes seconds where planner settings make them dear.
+// Catalog queries are not compiled. With planner settings that make them look expensive, compiling would take seconds.
 func TestNothingIsCompiled(t *testing.T) {
 	t.Parallel()
 

@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// An attack is what a role does that may create in the schema. All of it runs attack(), which notes whose rights it
-// had.
+// An attack is what a role with the right to create in the schema can do. All attacks run attack(), which records the
+// rights that it had.
 const (
 	attackSQL = `
 		CREATE TABLE ran (who text); GRANT INSERT ON ran TO PUBLIC; GRANT CREATE ON SCHEMA public TO pg_monitor;
@@ -34,7 +34,7 @@ const (
 		SELECT v AS id, v::bigint AS version_id, public.attack() AS is_applied, localtimestamp AS tstamp FROM generate_series(0, %d) AS v`
 )
 
-// begin has a stranger do something in a transaction that stays open.
+// begin makes a stranger do something in a transaction that stays open.
 func begin(t *testing.T, db *pgtest.DB, schema, sql string) pgx.Tx {
 	t.Helper()
 	tx, err := db.Pool.Begin(t.Context())
@@ -44,7 +44,7 @@ func begin(t *testing.T, db *pgtest.DB, schema, sql string) pgx.Tx {
 	return tx
 }
 
-// whileBlocked runs something in the background until it waits for what another transaction has locked.
+// whileBlocked runs something in the background until it waits for a lock of another transaction.
 func whileBlocked(t *testing.T, db *pgtest.DB, run func() error) (done chan error) {
 	t.Helper()
 	done = make(chan error, 1)
@@ -53,7 +53,7 @@ func whileBlocked(t *testing.T, db *pgtest.DB, run func() error) (done chan erro
 	return done
 }
 
-// waitFor waits until another session of the database is in some state.
+// waitFor waits until another session of the database is in a given state.
 func waitFor(t *testing.T, db *pgtest.DB, state string) {
 	t.Helper()
 	require.Eventually(t, func() bool {
@@ -74,7 +74,7 @@ func requireNothingRan(t *testing.T, db *pgtest.DB) {
 	require.Empty(t, ran, "the attack ran with the rights of these")
 }
 
-// A version table that appears while Up runs is no more trusted than one that was there before.
+// A version table that appears while Up runs is trusted no more than an earlier one.
 func TestVersionTableThatAppearsMeanwhile(t *testing.T) {
 	t.Parallel()
 
@@ -88,7 +88,7 @@ func TestVersionTableThatAppearsMeanwhile(t *testing.T) {
 	requireNothingRan(t, db)
 }
 
-// The owner of the schema can drop our version table, and put another one or a view in its place.
+// The schema's owner can drop our version table, and create another one or a view with its name.
 func TestVersionTableThatIsReplacedMeanwhile(t *testing.T) {
 	t.Parallel()
 
@@ -102,7 +102,7 @@ func TestVersionTableThatIsReplacedMeanwhile(t *testing.T) {
 		},
 	} {
 		for kind, attack := range map[string]string{"table": attackTable, "view": attackView} {
-			for _, late := range []bool{false, true} { // after the first look, while Up waits for the advisory lock
+			for _, late := range []bool{false, true} { // after the first check, while Up waits for the advisory lock
 				if late && name == "status" {
 					continue
 				}
@@ -112,7 +112,7 @@ func TestVersionTableThatIsReplacedMeanwhile(t *testing.T) {
 					db := pgtest.Empty(t)
 					pool := db.OwnerPool(t, func(config *pgxpool.Config) {
 						config.ConnConfig.RuntimeParams["search_path"] = "limits"
-						// Old snapshots show nothing new.
+						// Old snapshots do not show new tables.
 						config.ConnConfig.RuntimeParams["default_transaction_isolation"] = "repeatable read"
 					})
 					pgtest.Exec(t, db.Pool, attackSQL+"; CREATE SCHEMA limits AUTHORIZATION pg_monitor")
@@ -153,7 +153,7 @@ func TestVersionTableThatIsReplacedMeanwhile(t *testing.T) {
 	}
 }
 
-// A function that says that nothing is missing is not believed if whoever may create could have put it there.
+// A function may claim that nothing is missing. It is not trusted if a stranger could have created it.
 func TestVersionFunctionOfAStranger(t *testing.T) {
 	t.Parallel()
 
@@ -180,8 +180,7 @@ func TestVersionFunctionOfAStranger(t *testing.T) {
 	require.NoError(t, migrations.Up(t.Context(), db.Pool))
 	require.NoError(t, migrations.Up(t.Context(), application))
 
-	// The owner of the database may have migrated, also where the schema is somebody else's, as public is in Postgres
-	// 14.
+	// The database's owner may have migrated, even in someone else's schema, such as public in Postgres 14.
 	pgtest.Exec(t, db.Pool, `ALTER FUNCTION rate_limit_version() OWNER TO pg_monitor`)
 	require.ErrorContains(t, migrations.Up(t.Context(), application), "rate_limit_version belongs to pg_monitor")
 	pgtest.Exec(t, db.Pool,
@@ -189,7 +188,7 @@ func TestVersionFunctionOfAStranger(t *testing.T) {
 	require.NoError(t, migrations.Up(t.Context(), application))
 }
 
-// A function that is replaced stays its owner's, who could change it at any time. So a migration makes it anew.
+// A replaced function keeps its owner, who could change it at any time. So a migration drops and creates it.
 func TestVersionFunctionThatIsReplacedIsOurs(t *testing.T) {
 	t.Parallel()
 
@@ -214,8 +213,8 @@ func TestVersionFunctionThatIsReplacedIsOurs(t *testing.T) {
 	}
 }
 
-// What ALTER DEFAULT PRIVILEGES grants is taken back before anybody can use it. No transaction leaves a table or a
-// sequence on which others have rights. Somebody holds each migration up, and looks at what those before it have made.
+// The grants of ALTER DEFAULT PRIVILEGES are revoked before anybody can use them. No transaction leaves a table or a
+// sequence with rights for others. Another session blocks each migration, and looks at the objects of the earlier ones.
 func TestDefaultPrivilegesGiveNothingMeanwhile(t *testing.T) {
 	t.Parallel()
 
@@ -262,7 +261,7 @@ func TestUpByARoleWithoutRights(t *testing.T) {
 
 	require.ErrorContains(t, migrations.Up(t.Context(), application),
 		"not applied: 1 create_tables, 2 create_functions, 3 create_triggers; this role may not apply it")
-	// The schema public may belong to pg_database_owner, as which nobody logs in.
+	// The schema public may belong to pg_database_owner, which cannot log in.
 	_, err = owner.Exec(t.Context(), "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
 	require.NoError(t, err)
 	inPublic := db.OwnerPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["role"] = "pg_monitor" })
@@ -282,7 +281,7 @@ func TestUpByARoleWithoutRights(t *testing.T) {
 	}
 }
 
-// The functions name their schema in comments too, where a line break in it would begin code.
+// The functions name their schema in comments too, where a line break would turn the rest into code.
 func TestSchemaWithALineBreak(t *testing.T) {
 	t.Parallel()
 
@@ -292,8 +291,7 @@ func TestSchemaWithALineBreak(t *testing.T) {
 	require.ErrorContains(t, migrations.Up(t.Context(), pool), "the name of the schema has a line break")
 }
 
-// A role that may create in the schema could have put a version table there, whose triggers would run with the
-// rights of a superuser.
+// A role that may create in the schema could have put a version table there, with triggers that a superuser would run.
 func TestVersionTableOfAStranger(t *testing.T) {
 	t.Parallel()
 
@@ -314,8 +312,8 @@ func TestVersionTableOfAStranger(t *testing.T) {
 	require.False(t, super)
 }
 
-// A platform may grant rights on all that is made, by ALTER DEFAULT PRIVILEGES. It gives nobody a right on a table or a
-// sequence of ours, nor the right to call a function, whatever tool migrates.
+// A platform may grant rights on all new objects with ALTER DEFAULT PRIVILEGES. These give nobody a right on our tables
+// and sequences, nor the right to call a function, with any migration tool.
 func TestDefaultPrivilegesGiveNothing(t *testing.T) {
 	t.Parallel()
 
@@ -344,7 +342,7 @@ func TestDefaultPrivilegesGiveNothing(t *testing.T) {
 	require.NoError(t, migrations.Up(t.Context(), pool))
 	require.Empty(t, given(pool))
 
-	// What was granted since stays over the next migration, where it may.
+	// Later grants survive the next migration, if they are allowed.
 	require.NoError(t, migrations.Down(t.Context(), pool))
 	pgtest.Exec(t, pool, "GRANT SELECT ON rate_limit_durable TO pg_monitor")
 	require.NoError(t, migrations.Up(t.Context(), pool))
@@ -356,7 +354,7 @@ func TestDefaultPrivilegesGiveNothing(t *testing.T) {
 	require.ErrorContains(t, migrations.Down(t.Context(), pool), "has triggers or rules")
 }
 
-// Whoever may change policies may still do so after the next migration, and no more than that.
+// A role that may change policies can still do so after the next migration, and has no other rights.
 func TestMigratingKeepsTheRightToChangePolicies(t *testing.T) {
 	t.Parallel()
 
@@ -366,7 +364,7 @@ func TestMigratingKeepsTheRightToChangePolicies(t *testing.T) {
 		ON rate_limit_policy, rate_limit_policy_history, rate_limit_durable TO pg_monitor;
 		GRANT ALL ON SEQUENCE rate_limit_policy_id_seq TO pg_monitor`)
 	access := regexp.MustCompile(`(?s)DO \$\$\nDECLARE\n    path CONSTANT.*?\n\$\$;`).FindString(script(t, latest(t), false))
-	pgtest.Exec(t, pool, access) // which each migration has
+	pgtest.Exec(t, pool, access) // each migration has this
 	rows, err := pool.Query(t.Context(), `
 		SELECT concat_ws(' ', c.relname, a.privilege_type)
 		FROM pg_class AS c, aclexplode(c.relacl) AS a
@@ -381,7 +379,7 @@ func TestMigratingKeepsTheRightToChangePolicies(t *testing.T) {
 	}, left)
 }
 
-// A search_path in which others' functions come before those of Postgres is refused.
+// A search_path with others' functions before those of Postgres is refused.
 func TestCatalogBehindAnotherSchema(t *testing.T) {
 	t.Parallel()
 
@@ -390,7 +388,7 @@ func TestCatalogBehindAnotherSchema(t *testing.T) {
 	require.ErrorContains(t, migrations.Up(t.Context(), pool), "leave pg_catalog out")
 }
 
-// To migrate a database from nothing runs nothing that others have put there.
+// Migrating an empty database runs nothing that others have created there.
 func TestMigratingAmongDecoys(t *testing.T) {
 	t.Parallel()
 
@@ -415,6 +413,6 @@ func TestMigratingAmongDecoys(t *testing.T) {
 		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "limits, public" },
 	)
 	_, err := pool.Exec(t.Context(), "SELECT format('%s', 'rate_limit'::text)")
-	require.ErrorContains(t, err, "decoy limits.format(") // so they are in place
+	require.ErrorContains(t, err, "decoy limits.format(") // this shows that they work
 	run(pool)
 }

@@ -1,21 +1,22 @@
--- Who may call, and what the functions see. They run with their owner's rights, so an application needs nothing but
--- EXECUTE on them. In return, nobody has EXECUTE unless it is granted, and the functions never run anything that others
+-- Who may call the functions, and what the functions use. They run with their owner's rights, so an application needs
+-- only EXECUTE on them. In return, nobody has EXECUTE without a grant, and the functions never run anything that others
 -- can create:
 --
---   - search_path is pg_catalog. Otherwise a function or operator that others create elsewhere with exactly the types
---     of a call would be preferred to one of pg_catalog that needs a cast. (pg_temp is named last, because it would
---     come first if it were not named.)
---   - Names of ours are written with their schema. The schema is not known before this block runs, so it rewrites the
---     bodies: each rate_limit_ or _rate_limit_ in a body is the beginning of such a name. A call of ours has all
---     arguments, of exactly the right types.
+--   - search_path is pg_catalog. Otherwise Postgres would prefer a function or operator that others create elsewhere
+--     with exactly the argument types of a call to one of pg_catalog that needs a cast. (pg_temp is named last, because
+--     otherwise it would come first.)
+--   - Our own names have their schema. The schema is known only when this block runs, so it rewrites the bodies: each
+--     rate_limit_ or _rate_limit_ in a body is the beginning of such a name. Calls of our own functions have all
+--     arguments, with exactly the right types.
 --
--- Nor does a plan depend on the settings of the session. JIT would compile for longer than a decision takes. Without
--- index scans, TID scans and nested loops, only a scan of the table would be left. (Each setting costs a call 0.1 us.)
+-- Plans do not depend on the session's settings either. JIT compilation would take longer than a decision. Without
+-- index scans, TID scans and nested loops, Postgres would have to scan the whole table. (Each setting costs 0.1 us per
+-- call.)
 --
--- The internal functions run with the settings of their callers, and are faster without their own.
+-- The internal functions use their callers' settings, because settings of their own would cost time.
 --
--- This block may run with the rights of a superuser, and search_path may name a schema in which others create. So it is
--- written with care too: until search_path is pg_catalog, every name has its schema.
+-- A superuser may run this block, with a schema in search_path in which others can create. So until search_path is
+-- pg_catalog, every name has its schema.
 DO $$
 DECLARE
     path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
@@ -28,8 +29,8 @@ DECLARE
     grantee pg_catalog.oid;
 BEGIN
     PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
-    PERFORM set_config('quote_all_identifiers', 'off', true); -- or definitions would come in other words
-    -- The schema's name is put into comments too, which end with the line.
+    PERFORM set_config('quote_all_identifiers', 'off', true); -- or definitions would be quoted differently
+    -- The schema's name is also put into comments, which a line break would end.
     IF strpos(schema, chr(10)) > 0 OR strpos(schema, chr(13)) > 0 THEN
         RAISE EXCEPTION 'the name of the schema has a line break'
             USING ERRCODE = 'invalid_schema_name', HINT = 'Rename the schema, or migrate into another one.';
@@ -48,11 +49,11 @@ BEGIN
                 'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report'))
     LOOP
         signature := fn.oid::regprocedure::text;
-        -- A migration before this one may have done it. (A twin may be the copy of a body that has the schema's name.)
+        -- An earlier migration may have done it. (A twin may be the copy of a body that already has the schema's name.)
         named := strpos(fn.prosrc, prefix) > 0 OR strpos(fn.prosrc, internal) > 0;
         IF NOT named OR fn.proacl IS NULL THEN
             EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', signature);
-            -- ALTER DEFAULT PRIVILEGES may have granted it to others.
+            -- ALTER DEFAULT PRIVILEGES may have granted others EXECUTE.
             FOR grantee IN
                 SELECT DISTINCT a.grantee FROM aclexplode(fn.proacl) AS a WHERE a.grantee NOT IN (0, fn.proowner)
             LOOP
@@ -68,7 +69,7 @@ BEGIN
             EXECUTE format('ALTER FUNCTION %s SET search_path = pg_catalog, pg_temp', signature);
             EXECUTE format('ALTER FUNCTION %s SET jit = off', signature);
         END IF;
-        -- This function looks rows up itself, rather than leave it to an INSERT.
+        -- This function checks whether rows exist itself, and does not leave that to an INSERT.
         IF 'enable_seqscan=off' = ANY (fn.proconfig) THEN
             EXECUTE format('ALTER FUNCTION %s SET enable_indexscan = on', signature);
             EXECUTE format('ALTER FUNCTION %s SET enable_tidscan = on', signature);

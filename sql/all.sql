@@ -1,6 +1,6 @@
--- What all algorithms share: the rules of each by its code, and rate_limit_all, which decides everything.
+-- Code for all algorithms: the rules of each by its code, and rate_limit_all, which decides all kinds of requests.
 
--- Whether a policy is within the exact range; NULL if there is no such algorithm.
+-- Whether a policy is within the exact range; NULL if the algorithm is unknown.
 CREATE FUNCTION _rate_limit_valid(algorithm smallint, max_count bigint, span_us bigint, refill bigint, zone text)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE
@@ -10,7 +10,7 @@ RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
         WHEN algorithm = 5 THEN _rate_limit_valid_calendar(max_count, span_us, zone) END
 $$;
 
--- The decision about a row, by its algorithm. _rate_limit_fixed explains it.
+-- The decision about a row, by its algorithm. See _rate_limit_fixed.
 CREATE FUNCTION _rate_limit_step(
     s rate_limit_row, algorithm smallint, clock bigint, cost bigint, asked bigint, most bigint,
     max_count bigint, span_us bigint, refill bigint, zone text
@@ -23,8 +23,8 @@ CREATE FUNCTION _rate_limit_step(
         WHEN 5 THEN _rate_limit_calendar(s, clock, cost, asked, most, max_count, span_us, zone) END
 $$;
 
--- _rate_limit_check refuses arguments of rate_limit_all that are not valid. Otherwise it tells whether the parts come
--- in the order of locking, each with a row of its own.
+-- _rate_limit_check refuses invalid arguments of rate_limit_all. It returns whether the parts are in the order of
+-- locking, and each has its own row.
 CREATE FUNCTION _rate_limit_check(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[], limits bigint[],
     spans_us bigint[], refills bigint[], zones text[], costs bigint[], counts bigint[], taken_in bigint[],
@@ -33,7 +33,7 @@ CREATE FUNCTION _rate_limit_check(
 #variable_conflict use_variable
 DECLARE
     n CONSTANT integer := cardinality(keys);
-    -- Costs are counted from 1, and all are above 0.
+    -- All costs are above 0, and are counted from 1.
     takes CONSTANT boolean := costs IS NULL OR costs[1] > 0 AND costs[n] > 0 AND 0 < ALL (costs);
     in_order boolean := true;
     algorithm smallint;
@@ -69,7 +69,7 @@ BEGIN
         IF zones IS NOT NULL THEN
             zone := zones[part];
             IF algorithm = 5 AND _rate_limit_valid_calendar(1::bigint, 60000000::bigint, zone) THEN
-                PERFORM timestamptz 'epoch' AT TIME ZONE zone; -- or the server does not know it
+                PERFORM timestamptz 'epoch' AT TIME ZONE zone; -- or the server does not know the zone
             END IF;
         END IF;
         wrong := CASE
@@ -111,9 +111,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_rows finds the rows of parts, each once, in the order of locking: the ephemeral ones before the durable
--- ones, then those with longer keys, then by key and name. part_of is a part of each row, and row_of the row of each
--- part.
+-- _rate_limit_rows returns the rows of the parts in the order of locking, each row once: ephemeral rows before durable
+-- ones, then longer keys first, then by key and name. part_of is one part of each row, and row_of the row of each part.
 CREATE FUNCTION _rate_limit_rows(
     requests integer[], names text[], keys text[], durables boolean[], OUT part_of integer[], OUT row_of integer[]
 ) LANGUAGE plpgsql AS $$
@@ -140,8 +139,8 @@ BEGIN
 END
 $$;
 
--- For requests that pass over held rows: _rate_limit_try_to_make makes a row, unless somebody has been making it for as
--- long as lock_timeout. Such a row cannot be seen, so it can only be waited for.
+-- This is for requests with skip_held. _rate_limit_try_to_make makes a row, but gives up if another transaction has
+-- been making it for lock_timeout. Such a row is not visible, so the only way is to wait for it.
 CREATE FUNCTION _rate_limit_try_to_make(name text, key text, durable boolean) RETURNS boolean LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 BEGIN
@@ -156,7 +155,7 @@ EXCEPTION WHEN lock_not_available THEN
 END
 $$;
 
--- _rate_limit_holder is the transaction that has locked a row, or NULL if there is none to be seen.
+-- _rate_limit_holder returns the transaction that has locked a row, or NULL if none is visible.
 CREATE FUNCTION _rate_limit_holder(name text, key text, durable boolean) RETURNS bigint LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 BEGIN
@@ -167,7 +166,7 @@ BEGIN
 END
 $$;
 
--- _rate_limit_look is a row without a lock. Because it is STABLE, it sees what the statement that calls it sees.
+-- _rate_limit_look reads a row without a lock. It is STABLE, so it sees the same as the calling statement.
 CREATE FUNCTION _rate_limit_look(name text, key text, durable boolean) RETURNS rate_limit_row
 LANGUAGE plpgsql STABLE AS $$
 #variable_conflict use_variable
@@ -189,60 +188,58 @@ BEGIN
 END
 $$;
 
--- rate_limit_all decides everything. Requests may have several parts each, such as one for an address, one for a user
--- and one for everybody. A request takes from all of its parts or from none. The parts may differ in everything:
--- limiter, key, algorithm, cost and table.
+-- rate_limit_all decides everything. A request may have several parts, such as one for an address, one for a user and
+-- one for all users. A request takes from all of its parts or from none. The parts may have different limiters, keys,
+-- algorithms, costs and tables.
 --
---   requests            the request that a part belongs to. Parts of one request stand together, and requests ascend
+--   requests            the request of each part, in ascending order
 --   names, keys         the limiter and the key of each part. A request may name the same row only once
---   durables            whether its row is in rate_limit_durable rather than in rate_limit_ephemeral
+--   durables            true for a row in rate_limit_durable, false for one in rate_limit_ephemeral
 --   algorithms          1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window
 --   limits              max_count of a window, capacity of a bucket
---   spans_us            window_us of a window, every_us of a bucket; of a calendar window, as its function takes it
+--   spans_us            window_us of a window, also of a calendar window; every_us of a bucket
 --   refills             refill of a bucket
---   costs               cost of each part; NULL means 1 each. Costs that are all 0 only look, and tell whether a cost
---                       of 1 would fit. A cost above the limit is denied with a retry_after_us of NULL, which means
---                       never. A request whose costs are below 0 gives back to all of its parts, or grants credit above
---                       the limit to all of them, up to 2^61 each: see taken_in
---   counts              how many such requests are asked, the same for all parts of a request; NULL means 1 each
---   lock_timeout_ms     as in the functions whose names begin with rate_limit_take_, like the next one
+--   costs               cost of each part; NULL means 1 each. If all costs are 0, nothing is taken, and granted
+--                       tells whether a cost of 1 would fit. A cost above the limit is denied with a retry_after_us of
+--                       NULL, which means never. Costs below 0 are a refund to all parts of a request, or a grant of
+--                       credit above the limit, up to 2^61 for each part: see taken_in
+--   counts              how many such requests to decide, the same for all parts of a request; NULL means 1 each
+--   lock_timeout_ms     as in the rate_limit_take_ functions, like the next one
 --   synchronous_commit
 --   now                 replaces the clock, for tests
 --   taken_since, taken_in, taken_at, taken_spent
---                       which take costs below 0 give back: what the decisions of its parts returned under these names.
---                       If taken_in of its first part is NULL, the request grants credit
---   skip_held           whether to pass over requests with a part whose row somebody's transaction has locked, or is
---                       just making, and decide only the others. A row that is being made cannot be seen, and is waited
---                       for as long as lock_timeout_ms. After five such waits, requests for rows that still have to be
---                       made are passed over as well
+--                       the take that costs below 0 give back: the values that its decisions returned. If taken_in of
+--                       its first part is NULL, the request grants credit
+--   skip_held           whether to skip requests with a row that another transaction has locked or is making, and
+--                       decide only the others. A row that is being made is not visible, so the call waits for it for
+--                       up to lock_timeout_ms. After five such waits, it also skips requests for all other missing rows
 --   zones               time zone of each part that is a calendar window; NULL means UTC for each
---   leased              of a part that is a token bucket, how many of the units it asks for, the last ones, are to be
---                       spent later; see Lease in lease.go. Of one that gives back, how many units are not held by that
---                       lease any more. What is leased of a bucket keeps room in it: see TokenBucket.leased in
---                       internal/model
+--   leased              for a take from a token bucket, how many of its last units will be spent later; see Lease in
+--                       lease.go. For a refund, how many units the lease no longer holds. A bucket keeps room for its
+--                       leases: see TokenBucket.leased in internal/model
 --
--- It returns a row for each part. granted is that of the request. A part with room for one more has a retry_after_us of
--- 0, so the parts that refused are those with another retry_after_us. The request fits after the longest of them. Of a
--- request that was passed over, a row comes back for each part. A part that is held has a granted of -2, and in place
--- of remaining the transaction that has locked its row, or 0 if the row is being made. A part that is not held has a
--- granted of NULL. Of a part whose row is missing and that nobody tried to make, none comes back.
+-- It returns a row for each part. granted is the request's. retry_after_us is 0 for a part with room for one more
+-- request. So the parts that denied are those with another retry_after_us. The request fits after the longest of these.
+-- For a skipped request it returns a row for each part: A part whose row is held has a granted of -2. In place of
+-- remaining it has the transaction that locked the row, or 0 if the row is being made. A part whose row is not held has
+-- a granted of NULL. If a part's row is missing and this call did not try to make it, there is no row for the part.
 --
--- The five steps: make the rows that are missing, lock them, read the clock, decide, and write what was granted.
+-- The five steps: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
 --
--- A denial must write nothing. So rows are only locked at first. If one is missing, all rows are looked at without
--- locks. Requests that are refused by what can be seen are told that, and make no row. (A request for one row that can
--- fit is always decided with a lock.) Then the rows of the others are made and locked.
+-- A denial must write nothing. So rows are first only locked. If one is missing, all rows are read without locks.
+-- Requests that the visible rows deny are denied, and make no row. (A request for one row that can fit is always
+-- decided with a lock.) Then the rows of the other requests are made and locked.
 --
--- Nobody deadlocks, because everybody locks rows in one order, and making a row counts as locking it: the ephemeral
--- ones before the durable ones, then those with longer keys, then by key and name. (Longer keys come first because a
--- key that everybody shares tends to be short, and is best held briefly.) Why that holds here: the loop over rows goes
--- up. The first time it stops at the first missing row. The look locks nothing. The second time it goes on from there,
--- and each row is made and locked before the next one is touched. So whatever it waits for comes behind all that it
--- has. A row that a sweeper deletes between the two statements is made anew in its place, before anything behind it.
--- Several calls in one transaction can deadlock, as any locks can: call once for all keys, or sort the keys.
+-- There are no deadlocks, because all calls lock rows in the same order, and making a row also locks it: ephemeral rows
+-- before durable ones, then longer keys first, then by key and name. (Longer keys come first because a shared key is
+-- usually short, and is best held briefly.) The loop over rows follows this order. The first pass stops at the first
+-- missing row. Reading the rows locks nothing. The second pass continues from there. It makes and locks each row before
+-- it touches the next one. So a call only waits for rows that come after all the rows that it has locked. If a sweeper
+-- deletes a row between the two statements, the row is made again in its turn, before anything after it. Several calls
+-- in one transaction can deadlock, as with any locks. Make one call for all keys, or sort the keys.
 --
--- If none of a refund's rows exists, none is made. If any exists, the missing ones are made too. Otherwise a take that
--- has just made them could be given back to some of its limits and not to the others.
+-- A refund makes no row if none of its rows exists. If one exists, it makes the missing ones. Otherwise a refund of a
+-- take that has just made the rows could reach some of its limits and not the others.
 CREATE FUNCTION rate_limit_all(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[],
     limits bigint[], spans_us bigint[], refills bigint[],
@@ -254,34 +251,34 @@ CREATE FUNCTION rate_limit_all(
 ) RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
 SET enable_nestloop = on
 SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 AS $$
 #variable_conflict use_variable
 DECLARE
     parts CONSTANT integer := cardinality(keys);
-    -- A cost above the limit never fits, so there is nothing to lock.
+    -- A cost above the limit never fits, so nothing needs to be locked.
     looks CONSTANT boolean := coalesce(0 = ALL (costs) OR parts = 1 AND costs[1] > limits[1], false);
-    -- When the waits for all rows together have lasted too long.
+    -- When the waits for all rows together have taken too long.
     give_up CONSTANT timestamptz := CASE WHEN lock_timeout_ms > 0
         THEN clock_timestamp() + lock_timeout_ms * interval '25 ms' ELSE 'infinity' END;
     ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
     locking boolean := NOT looks; -- or only looking
     making boolean := false;      -- missing rows, too
-    part_of integer[];            -- a part of each row, in the order of locking
+    part_of integer[];            -- one part of each row, in the order of locking
     row_of integer[];             -- the row of each part
-    rows rate_limit_row[];        -- as they are, or as they are to be written
-    locked integer := 0;          -- how many of them were locked, one after the other
-    needed boolean[];             -- which of them are to be
-    holders bigint[];             -- who has locked a row that is passed over: a transaction, 0 if the row is just being
-                                  -- made, or -1 if it is missing and nobody tried to make it
-    waits integer := 0;           -- how many waits for rows that are being made were in vain
+    rows rate_limit_row[];        -- as found, or as they will be written
+    locked integer := 0;          -- how many of them are locked, in sequence
+    needed boolean[];             -- which of them to lock
+    holders bigint[];             -- who holds a skipped row: a transaction, 0 if the row is just being
+                                  -- made, or -1 if it is missing and this call did not try to make it
+    waits integer := 0;           -- how many waits for rows being made have failed
     told boolean[];               -- for each part, whether its request has been answered
-    steps rate_limit_row[];       -- what becomes of the row of each part
+    steps rate_limit_row[];       -- the next state of each part's row
     s rate_limit_row;
     part integer;
-    from_part integer;            -- the parts of a request
+    from_part integer;            -- the first part of a request
     to_part integer;
     missing boolean;
     passed_over boolean;
@@ -293,8 +290,8 @@ DECLARE
     max_count bigint;
     span_us bigint;
     granted bigint;
-    gives boolean;                -- the request gives back, or grants
-    undecided boolean;            -- it is not refused by what can be seen, or shares a row with such a request
+    gives boolean;                -- the request is a refund or a grant
+    undecided boolean;            -- the visible rows do not deny it, or it shares a row with such a request
     lent bigint;
     writes boolean := false;
 BEGIN
@@ -344,7 +341,7 @@ BEGIN
                     ON CONFLICT DO NOTHING;
                 END IF;
 
-                -- 2. Lock it, or pass over it.
+                -- 2. Lock it, or skip it.
                 IF NOT skip_held AND durables[part] THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log,
@@ -381,7 +378,7 @@ BEGIN
                     USING ERRCODE = 'object_not_in_prerequisite_state',
                         HINT = 'Something deletes rows of this transaction, or keeps them from being made: a trigger?';
             END IF;
-            IF holders[i] IS NULL THEN -- else s is not this row
+            IF holders[i] IS NULL THEN -- otherwise s is another row
                 rows[i] := s;
             END IF;
             IF NOT making THEN
@@ -395,7 +392,7 @@ BEGIN
             locking := false;
         END IF;
         IF NOT locking THEN
-            -- Look at the others. One statement sees all of them as they were at one moment.
+            -- Read the others. One statement sees them all at the same moment.
             rows[locked + 1:cardinality(part_of)] := ARRAY(
                 SELECT _rate_limit_look(names[e.part], keys[e.part], durables[e.part])
                 FROM unnest(part_of) WITH ORDINALITY AS e (part, place)
@@ -404,11 +401,12 @@ BEGIN
         END IF;
         needed := array_fill(false, ARRAY[cardinality(part_of)]);
 
-        -- 3. Read the clock, with every lock held. Read before, it could be older than a row that was waited for.
+        -- 3. Read the clock once all locks are held. An earlier reading could be older than a row that this call waited
+        --    for.
         decided_at := coalesce(now, clock_timestamp());
         clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
 
-        -- 4. Roll the rows forward to it, and decide.
+        -- 4. Roll the rows forward to the clock, and decide.
         to_part := 0;
         steps := NULL;
         WHILE to_part < parts LOOP
@@ -438,13 +436,13 @@ BEGIN
                 CONTINUE;
             END IF;
 
-            -- How many fit into each part, and then, of several parts, what becomes of each if as many are granted as
-            -- fit into all of them.
+            -- Find how many requests fit into each part. If there are several parts, grant as many as fit into all of
+            -- them.
             most := CASE WHEN gives OR costs[from_part] <> 0 THEN asked ELSE 0 END;
             FOR pass IN 1 .. 2 LOOP
                 granted := most;
                 FOR i IN from_part .. to_part LOOP
-                    CONTINUE WHEN (steps[i]).granted = most; -- in the second pass: nothing changes for this part
+                    CONTINUE WHEN (steps[i]).granted = most; -- in the second pass: this part stays the same
                     cost := costs[i];
                     max_count := limits[i];
                     span_us := spans_us[i];
@@ -484,7 +482,7 @@ BEGIN
                     CONTINUE;
                 END IF;
                 s := steps[i];
-                IF leased[i] > 0 AND algorithms[i] = 3 AND NOT gives THEN -- the decision tells what was leased before
+                IF leased[i] > 0 AND algorithms[i] = 3 AND NOT gives THEN -- the decision has the units leased before
                     lent := least(leased[i] / costs[i] - (asked - granted), granted);
                     steps[i].told_log := s.log;
                     s.log := _rate_limit_bucket_lend(s, lent * costs[i]);

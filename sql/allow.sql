@@ -1,7 +1,7 @@
--- The functions for people and triggers. Other languages call them too, unless they ask for many keys at once.
+-- Functions for people and triggers. Other languages call them too, except for many keys at once.
 
--- _rate_limit_ask decides, or only looks if cost is 0. Without a policy, the row of rate_limit_policy that is in force
--- decides. Its texts have the collation of the tables, whatever collation the caller's have.
+-- _rate_limit_ask decides, or only looks if cost is 0. If policy is NULL, the row of rate_limit_policy that is in force
+-- decides. Texts are compared with the tables' collation, not the caller's.
 CREATE FUNCTION _rate_limit_ask(
     name text, key text, policy text, cost bigint, durable boolean,
     OUT allowed boolean, OUT remaining bigint, OUT retry_after interval, OUT reset_after interval,
@@ -10,16 +10,16 @@ CREATE FUNCTION _rate_limit_ask(
 #variable_conflict use_variable
 DECLARE
     clock timestamptz;
-    mode text;        -- of the row of rate_limit_policy that decides
+    mode text;        -- the mode of the deciding row of rate_limit_policy
     until timestamptz;
     p record;
     n integer;
-    names text[]; -- of the rows: the second policy's has the name with /2, and so on
+    names text[]; -- the rows' names: the second policy's has the suffix /2, and so on
 BEGIN
     IF policy IS NULL THEN
         clock := clock_timestamp();
         FOR mode, policy, until IN
-            -- off and deny ask for no row, whatever the policy.
+            -- The modes off and deny read no row, with any policy.
             SELECT r.mode, CASE r.mode WHEN 'enforce' THEN r.policy ELSE 'fixed 1/1s' END, r.valid_until
             FROM rate_limit_policy AS r
             WHERE r.name = name AND r.valid_from <= clock AND r.valid_until > clock
@@ -30,14 +30,14 @@ BEGIN
             BEGIN
                 SELECT * INTO p FROM _rate_limit_read_policy(policy);
                 EXIT;
-            EXCEPTION WHEN invalid_parameter_value THEN -- it came around the triggers; limiters pass over it too
+            EXCEPTION WHEN invalid_parameter_value THEN -- it was written without the triggers; limiters ignore it too
                 policy := NULL;
             END;
         END LOOP;
         IF policy IS NULL AND name <> '' AND key <> '' THEN -- other names and keys are refused below
             RAISE EXCEPTION 'rate_limit: no policy is given, and none is in force for the key'
                 USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
-                    -- A literal must not have a name of ours, because access.sql would put the schema before it.
+                    -- A literal must not contain one of our names, because access.sql would put the schema before it.
                     HINT = 'Pass a policy, such as ''sliding 10/1m'', or set one for everybody: INSERT INTO rate_limit'
                         '_policy (name, policy, comment) VALUES (<name>, ''sliding 10/1m'', <why>).';
         END IF;

@@ -1,7 +1,7 @@
--- The calendar window. calendar.go says what it promises.
--- These functions are tested against its model, internal/model/calendar.go.
+-- The calendar window. calendar.go defines it. These functions are tested against the model in
+-- internal/model/calendar.go.
 
--- Whether a policy is within the exact range. Whether the server knows the zone is another question.
+-- Whether a policy is within the exact range. Whether the server knows the zone is not checked here.
 CREATE FUNCTION _rate_limit_valid_calendar(max_count bigint, window_us bigint, zone text)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT max_count BETWEEN 1 AND 4611686018427387904
@@ -11,8 +11,8 @@ RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
         AND zone COLLATE "C" !~* '^(right|posix)/'
 $$;
 
--- _rate_limit_window_end tells when the window ends that a clock is in: when the next one starts, by date_trunc.
--- Clocks change at whole seconds, so it takes whole seconds.
+-- _rate_limit_window_end returns the end of the window at a time: the beginning of the next one, by date_trunc. Clocks
+-- change only at whole seconds, so it takes whole seconds.
 CREATE FUNCTION _rate_limit_window_end(clock bigint, window_us bigint, zone text)
 RETURNS bigint LANGUAGE plpgsql STABLE AS $$
 #variable_conflict use_variable
@@ -21,14 +21,15 @@ DECLARE
         WHEN 86400000000 THEN 'day' WHEN 604800000000 THEN 'week' ELSE 'month' END;
     instant CONSTANT timestamptz := timestamptz 'epoch' + clock / 1000000 * interval '1 second';
     begins CONSTANT timestamptz := date_trunc(unit, instant, zone);
-    -- A time in the next window: windows of days and more differ in length by less than half of it. Of hours and
-    -- minutes the next one starts where date_trunc changes, which is within a window only if clocks change there.
+    -- First find a time in the next window. Windows of days and more differ in length by less than half a window. For
+    -- hours and minutes, the next window begins where date_trunc changes. That is within a window only if clocks change
+    -- there.
     later CONSTANT timestamptz := begins
         + CASE WHEN window_us < 86400000000 THEN window_us - 1000000 ELSE window_us / 2 * 3 END
             * interval '1 microsecond';
     ends timestamptz := date_trunc(unit, later, zone);
 BEGIN
-    IF begins > instant THEN -- midnight comes once more, or was left out
+    IF begins > instant THEN -- midnight occurs twice, or is skipped
         ends := begins;
     ELSIF ends <= instant THEN
         ends := begins + window_us * interval '1 microsecond';
@@ -42,18 +43,19 @@ BEGIN
 END
 $$;
 
--- _rate_limit_calendar decides about a row, as _rate_limit_fixed does. scale is the length of the row's window.
+-- _rate_limit_calendar decides about a row, with arguments like _rate_limit_fixed. scale is the length of the row's
+-- window.
 CREATE FUNCTION _rate_limit_calendar(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint,
     zone text
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
-    t bigint;                -- the clock, or the row's own time if that is ahead of it
-    moved boolean := false;  -- the clock has jumped back, and the row with it
+    t bigint;                -- the clock, or the row's own time if it is later
+    moved boolean := false;  -- the clock jumped back, and so the row was moved back
     room bigint;
     ends bigint;
 BEGIN
-    IF s.scale > 2 * window_us THEN -- the window of a longer unit
+    IF s.scale > 2 * window_us THEN -- it counts a longer unit's window
         s.count := 0;
     END IF;
     IF clock >= s.expires_at OR s.count = 0 AND s.credit = 0 THEN -- as good as new
@@ -100,7 +102,7 @@ BEGIN
 END
 $$;
 
--- Whether units fit into a row by the clock, and still will 10 ms later: into the window, or into one that begins.
+-- Whether units fit into a row at this time and for another 10 ms: into its window, or into a new one.
 CREATE FUNCTION _rate_limit_calendar_fits(
     algorithm smallint, count bigint, window_start bigint, scale bigint, expires_at bigint, since bigint,
     units bigint, clock bigint, max_count bigint, window_us bigint
@@ -111,7 +113,7 @@ CREATE FUNCTION _rate_limit_calendar_fits(
                 AND units <= max_count - count)
 $$;
 
--- Its parameters and its answer are those of rate_limit_take_sliding_window, but for these:
+-- Parameters and result are those of rate_limit_take_sliding_window, except:
 --
 --   max_count  the limit, in units of cost, at most 2^62
 --   window_us  60000000 for windows of a minute, 3600000000 for an hour, 86400000000 for a day, 604800000000 for a
@@ -124,16 +126,16 @@ CREATE FUNCTION rate_limit_take_calendar_window(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
 AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text;
     clock bigint;
-    window_end bigint; -- of a window that begins now, or NULL if the policy is not valid
-    lasts boolean;     -- it is not about to end, as in the rules for a row that is there
-    units bigint;      -- that are asked of the only key, or NULL if something is not valid
-    units_of bigint[]; -- the same of each of several
+    window_end bigint; -- the end of a window that begins now; NULL if the policy is invalid
+    lasts boolean;     -- the window does not end within 10 ms, as the rules for an existing row require
+    units bigint;      -- the units for the only key; NULL if something is invalid
+    units_of bigint[]; -- the units for each of several keys
     taken_keys text[];
     taken bigint[];
 BEGIN
@@ -203,7 +205,7 @@ $$;
 COMMENT ON FUNCTION rate_limit_take_calendar_window IS
     'Takes from the minutes, hours, days, weeks or months of a time zone, '
     'each of which admits max_count.
-It takes what the costs and counts of each key say, or denies it, '
+It takes the costs and counts of each key, or denies them, '
     'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
 Example: SELECT rate_limit_take_calendar_window(''mail'', ARRAY[''user:123''], 1000, 2678400000000, ''Europe/Berlin'') '
     'takes one of 1000 a month.';

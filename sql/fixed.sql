@@ -1,22 +1,21 @@
--- The fixed window. fixed.go says what it promises.
--- These functions are tested against its model, internal/model/fixed.go.
+-- The fixed window. fixed.go defines it. These functions are tested against the model in internal/model/fixed.go.
 
--- Whether a policy is within the exact range; also of a sliding window.
+-- Whether a policy is within the exact range; also for a sliding window.
 CREATE FUNCTION _rate_limit_valid_window(max_count bigint, window_us bigint)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
         AND max_count <= 4611686018427387904 / window_us
 $$;
 
--- _rate_limit_fixed decides about a row. s is the row as it was found, and as it is afterwards: rolled forward to the
--- clock, and taken from if something was granted. Of the requests that are asked, at most as many as most are granted,
--- because other parts of these requests have no room for more. A cost of 0 only looks.
+-- _rate_limit_fixed decides about a row. s is the row as found. It is returned rolled forward to the clock, with the
+-- granted units taken. It grants at most most requests, because other parts of these requests have no room for more. A
+-- cost of 0 only looks.
 CREATE FUNCTION _rate_limit_fixed(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
-    t bigint;                -- the clock, or the row's own time if that is ahead of it
-    moved boolean := false;  -- the clock has jumped back, and the row with it
+    t bigint;                -- the clock, or the row's own time if it is later
+    moved boolean := false;  -- the clock jumped back, and so the row was moved back
     room bigint;
     ends bigint;
 BEGIN
@@ -62,7 +61,7 @@ BEGIN
 END
 $$;
 
--- Whether units fit into a row by the clock, and still will 10 ms later: into the window, or into one that begins.
+-- Whether units fit into a row at this time and for another 10 ms: into its window, or into a new one.
 CREATE FUNCTION _rate_limit_fixed_fits(
     algorithm smallint, count bigint, window_start bigint, expires_at bigint, since bigint,
     units bigint, clock bigint, max_count bigint, window_us bigint
@@ -72,7 +71,7 @@ CREATE FUNCTION _rate_limit_fixed_fits(
             OR clock + 10000 < expires_at AND expires_at = window_start + window_us AND units <= max_count - count)
 $$;
 
--- Its parameters and its answer are those of rate_limit_take_sliding_window.
+-- Parameters and result are those of rate_limit_take_sliding_window.
 CREATE FUNCTION rate_limit_take_fixed_window(
     name text, keys text[], max_count bigint, window_us bigint,
     costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
@@ -80,15 +79,15 @@ CREATE FUNCTION rate_limit_take_fixed_window(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
 AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text;
     clock bigint;
-    valid boolean;     -- whether the policy is
-    units bigint;      -- that are asked of the only key, or NULL if something is not valid
-    units_of bigint[]; -- the same of each of several
+    valid boolean;     -- whether the policy is valid
+    units bigint;      -- the units for the only key; NULL if something is invalid
+    units_of bigint[]; -- the units for each of several keys
     taken_keys text[];
     taken bigint[];
 BEGIN
@@ -153,7 +152,7 @@ $$;
 
 COMMENT ON FUNCTION rate_limit_take_fixed_window IS
     'Takes from fixed windows of window_us microseconds, each of which admits max_count. '
-    'A window starts at the first request after the one before has ended.
-It takes what the costs and counts of each key say, or denies it, '
+    'A window starts at the first request after the previous window.
+It takes the costs and counts of each key, or denies them, '
     'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
 Example: SELECT rate_limit_take_fixed_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';

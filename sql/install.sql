@@ -1,4 +1,4 @@
--- Loads everything into the schema that search_path names first, as the migrations do:
+-- This file loads everything into the first schema of search_path, as the migrations do:
 --
 --   psql -1 -f sql/install.sql
 \set ON_ERROR_STOP on

@@ -1,12 +1,12 @@
--- _rate_limit_left_ephemeral decides the keys that the statement of an algorithm did not: those that are not among
--- taken_keys. It returns what was told of these, in the order of keys, and then fifteen numbers for each other key.
+-- _rate_limit_left_ephemeral decides the keys that an algorithm's own statement left: those that are not in taken_keys.
+-- It returns the statement's numbers, in the order of keys, and then fifteen numbers for each other key.
 -- (rate_limit_take_sliding_window explains the numbers.)
 --
--- valid tells that what was asked is valid. If there are several keys, the statement has then locked their rows, in the
--- order of locking, so nothing is waited for here. began is the clock that it went by.
+-- valid says whether the arguments are valid. If there are several keys, the statement has already locked their rows in
+-- the order of locking, so this function waits for no lock. began is the statement's clock.
 --
--- Keys are decided here, one after the other, as long as their rows exist. The first missing one and all behind it go
--- to rate_limit_all, which costs more than twice as much.
+-- It decides one key after another, as long as their rows exist. From the first missing row on, it calls
+-- rate_limit_all, which costs more than twice as much.
 CREATE FUNCTION _rate_limit_left_ephemeral(
     name text, keys text[], algorithm smallint, max_count bigint, span_us bigint, refill bigint, zone text,
     costs bigint[], counts bigint[], lock_timeout_ms integer, now_us bigint,
@@ -21,21 +21,21 @@ DECLARE
     clock bigint;
     asked bigint;
     n integer := coalesce(cardinality(keys), 0);
-    places integer[]; -- of the keys that are left; NULL: all of them
+    places integer[]; -- of the keys that are left; NULL means all
     place integer;
-    done integer := 0; -- how many of these are decided
+    done integer := 0; -- how many of these have been decided
     told bigint[];
     gone text[];
 BEGIN
     IF taken IS NOT NULL THEN
-        IF array_ndims(taken) = 1 THEN -- of the only key
+        IF array_ndims(taken) = 1 THEN -- for the only key
             taken := ARRAY[taken];
             taken_keys := keys;
         END IF;
         IF _rate_limit_now(now_us) > began + 10000 THEN
-            -- A row that this call has made begins by the first reading of the clock. That may be too old for it:
-            -- another transaction may have made the same row, and rolled back after this one had waited for it. Such a
-            -- row is deleted, and decided anew.
+            -- A row made by this call begins at the first reading of the clock. That may be too early: another
+            -- transaction may have made the same row, and rolled back while this one waited. Then delete the row, and
+            -- decide again.
             WITH d AS (
                 DELETE FROM rate_limit_ephemeral AS d
                 USING (
@@ -79,7 +79,7 @@ BEGIN
         WHERE d.prefix = name AND d.key = keys[place] AND d.algorithm = algorithm
         FOR UPDATE;
         EXIT WHEN NOT found;
-        clock := _rate_limit_now(now_us); -- after the lock, or it could be older than the row
+        clock := _rate_limit_now(now_us); -- after the lock; an earlier reading could be older than the row
         asked := coalesce(counts[place], 1);
         s := _rate_limit_step(s, algorithm, clock, coalesce(costs[place], 1), asked, asked,
             max_count, span_us, refill, zone);
@@ -113,7 +113,7 @@ BEGIN
             a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at] || CASE WHEN n = 1 THEN a.log END)
         FROM rate_limit_all(
             places, array_fill(name, ARRAY[n]), keys,
-            array_fill('ephemeral' = 'durable', ARRAY[n]), -- false; twins.sql writes 'durable' = 'durable'
+            array_fill('ephemeral' = 'durable', ARRAY[n]), -- false; twins.sql changes it to 'durable' = 'durable'
             array_fill(algorithm, ARRAY[n]), array_fill(max_count, ARRAY[n]), array_fill(span_us, ARRAY[n]),
             array_fill(refill, ARRAY[n]), costs, counts, lock_timeout_ms, NULL::boolean,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',

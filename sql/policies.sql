@@ -1,13 +1,14 @@
--- Policies as data. A row of rate_limit_policy says which policy holds for a key, for the keys that begin with a
--- prefix, or for everybody. Limiters of the Go package whose Config.Policies is set obey it. People write to the table,
--- with psql or with 'pgratelimit policy', and the triggers below check what they write and remember it.
+-- Policies as data. A row of rate_limit_policy is a policy for one key, for all keys with a prefix, or for all keys. A
+-- limiter of the Go package uses these rows if its Config.Policies is set. People write to the table, with psql or with
+-- 'pgratelimit policy'. The triggers below check each change and record it.
 --
--- Which row counts: an exact key, then the longest prefix, then everybody, then the policy in the code; of several rows
--- for the same, the one that began last, and of those, the one with the highest id. Only rows count that have begun and
--- have not ended. Rows of the mode shadow are looked up in the same way, but among themselves.
+-- The order of precedence is: the row for the exact key, the row for the longest prefix, the row for all keys, and the
+-- policy in the code. Of several rows for the same target, the one that began last counts, and of those the one with
+-- the highest id. Only rows count that have begun and have not ended. Rows of the mode shadow are looked up separately,
+-- in the same way.
 
--- _rate_limit_check_policy refuses a row that limiters could not read. It does so before any constraint would, because
--- the message of a constraint shows the row, and a key is personal data.
+-- _rate_limit_check_policy refuses a row that limiters could not read. It runs before the constraints, because the
+-- message of a constraint shows the row, and a key is personal data.
 CREATE FUNCTION _rate_limit_check_policy() RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -26,7 +27,7 @@ BEGIN
     END IF;
     SELECT c.name, c.hint INTO wrong, hint
     FROM (VALUES
-        -- 0 stands for no row. Above 2^53, many languages cannot tell the numbers of JSON apart.
+        -- 0 means no row. Above 2^53, many languages read the numbers of JSON inexactly.
         ('id', NEW.id = OLD.id OR TG_OP = 'INSERT' AND NEW.id BETWEEN 1 AND 9007199254740992,
             'It comes by itself, from 1 to 9007199254740992 (2^53), and stays, because processes know the row by it.'),
         ('name', octet_length(NEW.name) BETWEEN 1 AND 128, 'It is the name of a limiter, of 1 to 128 bytes.'),
@@ -77,14 +78,14 @@ BEGIN
 END
 $$;
 
--- _rate_limit_note_policy writes the history, and wakes up whoever listens. Before a statement changes anything, it
--- takes a lock that lasts until the transaction ends. It makes the numbers of the history ascend in the order of the
--- commits, so whoever has read up to a number misses nothing by going on from there. It comes before the locks of
--- rows, so statements that change policies cannot deadlock with each other.
+-- _rate_limit_note_policy writes the history, and notifies the listeners. Before a statement changes anything, it takes
+-- a lock until the transaction ends. So the numbers of the history ascend in the order of the commits. A reader that
+-- continues after the last number it has read misses nothing. The lock comes before row locks, so statements that
+-- change policies cannot deadlock with each other.
 --
--- It is silent about rows that logical replication applies, and must stay so: history is replicated too, and a number
--- that was given here would be in the way of the same number that arrives. Processes find such rows by reading all
--- rows now and then.
+-- It ignores rows from logical replication, and must do so: the history is replicated too, and a number assigned here
+-- could conflict with the same number when it arrives. Processes find such rows when they read all rows from time to
+-- time.
 CREATE FUNCTION _rate_limit_note_policy() RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -93,14 +94,15 @@ AS $$
 DECLARE
     ids regclass;
     versions regclass;
-    -- A number above this came around the check. It leaves room below 2^53, or the next id would be refused.
+    -- A number above this was written without the check. Leave room below 2^53, or the next id would be refused.
     most CONSTANT bigint := 4503599627370496; -- 2^52
     id bigint;
     version bigint;
 BEGIN
     IF TG_LEVEL = 'STATEMENT' THEN
         LOCK TABLE rate_limit_policy_history IN SHARE UPDATE EXCLUSIVE MODE;
-        -- Logical replication brings rows, and leaves the sequences behind them. An id that history has is used up too.
+        -- Logical replication copies rows, but does not advance the sequences. An id that is in the history is used up
+        -- too.
         ids := pg_get_serial_sequence(format('%I.%I', TG_TABLE_SCHEMA, TG_TABLE_NAME), 'id');
         versions := pg_get_serial_sequence(format('%I.%I', TG_TABLE_SCHEMA, TG_TABLE_NAME || '_history'), 'version');
         id := (SELECT max(p.id) FROM rate_limit_policy AS p WHERE p.id <= most);
@@ -116,7 +118,7 @@ BEGIN
     VALUES (clock_timestamp(), session_user, lower(TG_OP), CASE TG_OP WHEN 'DELETE' THEN OLD.id ELSE NEW.id END,
         CASE WHEN TG_OP <> 'INSERT' THEN to_jsonb(OLD) END, CASE WHEN TG_OP <> 'DELETE' THEN to_jsonb(NEW) END);
     IF TG_OP <> 'INSERT' THEN
-        -- What was counted was another policy's. The rows are locked in the order in which rate_limit_report does it.
+        -- The counts belong to another policy. Lock the rows in the same order as rate_limit_report.
         PERFORM FROM rate_limit_shadow AS s WHERE s.policy_id = OLD.id ORDER BY s.key FOR UPDATE;
         DELETE FROM rate_limit_shadow AS s WHERE s.policy_id = OLD.id;
     END IF;
@@ -125,15 +127,15 @@ BEGIN
 END
 $$;
 
--- rate_limit_policies tells a process what has changed since it last asked. It returns one row for each policy, and one
--- row with an id of NULL if there is none to tell.
+-- rate_limit_policies returns the changes since a process last asked. It returns one row for each policy, or one row
+-- with an id of NULL if there are none.
 --
---   known, known_us      the version and the changed_us that the last answer told. NULL tells all rows that have not
---                        ended. (Where a dump was restored, the same version may be another change.)
---   version, changed_us  what the answer brings the caller up to, and when that change was made. Changes that commit
---                        meanwhile may be in the answer already, and are told again next time
---   complete             whether these are all rows. Otherwise the caller knows the others already
---   removed              whether the row was deleted. Then only its id is told
+--   known, known_us      version and changed_us of the last answer. NULL asks for all rows that have not ended. (After
+--                        a dump is restored, another change may have the same version.)
+--   version, changed_us  the last change in the answer, and its time. The answer may already have changes that commit
+--                        meanwhile. The next answer has them again
+--   complete             whether these are all rows. Otherwise they are only the changed ones
+--   removed              whether the row was deleted. Then only its id is set
 --   clock_us, from_us, until_us
 --                        the database's clock, valid_from and valid_until, in microseconds since 1970 UTC. NULL if they
 --                        are infinite, or after the year 9999
@@ -158,7 +160,7 @@ BEGIN
     ORDER BY h.version DESC LIMIT 1;
     version := coalesce(version, 0);
     changed_us := coalesce(changed_us, 0);
-    -- Read afterwards. Or a policy that begins as it is written could seem to begin later.
+    -- Read afterwards. Otherwise a policy that begins when it is written could seem to begin later.
     clock := clock_timestamp();
     clock_us := (extract(epoch FROM clock) * 1000000)::bigint;
     complete := known IS NULL;
@@ -166,12 +168,12 @@ BEGIN
         RETURN NEXT;
         RETURN;
     END IF;
-    -- What is known may be older than the history, or of another database that this one takes the place of. Nor does
-    -- anything tell whether the history still has what came after version 0.
+    -- The known version may be older than the history, or may come from another database that this one replaces. And
+    -- nothing says whether the history still has the changes after version 0.
     complete := NOT EXISTS (
         SELECT FROM rate_limit_policy_history AS h
         WHERE h.version = known AND (known_us IS NULL OR (extract(epoch FROM h.at) * 1000000)::bigint = known_us));
-    -- Of all rows, those that people have written come first, for processes that cannot hold all.
+    -- When all rows are returned, those written by people come first, for processes that cannot keep all.
     RETURN QUERY
     SELECT version, changed_us, complete, clock_us, c.id, p.id IS NULL,
         p.name, p.key, p.key_prefix, p.mode, p.policy,
@@ -184,7 +186,7 @@ BEGIN
         UNION ALL
         SELECT DISTINCT h.policy_id FROM rate_limit_policy_history AS h WHERE NOT complete AND h.version > known
     ) AS c
-    LEFT JOIN LATERAL ( -- each by the index, however many the planner expects
+    LEFT JOIN LATERAL ( -- each by the index, for any estimate of the planner
         SELECT p.* FROM rate_limit_policy AS p WHERE p.id = c.id OFFSET 0
     ) AS p ON true
     ORDER BY p.automatic, p.valid_until DESC, c.id;
@@ -195,12 +197,12 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_policies IS
-    'Tells a process which policies have changed since it last asked: those after the version that it passes as known. '
-    'NULL tells all. It listens on the channel rate_limit, or asks again every now and then.
+    'Returns the policies that have changed since the version in known. NULL returns all. '
+    'Processes listen on the channel rate_limit, or ask again from time to time.
 Example: SELECT * FROM rate_limit_policies()';
 
--- rate_limit_ban denies everything to a key for a while; see the comment on it below. If the key is banned already,
--- that ban stays as it is. lock_timeout_ms is the longest wait for whoever else is changing policies; NULL leaves the
+-- rate_limit_ban denies everything to a key for a time; see the comment on it below. If the key is already banned, that
+-- ban stays unchanged. lock_timeout_ms is the longest wait for others who are changing policies; NULL keeps the
 -- session's lock_timeout.
 CREATE FUNCTION rate_limit_ban(
     name text, key text, first interval, longest interval, forgiven_after interval, comment text,
@@ -229,7 +231,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value',
                 HINT = 'first is above 0, longest is at least first, and forgiven_after is not negative.';
     END IF;
-    -- From here on nobody else bans the key.
+    -- From here on, no other session can ban the key.
     LOCK TABLE rate_limit_policy_history IN SHARE UPDATE EXCLUSIVE MODE;
     clock := clock_timestamp();
     SELECT p.mode, p.valid_until INTO in_force
@@ -246,7 +248,7 @@ BEGIN
     FROM rate_limit_policy AS p
     WHERE p.name = name COLLATE "C" AND p.key = key COLLATE "C" AND p.mode = 'deny' AND p.automatic
     ORDER BY p.valid_until DESC LIMIT 1;
-    -- In seconds, because days are not the same everywhere.
+    -- In seconds, because days differ in length.
     lasts := CASE WHEN last.valid_until + forgiven_after > clock
             AND isfinite(last.valid_from) AND isfinite(last.valid_until)
         THEN greatest(least(
@@ -254,8 +256,8 @@ BEGIN
             first)
         ELSE first END;
     ends := clock + lasts;
-    -- Ended bans are kept until they are forgiven. Each new one clears some of those away, so they do not pile up. It
-    -- passes over rows that somebody has locked, who may be waiting for this transaction.
+    -- Ended bans are kept until they are forgiven. Each new ban deletes some forgiven ones, so they do not accumulate.
+    -- It skips locked rows, because their holders may be waiting for this transaction.
     ended := ARRAY(
         SELECT p.id FROM rate_limit_policy AS p
         WHERE p.name = name COLLATE "C" AND p.automatic AND p.valid_until < clock - forgiven_after
@@ -269,13 +271,13 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_ban IS
-    'Denies everything to a key for the time first, or twice as long as the last ban of that key, and at most longest. '
-    'forgiven_after the end of a ban, the next one lasts for the time first again. '
+    'Denies everything to a key for the time first, or for twice the length of its last ban, but at most for longest. '
+    'If forgiven_after has passed since the last ban, the next one lasts for first again. '
     'Returns when the ban ends, and whether it is a new one.
 Example: SELECT * FROM rate_limit_ban(''login'', ''user:123'', ''1 hour'', ''1 week'', ''1 day'', ''too many'')';
 
--- rate_limit_report adds to rate_limit_shadow what a process has counted: at most 10^12 each. The arrays have an
--- element for each row. A row with a negative number is passed over.
+-- rate_limit_report adds a process's counts to rate_limit_shadow: at most 10^12 each. The arrays have an element for
+-- each row. A row with a negative number is skipped.
 CREATE FUNCTION rate_limit_report(
     policy_ids bigint[], keys text[], decided bigint[], denied bigint[], would_deny bigint[]
 ) RETURNS void
@@ -287,12 +289,12 @@ AS $$
 #variable_conflict use_variable
 DECLARE
     clock timestamptz := clock_timestamp();
-    most CONSTANT bigint := 1000000000000; -- far more than a process decides in the 10 seconds of a report
+    most CONSTANT bigint := 1000000000000; -- far more than a process can decide in the 10 seconds between reports
     id bigint;
     surplus tid[];
 BEGIN
-    -- Whoever changes a policy has locked its row, and deletes what was counted for it. A report passes such a policy
-    -- over, and waits for nobody who changes policies. So it cannot deadlock with them.
+    -- A session that changes a policy has locked its row, and deletes its counts. A report skips such a policy, and
+    -- does not wait for these sessions. So it cannot deadlock with them.
     WITH policy AS MATERIALIZED (
         SELECT p.id FROM rate_limit_policy AS p
         WHERE p.id = ANY (policy_ids) AND p.mode = 'shadow'
@@ -306,14 +308,14 @@ BEGIN
         AND EXISTS (SELECT FROM policy AS p WHERE p.id = e.policy_id)
         AND octet_length(e.key) <= 512
     ORDER BY e.policy_id, e.key COLLATE "C"
-    -- Nothing is added beyond the largest number, or one report could make all others fail.
+    -- Stop at the largest number, or one report could make all others fail.
     ON CONFLICT (policy_id, key) DO UPDATE SET
         decided = s.decided + least(excluded.decided, 9223372036854775807 - s.decided),
         denied = s.denied + least(excluded.denied, 9223372036854775807 - s.denied),
         would_deny = s.would_deny + least(excluded.would_deny, 9223372036854775807 - s.would_deny),
         last_at = excluded.last_at;
     FOR id IN SELECT DISTINCT e FROM unnest(policy_ids) AS e ORDER BY e LOOP
-        -- Rows that come later are locked already, so it waits for nobody.
+        -- Later rows are already locked, so this waits for nobody.
         surplus := ARRAY(
             SELECT s.ctid FROM rate_limit_shadow AS s
             WHERE s.policy_id = id AND s.key IN (
@@ -327,5 +329,5 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_report IS
-    'Adds what a process has counted to rate_limit_shadow. An empty key stands for all keys together.
+    'Adds a process''s counts to rate_limit_shadow. An empty key means all keys together.
 Example: SELECT rate_limit_report(ARRAY[1], ARRAY[''''], ARRAY[100], ARRAY[0], ARRAY[5])';

@@ -1,7 +1,7 @@
--- Giving back what was taken, granting credit, and what is leased of a bucket.
+-- Refunds, granted credit, and the leases of a bucket.
 
--- _rate_limit_fixed_refund gives units back to a row, if the window that they were taken in lasts; also of a calendar
--- window. rolled is the row as it is by now.
+-- _rate_limit_fixed_refund gives units back to a row if their window still lasts; also for a calendar window. rolled is
+-- the row, rolled forward to now.
 CREATE FUNCTION _rate_limit_fixed_refund(s rate_limit_row, rolled rate_limit_row, units bigint, taken_in bigint)
 RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
@@ -14,8 +14,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_sliding_refund gives units back to a row, in whose window or window before they were taken; also if
--- rolled, the row as it is by now, is a window later.
+-- _rate_limit_sliding_refund gives units back to a row if they were taken in its window or the previous one, even if
+-- rolled, the row rolled forward to now, is one window later.
 CREATE FUNCTION _rate_limit_sliding_refund(
     s rate_limit_row, rolled rate_limit_row, units bigint, taken_in bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
@@ -38,8 +38,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_log_refund gives units back to the entry that they were taken by, if it still counts. What has left the
--- log does not come back, although the row's time may fall.
+-- _rate_limit_log_refund gives units back to their log entry, if it still counts. Entries that have left the log do not
+-- return, even if the row's time goes back.
 CREATE FUNCTION _rate_limit_log_refund(
     s rate_limit_row, rolled rate_limit_row, clock bigint, units bigint, taken_in bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
@@ -52,7 +52,7 @@ DECLARE
     back bigint := CASE WHEN place > 0 THEN least(units, rolled.log[place] & 1023) ELSE 0 END;
     n integer;
 BEGIN
-    s.changed := back > 0 AND s.window_start - clock <= window_us; -- or the clock has left the row behind
+    s.changed := back > 0 AND s.window_start - clock <= window_us; -- or the clock jumped back behind the row
     IF NOT s.changed THEN
         RETURN s;
     END IF;
@@ -75,8 +75,8 @@ BEGIN
 END
 $$;
 
--- What processes have leased of a bucket: the start of the current period, the tokens that were leased in it, and those
--- in the one before. No lease lasts longer than a period, the 128th of the time in which the bucket fills.
+-- The leases of a bucket: the start of the current period, the tokens leased in it, and those leased in the previous
+-- one. No lease lasts longer than a period: 1/128 of the time in which the bucket fills.
 CREATE FUNCTION _rate_limit_bucket_leases(log bigint[], t bigint, period bigint)
 RETURNS bigint[] LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE
@@ -85,8 +85,8 @@ RETURNS bigint[] LANGUAGE sql IMMUTABLE AS $$
         ELSE ARRAY[least(log[1], t), log[2], log[3]] END
 $$;
 
--- _rate_limit_bucket_lend marks so many of the units that were just taken as leased, or as many of them as may be held,
--- and returns the log of the row: TokenBucket.Lend in internal/model.
+-- _rate_limit_bucket_lend marks that many of the units just taken as leased, or as many as may be held. It returns the
+-- row's log. See TokenBucket.Lend in internal/model.
 CREATE FUNCTION _rate_limit_bucket_lend(s rate_limit_row, units bigint) RETURNS bigint[] LANGUAGE plpgsql AS $$
 DECLARE
     period bigint := ((s.capacity * s.scale - 1) / s.refill + 1) / 128;
@@ -103,8 +103,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_bucket_refund gives back what of the units has not flowed in again, and what came out of granted credit.
--- It keeps room for leases that have not ended. TokenBucket.Refund in internal/model says why this is right.
+-- _rate_limit_bucket_refund gives back the units that have not been refilled yet, and those from granted credit. It
+-- leaves room for unended leases. TokenBucket.Refund in internal/model explains why this is right.
 CREATE FUNCTION _rate_limit_bucket_refund(
     s rate_limit_row, rolled rate_limit_row, clock bigint, units bigint, spent bigint, ended bigint,
     taken_since bigint, taken_in bigint, taken_at bigint
@@ -115,11 +115,11 @@ DECLARE
     fill_us bigint := (full_credit - 1) / rolled.refill + 1;
     period bigint := fill_us / 128;
     leases bigint[];
-    kept bigint := 0;  -- how much of the bucket stays empty for leases
-    need bigint;       -- where the units are in the queue of missing tokens
+    kept bigint := 0;  -- the part of the bucket that stays empty for leases
+    need bigint;       -- the units' place in the queue of missing tokens
     back bigint := 0;
 BEGIN
-    IF s.window_start - clock > fill_us -- the clock has left the row behind
+    IF s.window_start - clock > fill_us -- the clock jumped back behind the row
         OR (s.scale, s.capacity, s.refill) IS DISTINCT FROM (rolled.scale, rolled.capacity, rolled.refill)
         OR rolled.since IS DISTINCT FROM taken_since OR rolled.credit = full_credit AND rolled.count = 0
     THEN
@@ -134,7 +134,7 @@ BEGIN
     IF taken_in BETWEEN 0 AND t THEN
         leases := _rate_limit_bucket_leases(s.log, t, period);
         IF t - taken_in >= period THEN
-            NULL; -- its lease may not be counted any more
+            NULL; -- its lease may no longer count
         ELSIF taken_in >= leases[1] THEN
             leases[2] := greatest(leases[2] - ended, 0);
         ELSE
@@ -164,9 +164,9 @@ BEGIN
 END
 $$;
 
--- _rate_limit_give gives units back to a row, or grants credit above the limit, up to 2^61. It returns the row as it is
--- to be written. What goes back is all that changes: the row is not rolled forward, and it does not end earlier, unless
--- nothing in it counts. Callers who ask under other numbers may still count what these numbers no longer count.
+-- _rate_limit_give gives units back to a row, or grants credit up to 2^61. It returns the row to write. Only the units
+-- change: the row is not rolled forward, and it does not end earlier, unless nothing in it counts. Callers with other
+-- policies may still count usage that this policy no longer counts.
 CREATE FUNCTION _rate_limit_give(
     s rate_limit_row, algorithm smallint, clock bigint, units bigint, grants boolean, ended bigint,
     taken_since bigint, taken_in bigint, taken_at bigint, taken_spent bigint,
@@ -176,9 +176,9 @@ DECLARE
     most CONSTANT bigint := 2305843009213693952; -- 2^61
     rolled rate_limit_row := _rate_limit_step(
         s, algorithm, clock, 0::bigint, 1::bigint, 0::bigint, max_count, span_us, refill, zone);
-    spent bigint := least(greatest(coalesce(taken_spent, 0), 0), units); -- of credit; this goes back first
+    spent bigint := least(greatest(coalesce(taken_spent, 0), 0), units); -- the units from credit; they go back first
     since bigint := rolled.since;
-    until bigint; -- credit lasts for as long
+    until bigint; -- credit lasts until then
 BEGIN
     IF grants OR spent > 0 THEN
         until := greatest(clock, rolled.window_start)
@@ -210,7 +210,7 @@ BEGIN
             s := _rate_limit_fixed_refund(s, rolled, units, taken_in);
         END IF;
         spent := least(spent, most - rolled.credit);
-        IF spent > 0 AND since = taken_since THEN -- the row is still the one that the credit came from
+        IF spent > 0 AND since = taken_since THEN -- it is still the same row that the credit came from
             s.credit := s.credit + spent;
             s.expires_at := greatest(s.expires_at, until);
             s.changed := true;

@@ -1,5 +1,5 @@
--- rate_limit_reset makes a key as good as new, whichever algorithm wrote its row, and tells whether there was a row.
--- Its parameters are those of the functions whose names begin with rate_limit_take_.
+-- rate_limit_reset makes a key as good as new, for every algorithm, and returns whether there was a row. Its parameters
+-- are those of the functions whose names begin with rate_limit_take_.
 CREATE FUNCTION rate_limit_reset(
     name text, key text, durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL
@@ -17,7 +17,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', HINT = 'A name has 1 to 128 bytes, and a key 1 to 512.',
                 COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE 'key' END;
     END IF;
-    -- LOCK TABLE comes first, so that an error tells a locked table from a locked row.
+    -- LOCK TABLE comes first, so that the error tells a locked table from a locked row.
     IF durable THEN
         LOCK TABLE rate_limit_durable IN ROW EXCLUSIVE MODE;
         DELETE FROM rate_limit_durable AS r WHERE r.prefix = name AND r.key = key;
@@ -29,6 +29,6 @@ BEGIN
 END
 $$;
 
-COMMENT ON FUNCTION rate_limit_reset IS 'Makes a key as good as new, and tells whether it had been anything else.
+COMMENT ON FUNCTION rate_limit_reset IS 'Makes a key as good as new, and returns whether it had a row.
 A policy of several parts has a row for each of them: reset those of name/2, name/3 and so on too.
 Example: SELECT rate_limit_reset(''login'', ''user:123'')';

@@ -1,8 +1,7 @@
--- Only the owner has rights on the tables that this has made, whatever ALTER DEFAULT PRIVILEGES says: keys are personal
--- data, and a setval breaks what takes its numbers from the sequence. deploy/grants.sql grants rights afterwards. On
--- older tables, SELECT stays, and so do the rights to change policies. Nobody needs more: whoever has the right TRIGGER
--- on a table can have code run with the rights of those who write to it. (access.sql says why this block is written
--- with care.)
+-- Only the owner has rights on the tables that this migration creates, despite ALTER DEFAULT PRIVILEGES: keys are
+-- personal data, and a setval would break the users of the sequence. deploy/grants.sql grants rights later. On older
+-- tables, SELECT and the rights to change policies stay. Nobody needs more. A role with the right TRIGGER on a table
+-- can run code with the rights of everybody who writes to it. (access.sql says why this block is written with care.)
 DO $$
 DECLARE
     path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
@@ -27,7 +26,7 @@ BEGIN
                 'rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
                 'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow')
             AND a.grantee <> c.relowner
-            -- This transaction has made it; or it is the first one, and goose has made its table before.
+            -- This transaction created it; or it is the first migration, and goose has already created its table.
             AND (t.xmin = pg_current_xact_id()::xid OR t.relname = 'rate_limit_goose_version' AND NOT EXISTS (
                     SELECT FROM pg_proc AS p WHERE p.pronamespace = t.relnamespace AND p.proname = 'rate_limit_version')
                 OR a.privilege_type <> 'SELECT'

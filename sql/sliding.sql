@@ -1,14 +1,14 @@
--- The sliding window counter. sliding.go says what it promises.
--- These functions are tested against its model, internal/model/sliding.go.
+-- The sliding window counter. sliding.go defines it. These functions are tested against the model in
+-- internal/model/sliding.go.
 
--- _rate_limit_sliding decides about a row, as _rate_limit_fixed does.
+-- _rate_limit_sliding decides about a row, with arguments like _rate_limit_fixed.
 CREATE FUNCTION _rate_limit_sliding(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
-    t bigint;                -- the clock, or the row's own time if that is ahead of it
-    moved boolean := false;  -- the clock has jumped back, and the row with it
-    rest bigint;             -- how long this window still lasts, and how much of the one before is still covered
+    t bigint;                -- the clock, or the row's own time if it is later
+    moved boolean := false;  -- the clock jumped back, and so the row was moved back
+    rest bigint;             -- how long this window still lasts, which is how much of the previous one still counts
     room bigint;
     free bigint;
 BEGIN
@@ -37,7 +37,7 @@ BEGIN
         s.window_start := s.window_start + window_us;
     END IF;
 
-    -- The window before weighs prev_count * rest / window_us, rounded up.
+    -- The previous window weighs prev_count * rest / window_us, rounded up.
     rest := s.window_start + window_us - t;
     room := greatest(max_count - s.count - CASE
         WHEN s.prev_count = 0 THEN 0
@@ -52,15 +52,15 @@ BEGIN
         s.expires_at := t + 2 * window_us;
     END IF;
 
-    free := greatest(cost, 1) - s.credit; -- so many have to become free
+    free := greatest(cost, 1) - s.credit; -- the units that have to become free
     s.retry_after_us := CASE
         WHEN s.granted = asked THEN 0
         WHEN cost > max_count THEN NULL
         WHEN s.remaining >= greatest(cost, 1) THEN 0
-        -- They fit into this window once prev_count * rest has fallen to what is left of max_count * window_us,
+        -- They fit into this window once prev_count * rest has fallen to the free part of max_count * window_us,
         WHEN free <= max_count - s.count
             THEN least(t + rest - (max_count - s.count - free) * window_us / s.prev_count, s.expires_at) - clock
-        -- or only into the next one, where count takes the place of prev_count.
+        -- or only into the next window, where count becomes prev_count.
         ELSE least(t + rest + window_us - (max_count - free) * window_us / s.count, s.expires_at) - clock END;
     s.reset_after_us := CASE
         WHEN s.credit > 0 THEN s.expires_at
@@ -75,8 +75,8 @@ BEGIN
 END
 $$;
 
--- Whether units fit into a row by the clock, and still will 10 ms later: into its window, into the next one, which has
--- begun, or into one that begins now.
+-- Whether units fit into a row at this time and for another 10 ms: into its window, into the next one if it has begun,
+-- or into a new one.
 CREATE FUNCTION _rate_limit_sliding_fits(
     algorithm smallint, count bigint, prev_count bigint, window_start bigint, expires_at bigint, since bigint,
     units bigint, clock bigint, ended bigint, max_count bigint, window_us bigint
@@ -92,36 +92,36 @@ CREATE FUNCTION _rate_limit_sliding_fits(
         END
 $$;
 
--- rate_limit_take_sliding_window decides requests that take, each of one key. It is what the Go package calls.
+-- rate_limit_take_sliding_window decides requests that take from one key each. The Go package calls it.
 --
 --   name                the limiter's name, 1 to 128 bytes
---   keys                who asks, 1 to 512 bytes each
+--   keys                1 to 512 bytes each
 --   max_count           the limit, in units of cost; max_count * window_us may reach 2^62
 --   window_us           length of the window in microseconds, at most 2^51 (71 years)
---   costs, counts       cost of one request, and how many such requests are asked, for each key. NULL means 1 each
---   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
---   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout. So does
---                       -1, which says that the call is part of a transaction of its caller's, as with AllowTx. A proxy
---                       for shards refuses that, because it cannot take back what a shard has committed
---   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
+--   costs, counts       for each key, the cost of one request, and the number of such requests. NULL means 1 each
+--   durable             true for rows in rate_limit_durable, false for rows in rate_limit_ephemeral
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL keeps the session's lock_timeout. -1 keeps
+--                       it too, and says that the call is part of a caller's transaction, as with WithTx. A proxy for
+--                       shards refuses -1, because it cannot undo what a shard has committed
+--   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL keeps the session's setting
 --   now_us              replaces the clock, for tests: microseconds since 1970 UTC
 --
--- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
--- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
--- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
--- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
--- from granted to expires_at what rate_limit_all returns, then its taken_spent, taken_since and taken_at. Of a single
--- key, the log of that comes last. (The array may have two dimensions. unnest returns the numbers all the same.)
+-- It returns one array, because rows with columns would cost more than the decision. For each key whose whole request
+-- could be granted at once, it has nine numbers, in the order of the keys: the time of the decision, and the row's
+-- count, prev_count, window_start, credit, scale, expires_at, since and returned. Remaining and ResetAfter follow from
+-- these: see takenDecision in takes.go. Then it has fifteen numbers for each other key: its place in keys, what
+-- rate_limit_all returns from granted to expires_at, and its taken_spent, taken_since and taken_at. For a single key,
+-- its log comes last. (The array may have two dimensions. unnest returns the numbers in both cases.)
 --
--- It takes from rows as they are, and makes missing ones, in one statement: a short one for a single key, and another
--- for several. What is less ordinary is left to _rate_limit_left_ephemeral.
+-- One statement takes from existing rows and makes missing ones. There is a short one for a single key, and another for
+-- several. Less common cases go to _rate_limit_left_ephemeral.
 --
--- The clock is read twice, before a row is locked and with the lock held. The decision is made by the first reading,
--- and only if it would be the same for all of 10 ms. If the second reading is later than that, the key is left.
--- Otherwise the decision held when the row was locked, and its time is the second reading. Only a window or a bucket
--- that begins does so at the first one, because nobody else can have decided anything by it since.
+-- The clock is read twice: before a row is locked, and with the lock. The decision uses the first reading, and only if
+-- the next 10 ms would give the same one. If the second reading is later than that, the key goes to
+-- _rate_limit_left_ephemeral. Otherwise the decision was right when the row was locked, and its time is the second
+-- reading. A new window or bucket begins at the first reading. No other call can have decided by it since.
 --
--- ON CONFLICT locks a row that does not fit, too. So rows are locked in the order of locking, whatever becomes of them.
+-- ON CONFLICT also locks a row that does not fit. So rows are always locked in the order of locking.
 CREATE FUNCTION rate_limit_take_sliding_window(
     name text, keys text[], max_count bigint, window_us bigint,
     costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
@@ -129,15 +129,15 @@ CREATE FUNCTION rate_limit_take_sliding_window(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
 AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text;
     clock bigint;
-    ended bigint;      -- a window that began then, or before, has ended. NULL if the policy is not valid
-    units bigint;      -- that are asked of the only key, or NULL if something is not valid
-    units_of bigint[]; -- the same of each of several
+    ended bigint;      -- a window that began then, or before, has ended. NULL if the policy is invalid
+    units bigint;      -- the units for the only key; NULL if something is invalid
+    units_of bigint[]; -- the units for each of several keys
     taken_keys text[];
     taken bigint[];
 BEGIN
@@ -210,8 +210,8 @@ $$;
 
 COMMENT ON FUNCTION rate_limit_take_sliding_window IS
     'Takes from sliding windows of window_us microseconds, each of which admits max_count. '
-    'What a window has taken is estimated from two counters: '
-    'the window before counts for the share of it that the sliding window still covers.
-It takes what the costs and counts of each key say, or denies it, '
+    'The usage of a window is estimated from two counters: '
+    'the previous window counts for the share that the sliding window still covers.
+It takes the costs and counts of each key, or denies them, '
     'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
 Example: SELECT rate_limit_take_sliding_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';

@@ -1,22 +1,23 @@
--- The sliding window log. slidinglog.go says what it promises.
--- These functions are tested against its model, internal/model/slidinglog.go.
+-- The sliding window log. slidinglog.go defines it. These functions are tested against the model in
+-- internal/model/slidinglog.go.
 
 -- Whether a policy is within the exact range.
 CREATE FUNCTION _rate_limit_valid_log(max_count bigint, window_us bigint) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248
 $$;
 
--- How old an entry of a log is at a time. An entry has 54 bits for its time, so the difference is taken modulo 2^53.
+-- The age of a log's entry at a time. An entry has 54 bits for its time, so the difference is taken modulo 2^53.
 CREATE FUNCTION _rate_limit_entry_age(entry bigint, t bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT (t - (entry >> 10)) & 9007199254740991 $$;
 
--- _rate_limit_log decides about a row, as _rate_limit_fixed does. An entry of the log is its time * 1024 + its units.
+-- _rate_limit_log decides about a row, with arguments like _rate_limit_fixed. An entry of the log is its time * 1024 +
+-- its units.
 CREATE FUNCTION _rate_limit_log(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
-    t bigint;                -- the clock, or the row's own time if that is ahead of it
-    moved boolean := false;  -- the clock has jumped back, and the row with it
+    t bigint;                -- the clock, or the row's own time if it is later
+    moved boolean := false;  -- the clock jumped back, and so the row was moved back
     n integer := 0;          -- of entries
     room bigint;
     units bigint;
@@ -62,7 +63,7 @@ BEGIN
         s.expires_at := t + window_us;
         IF units > 0 THEN
             n := coalesce(cardinality(log), 0);
-            IF _rate_limit_entry_age(log[n], t) = 0 THEN -- the newest entry is of the same time
+            IF _rate_limit_entry_age(log[n], t) = 0 THEN -- the newest entry has the same time
                 units := units + (log[n] & 1023);
                 n := n - 1;
             END IF;
@@ -77,7 +78,8 @@ BEGIN
         WHEN cost > max_count THEN NULL
         WHEN s.remaining >= greatest(cost, 1) THEN 0 END;
     n := 0;
-    IF s.retry_after_us IS NULL AND cost <= max_count THEN -- when enough of the oldest entries have left
+    -- the request fits once enough of the oldest entries have left
+    IF s.retry_after_us IS NULL AND cost <= max_count THEN
         units := s.count - s.credit + greatest(cost, 1) - max_count;
         WHILE units > 0 LOOP
             n := n + 1;
@@ -98,8 +100,8 @@ BEGIN
 END
 $$;
 
--- Its parameters and its answer are those of rate_limit_take_sliding_window, but max_count is at most 1000. It has no
--- statement of its own.
+-- Parameters and result are those of rate_limit_take_sliding_window, but max_count is at most 1000. It has no statement
+-- of its own for the common case.
 CREATE FUNCTION rate_limit_take_sliding_log(
     name text, keys text[], max_count bigint, window_us bigint,
     costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
@@ -107,7 +109,7 @@ CREATE FUNCTION rate_limit_take_sliding_log(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -130,7 +132,7 @@ $$;
 
 COMMENT ON FUNCTION rate_limit_take_sliding_log IS
     'Takes from sliding windows of window_us microseconds, any of which admits max_count, '
-    'at most 1000. It is exact, because it keeps a log of what was taken and when.
-It takes what the costs and counts of each key say, or denies it, '
+    'at most 1000. It is exact, because it keeps a log of all takes in the window.
+It takes the costs and counts of each key, or denies them, '
     'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
 Example: SELECT rate_limit_take_sliding_log(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';

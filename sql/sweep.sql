@@ -1,33 +1,32 @@
--- The sweeper. rate_limit_sweep deletes rows that have expired, a bounded number of them in each call. The package
--- cleanup calls it again and again, each time in a short transaction of its own. pg_cron calls it once a minute, with
--- the larger defaults.
+-- The sweeper. rate_limit_sweep deletes expired rows, a limited number in each call. The package cleanup calls it
+-- repeatedly, each time in a short transaction of its own. pg_cron calls it once a minute, with the larger defaults.
 --
---   max_rows       how many rows this call may delete. Their keys, which nobody has used for a while, stay locked until
---                  the call commits
+--   max_rows       how many rows this call may delete. They stay locked until the call commits
 --   max_pages      how many pages of 8 kB it may read
---   names          the limiters that still exist. The rows of all others are deleted, expired or not. NULL spares them
---   sweeper        who sweeps. A pass may take several calls, and belongs to this sweeper between them: for others,
---                  skipped is true until the pass has reached the end, or has had no call for 10 s. NULL means that
---                  this call is the whole pass
---   at_most_every  how long ago the last pass must have reached the end before a new one begins; else skipped is true
+--   names          the limiters that still exist. All rows of other limiters are deleted, expired or not. NULL keeps
+--                  them until they expire
+--   sweeper        the caller's id. A pass may take several calls, and it belongs to this sweeper: for others, skipped
+--                  is true until the pass has reached the end, or has had no call for 10 s. NULL means that this call
+--                  is the whole pass
+--   at_most_every  the shortest time between the end of a pass and the next one; before that, skipped is true
 --   now            replaces the clock, for tests
 --
--- Why this changes no decision: An expired row means the same as no row. Whether a row has expired is asked
--- again once it is locked, of the row as it is then and of the clock as it is then. Whoever waits for that lock finds
--- that the row is gone, and makes it anew. A row that is still being made is not visible yet, and a row that somebody
--- has locked is passed over.
+-- Why this changes no decision: an expired row means the same as no row. After locking a row, the sweeper checks again
+-- whether it has expired, by the row and the clock at that moment. A call that waits for that lock finds no row, and
+-- makes it again. A row that is being made is not visible yet, and a locked row is skipped.
 --
--- Until the transaction ends, synchronous_commit is off: a row that a crash brings back is still expired.
+-- Until the transaction ends, synchronous_commit is off. A row that comes back after a crash is still expired.
 --
--- The clock may step back, and a row that had expired before may not have expired at the next decision. So a row stays
--- for another minute, and a clock that steps back by up to a minute changes nothing. If it steps back by more, the keys
--- whose rows were swept in the meantime are as good as new, once. The minute also spares keys that are about to come
--- back: for them an UPDATE is cheaper than an INSERT.
+-- If the clock steps back, a row that was expired may no longer be expired at the next decision. So a row is kept for
+-- another minute, and a clock that steps back by up to a minute changes nothing. If it steps back further, the keys
+-- whose rows were swept in between are as good as new, once. The minute also keeps rows of keys that soon return: an
+-- UPDATE is cheaper than an INSERT.
 --
--- The tables are read in the order in which they lie on disk, by ranges of ctid (a TID range scan, from Postgres 14
--- on). That needs no index. A pass goes on where the last one stopped, whoever made that one: rate_limit_sweeper keeps
--- the place. It also keeps whose turn it is. An advisory lock could not do that. A session's lock is lost and left
--- behind in PgBouncer's transaction mode, and a transaction's lock is free for others in the pause between two batches.
+-- The tables are read in their order on disk, by ranges of ctid (a TID range scan, from Postgres 14 on). That needs no
+-- index. A pass continues where the last one stopped, even if another sweeper made that one: rate_limit_sweeper stores
+-- the place. It also stores whose turn it is. An advisory lock could not do that. In PgBouncer's transaction mode, a
+-- session's lock can be lost or left behind, and a transaction's lock is free for others in the pause between two
+-- batches.
 CREATE FUNCTION rate_limit_sweep(
     max_rows integer DEFAULT 50000, max_pages integer DEFAULT 50000, names text[] DEFAULT NULL,
     sweeper text DEFAULT NULL, at_most_every interval DEFAULT NULL, now timestamptz DEFAULT NULL,
@@ -36,22 +35,22 @@ CREATE FUNCTION rate_limit_sweep(
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET enable_nestloop = on
-SET enable_seqscan = off -- else a small table would be scanned as a whole, and still be when it has grown
-SET lock_timeout = '1s'  -- for a table that somebody alters; it waits for no row
+SET enable_seqscan = off -- otherwise a small table would get a plan that scans it all, and keep the plan when it grows
+SET lock_timeout = '1s'  -- for a table that is being altered; it waits for no row
 AS $$
 #variable_conflict use_variable
 DECLARE
     s rate_limit_sweeper;
     clock timestamptz;
     page_bytes bigint := current_setting('block_size')::bigint;
-    expired bigint; -- rows that had expired by then are deleted
-    sizes bigint[]; -- of the two tables, in pages
-    size bigint;    -- of the table that is being read
-    first tid;      -- the range of it that is read next
+    expired bigint; -- rows that expired before this time are deleted
+    sizes bigint[]; -- the sizes of the two tables, in pages
+    size bigint;    -- the size of the current table
+    first tid;      -- the part of it to read next
     past tid;
     past_page bigint;
-    tids tid[];     -- of the rows there that are to be deleted
-    room bigint;    -- for how many of them
+    tids tid[];     -- the rows to delete in that part
+    room bigint;    -- how many rows may still be deleted
     n bigint;
     ignored text;
 BEGIN
@@ -64,13 +63,13 @@ BEGIN
     END IF;
     ignored := set_config('synchronous_commit', 'off', true);
     SELECT false, 0, 0, 0, 0 INTO complete, scanned, deleted, page, pages;
-    -- Without this question each INSERT would wait for whoever has locked the row.
+    -- Without this check each INSERT would wait for the session that has locked the row.
     IF NOT EXISTS (SELECT FROM rate_limit_sweeper AS w WHERE w.one) THEN
         INSERT INTO rate_limit_sweeper DEFAULT VALUES ON CONFLICT (one) DO NOTHING;
     END IF;
     SELECT * INTO s FROM rate_limit_sweeper AS w WHERE w.one FOR UPDATE SKIP LOCKED;
-    clock := coalesce(now, clock_timestamp()); -- after the lock, or it could be older than the row
-    -- BETWEEN, so that a clock that has stepped back does not make a turn longer.
+    clock := coalesce(now, clock_timestamp()); -- after the lock; an earlier reading could be older than the row
+    -- BETWEEN, so that a clock that steps back does not make a turn longer.
     skipped := (NOT found
         OR s.held_by IS DISTINCT FROM sweeper AND clock BETWEEN s.held_at AND s.held_at + interval '10 seconds'
         OR NOT s.durable AND s.next_page = 0
@@ -121,7 +120,7 @@ BEGIN
         GET DIAGNOSTICS n = ROW_COUNT;
         deleted := deleted + n;
 
-        IF cardinality(tids) = room THEN -- there may be more on the page of the last one
+        IF cardinality(tids) = room THEN -- there may be more rows on the last page
             past_page := least((tids[room]::text::point)[0]::bigint, past_page);
             scanned := scanned + past_page - s.next_page;
             s.next_page := past_page;
@@ -150,8 +149,8 @@ $$;
 
 COMMENT ON FUNCTION rate_limit_sweep IS
     'Deletes rows that expired a minute ago or more: at most max_rows of them, from at most max_pages pages. '
-    'The next call goes on where this one stopped. It waits for no row, and changes no decision.
-It returns skipped (somebody else is sweeping, and nothing was done), '
+    'The next call continues where this one stopped. It waits for no row, and changes no decision.
+It returns skipped (another sweeper is at work, so nothing was done), '
     'complete (it reached the end of both tables), scanned (how many pages it read), deleted (how many rows), '
     'and page and pages (how far it is, and of how many).
 Example: SELECT * FROM rate_limit_sweep()

@@ -1,6 +1,7 @@
--- Many sets at once; see rate_limit_take_all.
+-- Many requests for several keys each; see rate_limit_take_all.
 
--- _rate_limit_steps is what becomes of rows that all have room for their units, besides granted credit; else NULL.
+-- _rate_limit_steps returns the next state of the rows if all have room for their units without granted credit, else
+-- NULL.
 CREATE FUNCTION _rate_limit_steps(
     rows rate_limit_row[], algorithms smallint[], clock bigint, units bigint[], limits bigint[], spans_us bigint[],
     refills bigint[], zones text[]
@@ -21,13 +22,12 @@ BEGIN
 END
 $$;
 
--- _rate_limit_take_all_ephemeral takes the units from each of the rows, and returns nine numbers for each. It takes
--- nothing and returns NULL if not all of them have room.
+-- _rate_limit_take_all_ephemeral takes the units from all of the rows, and returns nine numbers for each. If one of
+-- them has no room, it takes nothing and returns NULL.
 --
--- The rows are locked in the order in which they come. If one is missing or has no room, the locks are given back,
--- because rows may have to be made, and others locked, before those. If rows are missing, and all the others have room,
--- they are made in that order, together with the locks on the others. Then everything begins anew. So a request that
--- is refused by what can be seen makes no row.
+-- It locks the rows in the given order. If one is missing or has no room, it releases the locks, because rows before it
+-- may have to be made and locked. If rows are missing and all the others have room, it makes the missing ones and locks
+-- the others, in that order. Then it starts again. So a request that the visible rows deny makes no row.
 CREATE FUNCTION _rate_limit_take_all_ephemeral(
     names text[], keys text[], algorithms smallint[], limits bigint[], spans_us bigint[], refills bigint[],
     zones text[], units bigint[], lock_timeout_ms integer, now_us bigint
@@ -77,27 +77,27 @@ BEGIN
         INSERT INTO rate_limit_ephemeral AS d (prefix, key)
         SELECT e.name, e.key
         FROM unnest(names, keys) AS e (name, key)
-        ON CONFLICT (prefix, key) -- this also locks those that exist, so that all are locked in order
+        ON CONFLICT (prefix, key) -- this also locks existing rows, so that all are locked in order
         DO UPDATE SET count = d.count WHERE _rate_limit_give_up(began, lock_timeout_ms, now_us);
     END LOOP;
     RETURN NULL;
 END
 $$;
 
--- rate_limit_take_all decides as rate_limit_all does, for less. It is for many requests of several parts each that all
--- take, from rows of one table. The Go package calls it.
+-- rate_limit_take_all makes the same decisions as rate_limit_all at a lower cost. It is for many requests that all
+-- take, from several rows of the same table each. The Go package calls it.
 --
---   names, keys         the rows, each of them once, in the order of locking
---   durable             whether they are in rate_limit_durable rather than in rate_limit_ephemeral
+--   names, keys         the rows in the order of locking, each once
+--   durable             true for rows in rate_limit_durable, false for rows in rate_limit_ephemeral
 --   algorithms, limits, spans_us, refills, zones
---                       of each row, as in rate_limit_all
---   units               what all requests together take from each row
+--                       for each row, as in rate_limit_all
+--   units               the units that all requests together take from each row
 --   requests, row_of, costs, counts
---                       of each part: its request, which of the rows it takes from, and the others as in rate_limit_all
+--                       for each part: its request, the place of its row, and the others as in rate_limit_all
 --
 -- If every row has room for its units, all requests are granted. Then it returns nine numbers for each row, as the
--- functions do whose names begin with rate_limit_take_. Otherwise rate_limit_all decides the parts, which costs more
--- than twice as much (32 sets of three keys that are there), and fifteen numbers for each are returned.
+-- rate_limit_take_ functions do. Otherwise rate_limit_all decides the parts, and fifteen numbers for each are returned.
+-- That costs more than twice as much (measured with 32 requests for three existing rows each).
 CREATE FUNCTION rate_limit_take_all(
     names text[], keys text[], durable boolean, algorithms smallint[], limits bigint[], spans_us bigint[],
     refills bigint[], zones text[], units bigint[], requests integer[], row_of integer[], costs bigint[],
@@ -106,7 +106,7 @@ CREATE FUNCTION rate_limit_take_all(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
 SET enable_nestloop = on
 SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 AS $$
@@ -115,8 +115,8 @@ DECLARE
     ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
     taken bigint[];
 BEGIN
-    -- Otherwise rows would be locked in another order. (The caller's encoding may have other lengths.) Or something
-    -- is not valid, and rate_limit_all says what.
+    -- Otherwise the order of locking would be violated. (Lengths may differ in the caller's encoding.) Or an argument
+    -- is invalid, and rate_limit_all says which.
     IF names[cardinality(names)] IS NOT NULL AND keys[cardinality(names)] IS NOT NULL
         AND cardinality(names) = ALL (ARRAY[cardinality(keys), cardinality(algorithms), cardinality(limits),
             cardinality(spans_us), cardinality(refills), cardinality(units)])

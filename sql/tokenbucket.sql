@@ -1,5 +1,5 @@
--- The token bucket. tokenbucket.go says what it promises.
--- These functions are tested against its model, internal/model/tokenbucket.go.
+-- The token bucket. tokenbucket.go defines it. These functions are tested against the model in
+-- internal/model/tokenbucket.go.
 
 -- Whether a policy is within the exact range.
 CREATE FUNCTION _rate_limit_valid_bucket(capacity bigint, refill bigint, every_us bigint)
@@ -8,7 +8,7 @@ RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
         AND capacity <= 4611686018427387904 / every_us AND (capacity * every_us - 1) / refill < 2251799813685248
 $$;
 
--- _rate_limit_bucket decides about a row, as _rate_limit_fixed does.
+-- _rate_limit_bucket decides about a row, with arguments like _rate_limit_fixed.
 CREATE FUNCTION _rate_limit_bucket(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, capacity bigint, every_us bigint,
     refill bigint
@@ -16,8 +16,8 @@ CREATE FUNCTION _rate_limit_bucket(
 DECLARE
     full_credit CONSTANT bigint := capacity * every_us;
     fill_us CONSTANT bigint := (full_credit - 1) / refill + 1;
-    t bigint;                -- the clock, or the row's own time if that is ahead of it
-    moved boolean := false;  -- the clock has jumped back, and the row with it
+    t bigint;                -- the clock, or the row's own time if it is later
+    moved boolean := false;  -- the clock jumped back, and so the row was moved back
     room bigint;
 BEGIN
     IF clock >= s.expires_at THEN
@@ -25,17 +25,19 @@ BEGIN
         s.credit := full_credit;
         s.window_start := clock;
     ELSE
-        IF s.scale <> every_us OR s.capacity <> capacity OR s.refill <> refill THEN -- what was taken stays taken
+        -- an older take can no longer be given back
+        IF s.scale <> every_us OR s.capacity <> capacity OR s.refill <> refill THEN
             s.since := greatest(s.since + 1, s.window_start, clock);
             s.returned := 0;
         END IF;
-        IF s.scale <> every_us THEN -- whole tokens are kept, and so is the part of one, rounded down
+        IF s.scale <> every_us THEN -- keep whole tokens, and round the partial one down
             s.credit := CASE WHEN s.credit / s.scale >= capacity THEN full_credit
                 ELSE s.credit / s.scale * every_us
-                    + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END; -- it may need 128 bits
+                    -- the product may need 128 bits
+                    + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
         END IF;
         s.credit := least(s.credit, full_credit);
-        IF s.credit = full_credit AND s.count = 0 THEN -- the capacity is lower now: as good as new
+        IF s.credit = full_credit AND s.count = 0 THEN -- the capacity is lower now, so the row is as good as new
             s.window_start := clock;
             s.expires_at := clock;
         ELSIF s.window_start - clock > fill_us THEN
@@ -93,7 +95,7 @@ BEGIN
 END
 $$;
 
--- Whether a bucket is not full yet by a clock, and how much is in it.
+-- Whether a bucket is not full yet at this time, and how much it has.
 CREATE FUNCTION _rate_limit_bucket_runs(
     credit bigint, window_start bigint, clock bigint, full_credit bigint, refill bigint
 ) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$ SELECT clock - window_start <= (full_credit - credit - 1) / refill $$;
@@ -105,7 +107,7 @@ CREATE FUNCTION _rate_limit_bucket_level(
         THEN credit + greatest(clock - window_start, 0) * refill ELSE full_credit END
 $$;
 
--- Whether there is as much in a bucket by the clock, and the bucket will not become full within 10 ms.
+-- Whether a bucket has enough at this time, and will not become full within 10 ms.
 CREATE FUNCTION _rate_limit_bucket_fits(
     algorithm smallint, count bigint, window_start bigint, credit bigint, scale bigint, capacity bigint, refill bigint,
     need bigint, clock bigint, full_credit bigint, tokens bigint, inflow bigint, every_us bigint
@@ -118,10 +120,10 @@ CREATE FUNCTION _rate_limit_bucket_fits(
             ELSE clock - window_start > (full_credit - credit - 1) / inflow END
 $$;
 
--- Its parameters and its answer are those of rate_limit_take_sliding_window, but for these:
+-- Parameters and result are those of rate_limit_take_sliding_window, except:
 --
 --   capacity  tokens in a full bucket; capacity * every_us may reach 2^62
---   refill    tokens that flow in, evenly, over every_us; at least 1
+--   refill    tokens that flow in evenly during every_us; at least 1
 --   every_us  in microseconds, from 1 to 2^51. Filling an empty bucket may take 2^51 microseconds (71 years)
 CREATE FUNCTION rate_limit_take_token_bucket(
     name text, keys text[], capacity bigint, refill bigint, every_us bigint,
@@ -130,15 +132,15 @@ CREATE FUNCTION rate_limit_take_token_bucket(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
 AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text;
     clock bigint;
-    full_credit bigint; -- of a full bucket, or NULL if the policy is not valid
-    units bigint;      -- that are asked of the only key, or NULL if something is not valid
-    units_of bigint[]; -- the same of each of several
+    full_credit bigint; -- the credit of a full bucket; NULL if the policy is invalid
+    units bigint;      -- the units for the only key; NULL if something is invalid
+    units_of bigint[]; -- the units for each of several keys
     taken_keys text[];
     taken bigint[];
 BEGIN
@@ -220,7 +222,7 @@ $$;
 COMMENT ON FUNCTION rate_limit_take_token_bucket IS
     'Takes from token buckets. '
     'A bucket holds capacity tokens, starts full, and gets refill tokens, evenly, over every_us microseconds.
-It takes what the costs and counts of each key say, or denies it, '
+It takes the costs and counts of each key, or denies them, '
     'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
 Example: SELECT rate_limit_take_token_bucket(''api'', ARRAY[''user:123''], 20, 5, 10000000) '
     'takes one token from a bucket of 20 that gets 5 more every 10 seconds.';

@@ -1,4 +1,4 @@
--- Whoever writes to rate_limit_policy: policies.sql has the functions.
+-- The triggers of rate_limit_policy; their functions are in policies.sql.
 CREATE TRIGGER rate_limit_policy_check BEFORE INSERT OR UPDATE ON rate_limit_policy
 FOR EACH ROW EXECUTE FUNCTION _rate_limit_check_policy();
 

@@ -1,6 +1,6 @@
--- Each function for rate_limit_ephemeral has a twin for rate_limit_durable. Its text is the same but for the name of
--- the table. The twin of rate_limit_take_fixed_window is _rate_limit_take_fixed_window_durable, and so on. It runs with
--- the rights and settings of that function, which calls it. (access.sql says why this block is written with care.)
+-- Each function for rate_limit_ephemeral has a twin for rate_limit_durable. The twin's text differs only in the name of
+-- the table. The twin of rate_limit_take_fixed_window is _rate_limit_take_fixed_window_durable, and so on. It uses the
+-- rights and settings of the first function, which calls it. (access.sql says why this block is written with care.)
 DO $$
 DECLARE
     path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
@@ -8,7 +8,7 @@ DECLARE
     texts pg_catalog.text[];
 BEGIN
     PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
-    PERFORM set_config('quote_all_identifiers', 'off', true); -- or definitions would come in other words
+    PERFORM set_config('quote_all_identifiers', 'off', true); -- or definitions would be quoted differently
     texts := ARRAY(
         SELECT replace(replace(
             regexp_replace(pg_get_functiondef(p.oid), replace('| SECURITY DEFINER(| SET [^|]*)*', '|', chr(10)), ''),

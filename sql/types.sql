@@ -1,46 +1,46 @@
--- The types of the functions that decide, and expressions with a name. The planner puts such an expression in where it
--- is called, so it costs nothing. It does not do so if an argument is costly and used twice: TestExpressionsAreInlined.
+-- The types of the functions that decide, and short expressions. The planner inlines such an expression into its
+-- caller, so it costs nothing. It cannot do so if a costly argument is used twice: TestExpressionsAreInlined.
 
--- A row of the tables as an algorithm sees it, and behind that what the algorithm decided about it.
+-- A row of the tables as an algorithm sees it, followed by the algorithm's decision.
 CREATE TYPE rate_limit_row AS (
-    tid tid,               -- where the row is; NULL if there is none
+    tid tid,               -- the row's place in the table; NULL if there is no row
     algorithm smallint,
     count bigint,
     prev_count bigint,
     window_start bigint,
     credit bigint,
     scale bigint,
-    expires_at bigint,     -- 0, long past, if there is no row or another algorithm wrote it
+    expires_at bigint,     -- 0 (long past) if there is no row, or it belongs to another algorithm
     since bigint,
     capacity bigint,
     refill bigint,
     returned bigint,
     log bigint[],
-    granted bigint,        -- how many of the asked requests were granted
+    granted bigint,        -- how many of the requests were granted
     remaining bigint,      -- the largest cost that would be granted next
-    retry_after_us bigint, -- microseconds until the others can be granted; 0: there is room; NULL: never
+    retry_after_us bigint, -- microseconds until the others can be granted; 0 if there is room; NULL if never
     reset_after_us bigint, -- microseconds until the key is as good as new
-    spent bigint,          -- how much of what was taken came out of granted credit
+    spent bigint,          -- how many of the units taken came out of granted credit
     taken_at bigint,       -- bucket: where its units end in the queue of missing tokens
-    told_log bigint[],     -- log: the entries that a denial waits for, at most 64
+    told_log bigint[],     -- log: the entries that determine a denial's retry_after_us, at most 64
     changed boolean,       -- the row has to be written
     durable boolean        -- into rate_limit_durable
 );
 
--- No row, or one of another algorithm, which counts as no row.
+-- No row. Another algorithm's row counts as none.
 CREATE FUNCTION _rate_limit_no_row(tid tid, algorithm smallint) RETURNS rate_limit_row LANGUAGE sql IMMUTABLE AS $$
     SELECT ROW(tid, algorithm, 0, 0, 0, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL,
         0, 0, 0, 0, 0, NULL, NULL, false, NULL)::rate_limit_row
 $$;
 
--- What rate_limit_all returns for each part.
+-- The columns that rate_limit_all returns for each part.
 CREATE TYPE rate_limit_decision AS (
-    ord bigint,             -- the part's place in the request, from 1
-    granted bigint,         -- these four as in rate_limit_row
+    ord bigint,             -- the part's place in the request, counted from 1
+    granted bigint,         -- these four are as in rate_limit_row
     remaining bigint,
     retry_after_us bigint,
     reset_after_us bigint,
-    decided_at timestamptz, -- the database's clock at the decision, from which the two above count
+    decided_at timestamptz, -- the database's clock at the decision; the two columns above count from it
     -- The key's state, as in the table.
     count bigint,
     prev_count bigint,
@@ -48,24 +48,24 @@ CREATE TYPE rate_limit_decision AS (
     credit bigint,
     scale bigint,
     expires_at bigint,
-    log bigint[],           -- only the entries that have to leave until retry_after_us; or what was leased of a bucket
-    -- What a refund of the last request has to tell.
+    log bigint[],           -- only the entries that have to leave until retry_after_us; or a bucket's leases
+    -- Data that a refund of the last request needs.
     taken_since bigint,     -- the row's since
-    taken_in bigint,        -- its window_start: the window, the entry of the log or the time in the bucket's life
+    taken_in bigint,        -- the row's window_start: the window, the log's entry or the bucket's time
     taken_at bigint,        -- where its units end in the bucket's queue: see TokenBucket.Refund in internal/model
-    taken_spent bigint      -- how much of what these requests took came out of granted credit
+    taken_spent bigint      -- how many units of these requests came out of granted credit
 );
 
 COMMENT ON TYPE rate_limit_decision IS
     'What the rate_limit_ functions decided for one key. The comments on the functions explain it.';
 
--- The database's clock in microseconds since 1970, unless a test replaces it. date_part is exact until 2106. (If the
--- million were an integer, Postgres would look through all operators: 6 % of a session's first call.)
+-- The database's clock in microseconds since 1970, unless a test replaces it. date_part is exact until 2106. (With an
+-- integer million, Postgres would look through all operators, for 6 % of a session's first call.)
 CREATE FUNCTION _rate_limit_now(now_us bigint) RETURNS bigint LANGUAGE sql AS $$
     SELECT coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
 $$;
 
--- The settings of this transaction; see the functions whose names begin with rate_limit_take_.
+-- The transaction's settings; see the rate_limit_take_ functions.
 CREATE FUNCTION _rate_limit_set(lock_timeout_ms integer, synchronous_commit boolean) RETURNS text LANGUAGE sql AS $$
     SELECT concat(
         CASE WHEN lock_timeout_ms <> -1 THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
@@ -77,14 +77,14 @@ $$;
 CREATE FUNCTION _rate_limit_ceil_div(a bigint, b bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT CASE WHEN a > 0 THEN (a - 1) / b + 1 ELSE 0 END $$;
 
--- What is asked for a key, or NULL if that is not valid or more than the limit. It divides, because the product could
--- overflow.
+-- The units for a key, or NULL if the arguments are invalid or ask for more than the limit. It divides, because the
+-- product could overflow.
 CREATE FUNCTION _rate_limit_units(cost bigint, asked bigint, max_count bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE WHEN cost BETWEEN 1 AND max_count AND asked BETWEEN 1 AND max_count / cost THEN cost * asked END
 $$;
 
--- The same for the only key of a call, but more than the limit if that is what is asked.
+-- The same for a call's only key, but it may return more than the limit.
 CREATE FUNCTION _rate_limit_units_of_one(costs bigint[], counts bigint[], max_count bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE
@@ -92,7 +92,7 @@ RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
             THEN CASE WHEN counts[1] <= max_count / costs[1] THEN costs[1] * counts[1] ELSE max_count + 1 END END
 $$;
 
--- The same for each of several keys, or NULL if something is not valid.
+-- The same for each of several keys, or NULL if something is invalid.
 CREATE FUNCTION _rate_limit_units_of_each(keys text[], costs bigint[], counts bigint[], max_count bigint)
 RETURNS bigint[] LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
@@ -116,7 +116,7 @@ BEGIN
 END
 $$;
 
--- The keys that are valid, each once, in the order of locking: longer ones first, then by bytes.
+-- The valid keys in the order of locking, each once: longer ones first, then by bytes.
 CREATE FUNCTION _rate_limit_in_order(keys text[], units_of bigint[])
 RETURNS TABLE (key text, units bigint) LANGUAGE sql IMMUTABLE AS $$
     SELECT DISTINCT ON (octet_length(e.key), e.key COLLATE "C") e.key, e.units
@@ -125,8 +125,8 @@ RETURNS TABLE (key text, units bigint) LANGUAGE sql IMMUTABLE AS $$
     ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.place
 $$;
 
--- _rate_limit_late ends a statement that has waited for too many rows in turn. lock_timeout alone would not do that,
--- because it counts anew for each row.
+-- _rate_limit_late ends a statement that has waited too long in total. lock_timeout alone cannot do that, because it
+-- begins again for each row.
 CREATE FUNCTION _rate_limit_late() RETURNS boolean LANGUAGE plpgsql AS $$
 BEGIN
     RAISE EXCEPTION 'rate_limit: too many rows are held, one after the other'
@@ -134,7 +134,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_give_up does so if a statement that began then has waited for too long; otherwise it is false.
+-- _rate_limit_give_up calls it if a statement that began at the given time has waited too long; otherwise it returns
+-- false.
 CREATE FUNCTION _rate_limit_give_up(clock bigint, lock_timeout_ms integer, now_us bigint)
 RETURNS boolean LANGUAGE plpgsql AS $$
 BEGIN
