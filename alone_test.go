@@ -296,8 +296,7 @@ func TestWhoIsAlone(t *testing.T) {
 		t.Helper()
 		requests := b.push("login", 5, n, 1)
 		alone = q.IsAlone(requests[0])
-		var buf engine.Buffers
-		require.True(t, q.Board(&buf))
+		require.NotNil(t, q.Board())
 		b.push("login", 5, waitMeanwhile, 1)
 		q.Lands(k, took)
 		if waitMeanwhile > 0 {

@@ -45,14 +45,13 @@ func BenchmarkGroupAndFinish(b *testing.B) {
 			for i := range batch {
 				batch[i] = l.newRequest(fmt.Sprint("user:", i%keys), 1)
 			}
-			var buf engine.Buffers
 			b.ReportAllocs()
 			for done := calls; b.Loop(); done++ {
 				if done < calls {
 					continue
 				}
 				done = 0
-				for _, r := range buf.MergeAlike(batch) {
+				for _, r := range engine.MergeAlike(batch) {
 					r.Parts[0].Decision.Granted = r.Count
 					r.Finish(nil)
 				}

@@ -59,7 +59,7 @@ func (l *Limiter) ownTransaction() engine.Transaction {
 // send has a batch leave at once.
 func (l *Limiter) send(batch []*engine.Request) {
 	q := l.client.engine.Queues.First()
-	held, lost := q.Batcher.Send(&engine.Buffers{Batch: slices.Clone(batch)})
+	held, lost := q.Batcher.Send(&engine.Departure{Requests: slices.Clone(batch)})
 	q.Lane.Add(q.Lane.GiveUp(held))
 	q.PushBack(lost)
 }

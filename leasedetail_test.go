@@ -131,7 +131,7 @@ func TestLeaseOfRequestsThatAreAlike(t *testing.T) {
 		r.Ahead = ahead
 		requests = append(requests, r)
 	}
-	leaders := new(engine.Buffers).MergeAlike(requests)
+	leaders := engine.MergeAlike(requests)
 	require.Len(t, leaders, 1)
 	require.EqualValues(t, 4, leaders[0].Ahead)
 	require.EqualValues(t, 3+4, leaders[0].Count)

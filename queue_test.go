@@ -233,7 +233,7 @@ func TestGroupMergesOnlyNeighboursOfAKey(t *testing.T) {
 		cost, count int64
 	}
 	var got []merged
-	for _, e := range new(engine.Buffers).MergeAlike(batch) {
+	for _, e := range engine.MergeAlike(batch) {
 		got = append(got, merged{e.Parts[0].Key, e.Parts[0].Cost, e.Count})
 	}
 	require.Equal(
@@ -250,8 +250,8 @@ func TestGroupMergesOnlyNeighboursOfAKey(t *testing.T) {
 		},
 		got,
 	)
-	require.Len(t, new(engine.Buffers).MergeAlike(batch[:1]), 1)
-	require.Empty(t, new(engine.Buffers).MergeAlike(nil))
+	require.Len(t, engine.MergeAlike(batch[:1]), 1)
+	require.Empty(t, engine.MergeAlike(nil))
 }
 
 func TestBoardTakesCallsInOrder(t *testing.T) {

@@ -12,7 +12,6 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
-	"github.com/pgratelimit/ratelimit/internal/deadline"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/turn"
 )
@@ -43,7 +42,6 @@ type Batcher struct {
 	// statement, in nanoseconds since begin.
 	heldAt, exhaustedAt atomic.Int64
 	refused             atomic.Pointer[refusal] // the last one while the map did not fit
-	deadlines           deadline.Group          // of statements
 }
 
 // makingWait is how long a statement that passes over locked rows waits for each row that somebody is just making,
@@ -60,21 +58,20 @@ func (b *Batcher) tooLate(left time.Duration) bool {
 	return left < max(b.timeout/10, min(b.timeout/4, 10*time.Millisecond))
 }
 
-// Buffers are what the statements of one goroutine need, used again from one to the next.
-type Buffers struct {
-	Batch   []*Request
-	caller  context.Context //nolint:containedctx // of the only request if its caller sends it, else nil
-	queued  int             // how many requests stayed behind
-	leaders []*Request
-	last    map[string]*Request // the last leader of a key
+// Departure is the requests that leave a queue together.
+type Departure struct {
+	Requests []*Request
+	caller   context.Context //nolint:containedctx // of the only request if its caller sends it; else nil
+	queued   int             // how many requests stayed behind
+	leaders  int             // how many requests are left after merging
 }
 
-// Send has the requests in buf.batch decided, and tells the callers. It returns the requests whose keys are held, and
+// Send decides the requests of a departure, and tells their callers. It returns the requests whose keys are held, and
 // those that have lost a race.
-func (b *Batcher) Send(buf *Buffers) (held, lost []*Request) {
+func (b *Batcher) Send(d *Departure) (held, lost []*Request) {
 	// A request with hardly any time left would shorten the time of the others.
 	now := time.Now()
-	requests := slices.DeleteFunc(buf.Batch, func(r *Request) bool {
+	requests := slices.DeleteFunc(d.Requests, func(r *Request) bool {
 		if now.Sub(r.Since) <= b.timeout/10*9 {
 			return false
 		}
@@ -98,10 +95,11 @@ func (b *Batcher) Send(buf *Buffers) (held, lost []*Request) {
 		return nil, nil
 	}
 	s := b.newBatch(requests, probe)
-	s.queued, s.caller = buf.queued, buf.caller
+	s.queued, s.caller = d.queued, d.caller
 	// If held rows leave requests undecided for this long, the lane takes over.
 	s.until = now.Add(b.Held.Patience() / 5)
-	leaders, wait := buf.MergeAlike(requests), b.rowWait()
+	leaders, wait := MergeAlike(requests), b.rowWait()
+	d.leaders = len(leaders)
 	if len(leaders) == 1 { // it keeps no other row from anybody
 		wait = wait * 5 / 2
 	}
@@ -116,21 +114,20 @@ func (b *Batcher) Send(buf *Buffers) (held, lost []*Request) {
 // It puts the keys into the order in which rows are locked, because the functions decide them faster then. Refunds and
 // grants stay apart, because they stop at full: what remains after all of them does not tell what remained after each.
 // Requests of AllowAll stay apart, too.
-func (buf *Buffers) MergeAlike(requests []*Request) (leaders []*Request) {
-	buf.leaders = buf.leaders[:0]
-	clear(buf.last)
-	if buf.last == nil && len(requests) > 1 {
-		buf.last = make(map[string]*Request, len(requests))
+func MergeAlike(requests []*Request) (leaders []*Request) {
+	var last map[string]*Request // the last leader of a key
+	if len(requests) > 1 {
+		last = make(map[string]*Request, len(requests))
 	}
 	oneGroup := true
 	for i, r := range requests {
 		r.next, r.last, r.Count, r.Place = nil, r, 1, 1
 		if i > 0 && !r.sameGroup(requests[i-1]) {
 			oneGroup = false
-			clear(buf.last)
+			clear(last)
 		}
 		key := r.Parts[0].Key
-		if leader := buf.last[key]; leader != nil && r.joins(leader) {
+		if leader := last[key]; leader != nil && r.joins(leader) {
 			leader.last.next = r
 			leader.last = r
 			leader.Count++
@@ -138,19 +135,19 @@ func (buf *Buffers) MergeAlike(requests []*Request) (leaders []*Request) {
 			continue
 		}
 		if len(requests) > 1 {
-			buf.last[key] = r
+			last[key] = r
 		}
-		buf.leaders = append(buf.leaders, r)
+		leaders = append(leaders, r)
 	}
-	for _, leader := range buf.leaders {
+	for _, leader := range leaders {
 		leader.Count += leader.Ahead
 	}
-	if oneGroup && len(buf.leaders) > 1 && requests[0].Policy != nil {
-		slices.SortStableFunc(buf.leaders, func(a, b *Request) int {
+	if oneGroup && len(leaders) > 1 && requests[0].Policy != nil {
+		slices.SortStableFunc(leaders, func(a, b *Request) int {
 			return cmp.Or(len(b.Parts[0].Key)-len(a.Parts[0].Key), strings.Compare(a.Parts[0].Key, b.Parts[0].Key))
 		})
 	}
-	return buf.leaders
+	return leaders
 }
 
 // sameLine tells whether the function of one algorithm can decide both.
@@ -163,7 +160,7 @@ type batch struct {
 	*Batcher
 	deadline time.Time
 	probe    bool
-	caller   context.Context //nolint:containedctx // as in buffers
+	caller   context.Context //nolint:containedctx // as in Departure
 	leftAt   atomic.Int64    // when the caller was seen to have left, in nanoseconds since begin; 0: he has not
 	queued   int             // how many requests stayed behind
 	again    bool            // this is not the first statement
@@ -201,7 +198,7 @@ func (s *batch) ask(requests []*Request, skip bool, wait time.Duration) {
 	if looks { // there is no row to wait for
 		wait = patience
 	}
-	ctx, cancel := s.deadlines.Context(s.deadline)
+	ctx, cancel := context.WithDeadline(context.Background(), s.deadline)
 	if s.caller != nil {
 		defer context.AfterFunc(s.caller, func() {
 			now := time.Since(s.Begin)

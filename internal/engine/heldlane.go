@@ -46,7 +46,6 @@ func (h *heldLane) Add(requests []*Request) {
 // serve serves the lane until it is empty. By turns, it asks for all its requests while passing over what is held,
 // and waits for the row of the first request alone.
 func (h *heldLane) serve() {
-	var buf Buffers
 	var requests []*Request
 	for {
 		h.Mu.Lock()
@@ -65,15 +64,15 @@ func (h *heldLane) serve() {
 				others = append(others, r)
 			}
 		}
-		requests = append(h.askAll(&buf, others), h.GiveUp(h.askAll(&buf, sure))...)
+		requests = append(h.askAll(others), h.GiveUp(h.askAll(sure))...)
 		if len(requests) > 0 {
-			requests = h.waitForFirst(&buf, requests)
+			requests = h.waitForFirst(requests)
 		}
 	}
 }
 
 // askAll asks for requests, and returns those whose keys are held.
-func (h *heldLane) askAll(buf *Buffers, requests []*Request) (held []*Request) {
+func (h *heldLane) askAll(requests []*Request) (held []*Request) {
 	for len(requests) > 0 {
 		var batch, rest []*Request
 		for _, r := range requests {
@@ -83,21 +82,21 @@ func (h *heldLane) askAll(buf *Buffers, requests []*Request) (held []*Request) {
 				rest = append(rest, r)
 			}
 		}
-		held = append(held, h.ask(buf, batch, true, makingWait)...)
+		held = append(held, h.ask(batch, true, makingWait)...)
 		requests = rest
 	}
 	return held
 }
 
 // ask asks for requests of one line, and returns those whose keys are held.
-func (h *heldLane) ask(buf *Buffers, requests []*Request, skip bool, wait time.Duration) (held []*Request) {
+func (h *heldLane) ask(requests []*Request, skip bool, wait time.Duration) (held []*Request) {
 	requests, probe := h.batcher.Breaker.turnAway(requests)
 	if len(requests) == 0 {
 		return nil
 	}
 	s := h.batcher.newBatch(requests, probe)
 	s.again, s.alone = true, !skip
-	s.ask(buf.MergeAlike(requests), skip, wait)
+	s.ask(MergeAlike(requests), skip, wait)
 	h.lost(s.lost)
 	return s.held
 }
@@ -124,7 +123,7 @@ func (h *heldLane) GiveUp(requests []*Request) (others []*Request) {
 
 // waitForFirst waits for the row of the first request, in a statement for its key alone. It returns the requests
 // that are not decided yet, ordered so that another one has the next turn.
-func (h *heldLane) waitForFirst(buf *Buffers, requests []*Request) []*Request {
+func (h *heldLane) waitForFirst(requests []*Request) []*Request {
 	known, first := h.batcher.Held, requests[0]
 	oldest := first.Since
 	var mine, others []*Request
@@ -160,7 +159,7 @@ func (h *heldLane) waitForFirst(buf *Buffers, requests []*Request) []*Request {
 	}
 	began := time.Now()
 	key := first.HeldKeys()[0] // read now, too
-	held := h.ask(buf, mine, false, wait)
+	held := h.ask(mine, false, wait)
 	took := time.Since(began)
 	if !isSet && took >= known.long()/parts {
 		known.Still(key, len(held) > 0)

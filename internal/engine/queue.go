@@ -111,8 +111,8 @@ func (q *Queue) IsAlone(r *Request) bool {
 // goAlone has a caller send the only request that waits. It unlocks q.mu.
 func (q *Queue) goAlone(ctx context.Context) {
 	q.InFlight++
-	buf := Buffers{caller: ctx}
-	q.Board(&buf)
+	d := q.Board()
+	d.caller = ctx
 	q.Mu.Unlock()
 	defer func() { // also if code of the application's has panicked, in a tracer or an observer
 		q.Mu.Lock()
@@ -123,7 +123,7 @@ func (q *Queue) goAlone(ctx context.Context) {
 			q.rest()
 		}
 	}()
-	q.reroute(q.fly(&buf))
+	q.reroute(q.fly(d))
 }
 
 // submitAll has requests decided that give back, as soon as their turn comes. It does not wait for that. While the
@@ -336,18 +336,16 @@ func (q *Queue) leaveLate() {
 // run sends one statement after the other until nobody waits. One goroutine runs it for each statement in flight,
 // and none at rest.
 func (q *Queue) run() {
-	var buf Buffers
 	for {
 		q.Mu.Lock()
-		if !q.Board(&buf) {
+		d := q.Board()
+		if d == nil {
 			q.rest()
 			q.Mu.Unlock()
 			return
 		}
 		q.Mu.Unlock()
-		q.reroute(q.fly(&buf))
-		clear(buf.Batch)
-		clear(buf.leaders)
+		q.reroute(q.fly(d))
 		// Callers who were just told often ask again at once. This lets them come aboard. Without it, 64 callers
 		// leave in batches of 16 on average; with it in batches of 22, and a sixth more are decided.
 		runtime.Gosched()
@@ -355,30 +353,30 @@ func (q *Queue) run() {
 }
 
 // Board takes those who leave next from their groups. It tells whether there are any. q.mu is locked.
-func (q *Queue) Board(buf *Buffers) bool {
-	buf.Batch = q.NextBatch(buf.Batch[:0])
-	if len(buf.Batch) == 0 {
-		return false
+func (q *Queue) Board() *Departure {
+	requests := q.NextBatch(nil)
+	if len(requests) == 0 {
+		return nil
 	}
-	if buf.queued = q.Waiting; len(buf.Batch) > 1 {
+	if len(requests) > 1 {
 		q.lonely = -1 // until it is back
 	}
-	q.Departs(buf.Batch[0].kind())
-	return true
+	q.Departs(requests[0].kind())
+	return &Departure{Requests: requests, queued: q.Waiting}
 }
 
 // fly sends a statement for those who have boarded, and returns those who are not decided, as send does.
-func (q *Queue) fly(buf *Buffers) (held, lost []*Request) {
-	k, left := buf.Batch[0].kind(), time.Now() // now, because requests that have ended are used again
+func (q *Queue) fly(d *Departure) (held, lost []*Request) {
+	k, n, left := d.Requests[0].kind(), len(d.Requests), time.Now() // now, because requests that have ended are used again
 	defer func() {
 		q.Mu.Lock()
-		if n := len(buf.Batch); n >= Enough { // fewer tell little
-			q.perKey = n / max(len(buf.leaders), 1)
+		if n >= Enough && d.leaders > 0 { // fewer tell little
+			q.perKey = n / d.leaders
 		}
 		q.Lands(k, time.Since(left))
 		q.Mu.Unlock()
 	}()
-	return q.Batcher.Send(buf)
+	return q.Batcher.Send(d)
 }
 
 // reroute has those decided whom a statement has not decided.
