@@ -5,8 +5,8 @@ MODULES := $(patsubst %/,%,$(dir $(wildcard go.mod */go.mod cmd/*/go.mod)))
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z\/]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# The tests use the server of RATELIMIT_TEST_DATABASE_URL, else throwaway ones. They ignore DATABASE_URL. What is random has
-# few rounds, and with RATELIMIT_TEST_ROUNDS=20 twenty times as many.
+# The tests use the server at RATELIMIT_TEST_DATABASE_URL, or else throwaway servers. They ignore DATABASE_URL. Random
+# tests have few rounds. RATELIMIT_TEST_ROUNDS=20 makes twenty times as many.
 test: ## Run the tests of the library, its command, OpenTelemetry and gRPC, or of the modules MODULE=". grpclimit"
 	@go run ./internal/runtests $(MODULE)
 
@@ -34,7 +34,7 @@ fuzz: ## Run every fuzz target for some seconds; ROUNDS=10 for ten times as long
 bench: ## Compare with other limiters, side by side; BENCH=quick takes 2 minutes, BENCH_ONLY=new is some workloads
 	cd integration_test && go test -run '^$$' -bench '^BenchmarkSideBySide$$' -benchtime 1x -timeout 60m ./bench
 
-# Only a soak of the full length is worth a new chart in docs/.
+# Only a soak of full length is worth a new chart in docs/.
 SOAK ?= 10m
 SOAK_OUT ?= $(if $(filter 10m,$(SOAK)),$(CURDIR)/docs)
 soak: ## Run all at once on a server that keeps failing, for 10 minutes; SOAK=30s is shorter, SEED repeats one

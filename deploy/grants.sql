@@ -1,17 +1,16 @@
--- Gives each of the roles of roles.sql its rights. Run it after each 'pgratelimit migrate up', as a member of
--- rate_limit_owner, which whoever ran roles.sql is:
+-- Grants each role in roles.sql its rights. Run it after each 'pgratelimit migrate up', as a member of
+-- rate_limit_owner. The role that ran roles.sql is one:
 --
 --   psql "$DATABASE_URL" -v ON_ERROR_STOP=1 -f deploy/grants.sql
 
 SET search_path = rate_limit;
 
--- No role but that of the policies needs rights to write to the tables, because the functions run with the rights of
--- their owner.
+-- Only the role for policies needs rights to write to tables, because the functions run with their owner's rights.
 GRANT EXECUTE ON FUNCTION rate_limit_take_fixed_window, rate_limit_take_sliding_window, rate_limit_take_token_bucket,
     rate_limit_take_sliding_log, rate_limit_take_calendar_window, rate_limit_take_all, rate_limit_all,
     rate_limit_allow, rate_limit_peek, rate_limit_reset, rate_limit_policies, rate_limit_ban, rate_limit_report
     TO rate_limit_app;
-GRANT SELECT ON rate_limit_sweeper TO rate_limit_app; -- for metrics of the tables; it holds no keys
+GRANT SELECT ON rate_limit_sweeper TO rate_limit_app; -- for metrics of the tables; it contains no keys
 GRANT EXECUTE ON FUNCTION rate_limit_sweep TO rate_limit_sweeper;
 GRANT SELECT ON rate_limit_ephemeral, rate_limit_durable, rate_limit_sweeper, rate_limit_policy,
     rate_limit_policy_history, rate_limit_shadow TO rate_limit_reader;
@@ -19,7 +18,7 @@ GRANT SELECT, INSERT, UPDATE, DELETE ON rate_limit_policy TO rate_limit_policy_a
 GRANT SELECT ON rate_limit_policy_history, rate_limit_shadow TO rate_limit_policy_admin;
 DO $$
 BEGIN
-    IF to_regclass('rate_limit_goose_version') IS NOT NULL THEN -- 'pgratelimit migrate' or goose has migrated
+    IF to_regclass('rate_limit_goose_version') IS NOT NULL THEN -- if 'pgratelimit migrate' or goose has migrated
         GRANT SELECT ON rate_limit_goose_version TO rate_limit_reader;
     END IF;
 END

@@ -1,20 +1,20 @@
--- Makes five roles, each with no more rights than it needs, and a schema. Run it once in each database, as a superuser,
--- or as the owner of the database with CREATEROLE and the right to grant pg_read_all_stats:
+-- Creates five roles, each with only the rights that it needs, and a schema. Run it once in each database, as a
+-- superuser, or as the database's owner with CREATEROLE and the right to grant pg_read_all_stats:
 --
 --   psql "$DATABASE_URL" -v ON_ERROR_STOP=1 -f deploy/roles.sql
 --   PGOPTIONS='-c role=rate_limit_owner' pgratelimit migrate up --database-url "$DATABASE_URL" --schema rate_limit
 --   psql "$DATABASE_URL" -v ON_ERROR_STOP=1 -f deploy/grants.sql
 --
--- None of these roles logs in. Make the roles that do their members: GRANT rate_limit_app TO my_application. Whoever
--- connects names the schema, by ClientConfig.Schema, --schema, or search_path in the connection string.
+-- None of these roles can log in. Make your login roles their members: GRANT rate_limit_app TO my_application. Set the
+-- schema in your connections, with ClientConfig.Schema, --schema, or search_path in the connection string.
 --
--- Roles belong to all databases of a server, so those that another database has brought are used here too:
---   rate_limit_owner         migrates, and owns what the migrations make
+-- Roles belong to all databases of a server, so roles that exist already are used here too:
+--   rate_limit_owner         migrates, and owns the tables and functions
 --   rate_limit_app           the application: takes, peeks and resets, reads policies, and bans
 --   rate_limit_sweeper       sweeps
 --   rate_limit_reader        a person on call or a dashboard: runs limits and doctor, and reads policies. As a member of
 --                            rate_limit_app too, also top and reset --all
---   rate_limit_policy_admin  changes policies: policy set, ban and so on. The history tells which of its members did
+--   rate_limit_policy_admin  changes policies: policy set, ban and so on. The history shows the member that made a change
 
 DO $$
 DECLARE
@@ -29,16 +29,16 @@ BEGIN
 END
 $$;
 
-GRANT rate_limit_owner TO CURRENT_USER; -- a superuser could use role=rate_limit_owner above without it
+GRANT rate_limit_owner TO CURRENT_USER; -- a superuser could use role=rate_limit_owner above without this
 CREATE SCHEMA rate_limit AUTHORIZATION rate_limit_owner;
--- Whoever may create in the schema could put functions there that somebody calls in the place of ours. In this schema
--- only its owner may create. If you put the functions into another schema, take that right from others. In public,
--- PostgreSQL 14 and databases that come from it let everybody create:
+-- A role that may create in the schema could add functions there that are called instead of ours. In this schema only
+-- the owner may create. If you use another schema for the functions, revoke that right from others. In the schema
+-- public, PostgreSQL 14 and databases upgraded from it let every role create:
 --   REVOKE CREATE ON SCHEMA public FROM PUBLIC;
--- The owner of the schema can replace what is in it, so the role that migrates should own it.
+-- The schema's owner can replace the objects in it, so it should be the role that migrates.
 GRANT USAGE ON SCHEMA rate_limit TO rate_limit_app, rate_limit_sweeper, rate_limit_reader,
     rate_limit_policy_admin;
 
--- For doctor to see what holds VACUUM up. Whoever has it also reads the texts of all statements, in pg_stat_activity and
--- pg_stat_statements, so set passwords with the password command of psql.
+-- This lets doctor see which sessions hold up VACUUM. A role with it can also read all statements in pg_stat_activity
+-- and pg_stat_statements, so set passwords with psql's \password.
 GRANT pg_read_all_stats TO rate_limit_reader;

@@ -1,4 +1,4 @@
-// A server that admits ten requests a minute from each address.
+// A server that allows each address ten requests a minute.
 package main
 
 import (
@@ -21,13 +21,13 @@ func main() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	if err := migrations.Up(ctx, pool); err != nil { // makes the library's tables and functions
+	if err := migrations.Up(ctx, pool); err != nil { // creates the library's tables and functions
 		log.Fatal(err)
 	}
 	limiter, err := ratelimit.New(pool, ratelimit.Config{
 		Name:      "address",
 		Policy:    ratelimit.SlidingWindow{Limit: 10, Window: time.Minute},
-		OnFailure: ratelimit.FailOpen(), // let requests pass while Postgres is away
+		OnFailure: ratelimit.FailOpen(), // allow requests while Postgres is away
 	})
 	if err != nil {
 		log.Fatal(err)

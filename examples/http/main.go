@@ -1,5 +1,5 @@
-// A small API with three limits. Each address may make 100 requests a minute, each user 20, and each address may
-// fail to log in 5 times in a quarter of an hour.
+// A small API with three limits. Each address may make 100 requests a minute, and each user 20. Each address may fail
+// to log in 5 times in 15 minutes.
 package main
 
 import (
@@ -34,12 +34,12 @@ func main() {
 }
 
 func newAPI(pool *pgxpool.Pool) (http.Handler, error) {
-	// With one client for the pool, the three limiters share two of its connections.
+	// The three limiters have one client, so they share two of the pool's connections.
 	client, err := ratelimit.NewClient(pool, ratelimit.ClientConfig{})
 	if err != nil {
 		return nil, err
 	}
-	// A load balancer in 10.0.0.0/8 is believed when it says who the client is, and nobody else is.
+	// Only a load balancer in 10.0.0.0/8 is trusted to name the client's address.
 	address := httplimit.ByIP(httplimit.TrustedProxies(netip.MustParsePrefix("10.0.0.0/8")))
 
 	perAddress, err := limit(client, ratelimit.Config{
@@ -67,8 +67,8 @@ func newAPI(pool *pgxpool.Pool) (http.Handler, error) {
 	return perAddress(mux), nil
 }
 
-// limit returns a middleware with a limiter of its own. httplimit.New requires that OnFailure says what happens
-// while Postgres is away.
+// limit returns a middleware with its own limiter. httplimit.New requires OnFailure, which says what happens while
+// Postgres is away.
 func limit(
 	client *ratelimit.Client, config ratelimit.Config, web httplimit.Config,
 ) (func(http.Handler) http.Handler, error) {
@@ -86,12 +86,12 @@ func login(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	http.SetCookie(w, &http.Cookie{Name: "user", Value: r.PostFormValue("user")})
-	w.WriteHeader(http.StatusNoContent) // without a status it would count as a failed login
+	w.WriteHeader(http.StatusNoContent) // without a status, this would count as a failed login
 }
 
 type userKey struct{}
 
-// authenticate stands for the application's own authentication.
+// authenticate is a placeholder for the application's own authentication.
 func authenticate(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		cookie, err := r.Cookie("user")

@@ -1,4 +1,5 @@
--- A customer places at most 10 orders in any hour, whichever program inserts them. Run pgratelimit migrate up before.
+-- A customer can place at most 10 orders in any hour, with any program that inserts orders. Run pgratelimit migrate up
+-- first.
 
 CREATE TABLE orders (
     id       bigint PRIMARY KEY GENERATED ALWAYS AS IDENTITY,
@@ -6,12 +7,12 @@ CREATE TABLE orders (
     item     text NOT NULL
 );
 
--- The trigger runs with the rights of whoever inserts, who needs EXECUTE on rate_limit_allow:
---   GRANT EXECUTE ON FUNCTION rate_limit_allow TO shop;
+-- The trigger runs with the rights of the role that inserts, so that role needs EXECUTE on rate_limit_allow: GRANT
+-- EXECUTE ON FUNCTION rate_limit_allow TO shop;
 --
--- An INSERT that is refused, or a transaction that rolls back, takes nothing. From the INSERT until the transaction
--- ends, other orders of the same customer wait. Transactions that insert for several customers can deadlock, unless
--- they all do so in the same order of customers.
+-- A refused INSERT or a rolled-back transaction takes nothing. From the INSERT until the end of the transaction, other
+-- orders of the same customer wait. Transactions that insert for several customers can deadlock, unless all of them use
+-- the same order of customers.
 CREATE FUNCTION limit_orders()
 RETURNS trigger
 LANGUAGE plpgsql

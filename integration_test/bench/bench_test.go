@@ -1,5 +1,5 @@
-// Package bench measures: limiters side by side with others of their kind, and what single features cost. Its figures
-// stand in docs/.
+// Package bench measures this library beside other limiters, and the costs of single features. The results are in
+// docs/.
 package bench
 
 import (
@@ -22,30 +22,30 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 )
 
-// poolSize is how many connections to its server a subject may have.
+// poolSize is the most connections that a subject may have to its server.
 const poolSize = 16
 
-// arena is what all measurements share: one Postgres, one Redis, and one near and one far way to each of them.
+// arena is shared by all measurements: one Postgres, one Redis, and a near and a far way to each.
 type arena struct {
 	b      *testing.B
 	server *pgserver.Server
-	admin  *pgx.Conn // for what is not measured
+	admin  *pgx.Conn // for everything that is not measured
 	near   *pgxpool.Pool
-	far    *pgxpool.Pool // the same server, a longer way
-	redis  *redisServer  // nil: there is none on this machine
+	far    *pgxpool.Pool // the same server, with a longer round trip
+	redis  *redisServer  // nil if this machine has none
 
-	stores     map[contenderID]*store // of the near ones
+	stores     map[contenderID]*store // for the near pools
 	contenders map[contenderID]*contender
-	schemas    int // how many were made
+	schemas    int // how many were created
 
 	url       string // of the Postgres
-	attached  bool   // what subjects keep is there already: another process has made it
+	attached  bool   // another process has already created the subjects' data
 	processes map[int][]*process
 	distances []time.Duration
 }
 
-// BenchmarkSideBySide runs this library and its rivals against each other: see `make bench`. Its figures are those
-// of the report that it writes, not those of package testing. So one iteration is enough: -benchtime 1x.
+// BenchmarkSideBySide compares this library with other limiters: see `make bench`. Its results are in the report that
+// it writes, and not in the output of package testing. So one iteration is enough: -benchtime 1x.
 func BenchmarkSideBySide(b *testing.B) {
 	plan, out := planOf(b), ""
 	if text := os.Getenv(processVariable); text != "" {
@@ -79,8 +79,8 @@ func BenchmarkSideBySide(b *testing.B) {
 	}
 }
 
-// planOf is what the environment asks for. BENCH=quick is less of everything, BENCH_ONLY the workloads whose IDs
-// match it.
+// planOf is the plan that the environment asks for. BENCH=quick reduces everything. BENCH_ONLY selects workloads by a
+// pattern for their IDs.
 func planOf(b *testing.B) plan {
 	b.Helper()
 	plan := fullPlan()
@@ -157,7 +157,7 @@ func (a *arena) newPool(configure func(*pgxpool.Config)) *pgxpool.Pool {
 	return pool
 }
 
-// pool is the one that all subjects on Postgres share.
+// pool is shared by all subjects on Postgres.
 func (a *arena) pool(far bool) *pgxpool.Pool {
 	if far {
 		return a.far
@@ -165,7 +165,7 @@ func (a *arena) pool(far bool) *pgxpool.Pool {
 	return a.near
 }
 
-// postgresPIDs are the processes of the server. There are none if it runs in a container.
+// postgresPIDs are the server's processes. There are none if it runs in a container.
 func (a *arena) postgresPIDs() []int {
 	a.b.Helper()
 	pids, err := a.server.PIDs()
@@ -173,7 +173,7 @@ func (a *arena) postgresPIDs() []int {
 	return pids
 }
 
-// ctx can be cancelled, like that of a request, so a driver has to watch it.
+// ctx can be cancelled, like a request's context, so a driver has to watch it.
 func (a *arena) ctx() context.Context { return a.b.Context() }
 
 func (a *arena) exec(sql string, args ...any) {
@@ -189,14 +189,13 @@ func (a *arena) setting(name string) string {
 	return value
 }
 
-// progress tells a person where the benchmark is. Standard output is for the report.
+// progress tells the user how far the benchmark is. The report goes to standard output.
 func (a *arena) progress(format string, args ...any) {
 	fmt.Fprintf(os.Stderr, "bench %s  %s\n", time.Now().Format(time.TimeOnly), fmt.Sprintf(format, args...))
 }
 
-// sideBySide measures workloads in rounds. In each round the subjects of a workload follow one another, so
-// whatever else happens on the machine hits them alike. Each round begins with another subject, and with another
-// workload.
+// sideBySide measures workloads in rounds. In each round all subjects of a workload run in turn, so other activity on
+// the machine affects all of them. Each round begins with another subject and another workload.
 func (a *arena) sideBySide(plan plan, workloads []workload) []*result {
 	a.b.Helper()
 	defer a.endProcesses()
@@ -205,7 +204,7 @@ func (a *arena) sideBySide(plan plan, workloads []workload) []*result {
 		results[i] = &result{workload: w}
 		for _, s := range w.subjects {
 			row := &row{Subject: s.title, Ours: s.ours}
-			if c := a.contender(s, w); c == nil { // else its table is made and filled, now and not between two rounds
+			if c := a.contender(s, w); c == nil { // otherwise its table would be created and filled between two rounds
 				row.Missing = a.missing(s, w)
 			}
 			results[i].Rows = append(results[i].Rows, row)
@@ -230,7 +229,7 @@ func (a *arena) sideBySide(plan plan, workloads []workload) []*result {
 	return results
 }
 
-// measure runs one subject under one workload for one round, and checks what it left in its table.
+// measure runs one subject under one workload for one round, and checks the resulting table.
 func (a *arena) measure(plan plan, w workload, s *subject, c *contender, seed uint64) figures {
 	a.b.Helper()
 	if w.Processes > 1 {
@@ -242,7 +241,7 @@ func (a *arena) measure(plan plan, w workload, s *subject, c *contender, seed ui
 	if w.Callers == 1 && len(c.pids()) > 0 {
 		options.timed = 1
 	}
-	runtime.GC() // the garbage of those before is not this one's
+	runtime.GC() // do not measure the garbage of earlier subjects
 	var tally tally
 	costs := a.costsOf(c, func() {
 		load := startLoad(a.ctx(), c.take, w.keys(seed), options)
@@ -259,7 +258,7 @@ func (a *arena) measure(plan plan, w workload, s *subject, c *contender, seed ui
 	return newFigures(tally, costs, c.pool != nil)
 }
 
-// audit compares what callers were told with what they should have been, and with what the table says.
+// audit compares the callers' answers with the expected ones, and with the table.
 func (a *arena) audit(what string, c *contender, tally tally) {
 	a.b.Helper()
 	if c.data.limit == 1 {

@@ -14,22 +14,22 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// costs is what a load has cost its server, and this process.
+// costs are the costs of a load for its server and for this process.
 type costs struct {
-	serverCPU, clientCPU time.Duration // 0: the operating system does not tell
+	serverCPU, clientCPU time.Duration // 0 if the operating system does not report it
 	postgres             postgresCosts
 }
 
-// postgresCosts is what Postgres counts.
+// postgresCosts are the costs that Postgres counts.
 type postgresCosts struct {
 	wal     int64 // bytes
 	xids    int64 // transaction ids
-	updates int64 // rows, of one table
-	hot     int64 // of these, how many were HOT
+	updates int64 // row updates of one table
+	hot     int64 // how many of these were HOT
 }
 
-// costsOf runs a load from its first call to its last, warm-up included, and returns what that has cost. Nobody
-// asks anything before or after it, so there is nothing to subtract.
+// costsOf runs a load from its first call to its last, including the warm-up, and returns its costs. There is no other
+// load, so nothing has to be subtracted.
 func (a *arena) costsOf(c *contender, run func()) costs {
 	a.b.Helper()
 	postgres := a.postgresCosts(c)
@@ -46,8 +46,8 @@ func (a *arena) costsOf(c *contender, run func()) costs {
 	return spent
 }
 
-// postgresCosts uses up no transaction id. The position in the WAL is that of insertion. A commit that does not
-// wait has been inserted, though perhaps not yet written.
+// postgresCosts uses no transaction id. It reads the insertion position of the WAL. A commit that does not wait has
+// been inserted there, but perhaps not written yet.
 func (a *arena) postgresCosts(c *contender) (now postgresCosts) {
 	a.b.Helper()
 	if c.pool == nil {
@@ -63,8 +63,7 @@ func (a *arena) postgresCosts(c *contender) (now postgresCosts) {
 	return now
 }
 
-// flushStatistics makes the sessions of a pool report what they have counted. Otherwise they would do it after a
-// second.
+// flushStatistics makes a pool's sessions report their statistics. Otherwise they would do so a second later.
 func (a *arena) flushStatistics(pool *pgxpool.Pool) {
 	a.b.Helper()
 	conns := pool.AcquireAllIdle(a.ctx())
@@ -82,18 +81,18 @@ func (a *arena) flushStatistics(pool *pgxpool.Pool) {
 	}
 }
 
-// cpuTime is how much CPU time processes have used. It counts all their threads, by the scheduler's accounting,
-// which is exact, and their children that have ended, in hundredths of a second.
+// cpuTime is the CPU time of processes. It includes all their threads, exactly, from the scheduler's accounting. It
+// also includes their ended children, in hundredths of a second.
 func cpuTime(pids ...int) (total time.Duration) {
 	for _, pid := range pids {
 		threads, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", pid))
 		for _, thread := range threads {
-			// nanoseconds on a CPU, and two other numbers
+			// nanoseconds of CPU time, and two other numbers
 			if fields := procFields(thread); len(fields) > 0 {
 				total += time.Duration(number(fields[0]))
 			}
 		}
-		// pid (name) state …; the 16th and 17th field are times of children, in clock ticks.
+		// pid (name) state …; fields 16 and 17 are the children's times, in clock ticks.
 		if fields := procFields(fmt.Sprintf("/proc/%d/stat", pid)); len(fields) > 14 {
 			total += time.Duration(number(fields[13])+number(fields[14])) * time.Second / 100
 		}
@@ -101,7 +100,7 @@ func cpuTime(pids ...int) (total time.Duration) {
 	return total
 }
 
-// procFields are the fields of a file in /proc, without pid and name. There are none if the process has ended.
+// procFields returns the fields of a file in /proc, without pid and name. There are none if the process has ended.
 func procFields(path string) []string {
 	content, err := os.ReadFile(path)
 	if err != nil {

@@ -11,15 +11,15 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// farAway is the round trip to a server in the next data centre, or in the same one with a busy network.
+// farAway is the round trip to a server in the next data centre, or in the same one over a busy network.
 const farAway = time.Millisecond
 
-// startDelayProxy returns an address that leads to the server at target, a round trip further away: each answer
-// comes later by delay. Requests pass at once. A client cannot tell that from half of the delay each way. Go's
-// timers wait for whole milliseconds on Linux when there is nothing else to do, so two halves would take one and a
-// half times as long.
+// startDelayProxy returns an address that leads to the server at target with a longer round trip: each answer is
+// delayed by delay. Requests pass immediately. A client sees no difference to half the delay in each direction. On
+// Linux, Go's timers are rounded up to milliseconds when the process is idle, so two halves would take one and a half
+// times as long.
 //
-// It keeps the order and has room for all that is under way, so it limits no throughput.
+// It keeps the order, and its buffer never fills, so it limits no throughput.
 func startDelayProxy(tb testing.TB, target string, delay time.Duration) (address string) {
 	tb.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
@@ -75,7 +75,7 @@ func forward(client net.Conn, target string, delay time.Duration) {
 	for p := range underWay {
 		<-time.After(time.Until(p.due))
 		if _, err := client.Write(p.data); err != nil {
-			server.Close() // and go on until underWay is closed
+			server.Close() // and continue until underWay is closed
 		}
 	}
 }
@@ -123,6 +123,6 @@ func TestDelayProxy(t *testing.T) {
 	_, err = io.ReadFull(conn, rest)
 	require.NoError(t, err)
 	require.Equal(t, sent, append(first, rest...), "the order is kept")
-	// Each of a thousand parcels was late by the delay, but they were under way together.
+	// All thousand parcels had the delay, but they were in flight together.
 	require.Less(t, time.Since(begun), 100*delay)
 }

@@ -20,8 +20,8 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// BenchmarkManyLimiters measures 20 limiters of a process on one client, and on a client each, under many callers and
-// under few. Rounds take turns. Of each figure it reports both, and the ratio of the first to the second:
+// BenchmarkManyLimiters measures 20 limiters of a process, with one client for all and with a client each, under many
+// callers and under few. Rounds take turns. For each figure it reports both, and the ratio of the first to the second:
 //
 //	go test -run '^$' -bench '^BenchmarkManyLimiters$' -benchtime 1x ./bench
 func BenchmarkManyLimiters(b *testing.B) {
@@ -42,7 +42,7 @@ func BenchmarkManyLimiters(b *testing.B) {
 func (a *arena) manyLimiters(b *testing.B, callers int) {
 	b.Helper()
 	const rounds = 3
-	var all [2][]figures // on one client, and on many
+	var all [2][]figures // with one client, and with many
 	for b.Loop() {
 		for round := range rounds {
 			for i := range all {
@@ -60,7 +60,7 @@ func (a *arena) manyLimiters(b *testing.B, callers int) {
 	}
 }
 
-// limitersRound has 20 limiters asked, on a new pool that has connections for all of them.
+// limitersRound calls 20 limiters on a new pool that has connections for all of them.
 func (a *arena) limitersRound(oneClient bool, callers int, seed uint64) figures {
 	a.b.Helper()
 	const limiters, keys, warmUp, measured = 20, 10_000, 300 * time.Millisecond, time.Second
@@ -115,14 +115,14 @@ func (a *arena) limitersRound(oneClient bool, callers int, seed uint64) figures 
 	seen := figures{
 		"decisions/s": float64(inTime) / elapsed,
 		"p99-µs":      float64(testkit.Quantile(latencies, 0.99).Microseconds()),
-		// The pool opens a connection only if all that it has are in use, and keeps them.
+		// The pool opens a connection only if all others are in use, and keeps it.
 		"connections":        float64(pool.Stat().TotalConns()),
 		"server-µs/decision": float64((cpuTime(a.postgresPIDs()...) - before).Microseconds()) / float64(total),
 	}
 	require.Equal(a.b, total, admitted, "denied what it must admit")
 	require.Equal(a.b, admitted, a.count("SELECT coalesce(sum(count), 0)::bigint FROM rate_limit_ephemeral"))
 	if oneClient {
-		require.LessOrEqual(a.b, seen["connections"], 3.0) // the third is for keys that are held
+		require.LessOrEqual(a.b, seen["connections"], 3.0) // the third one is for held keys
 	}
 	return seen
 }

@@ -8,20 +8,20 @@ import (
 	"time"
 )
 
-// take asks for one request of a key, and tells whether it was admitted.
+// take makes one request for a key, and returns whether it was allowed.
 type take func(ctx context.Context, key string) (admitted bool, err error)
 
 // keySource gives each caller its own source of keys.
 type keySource func(caller int) func() string
 
-// loadOptions say how a load asks.
+// loadOptions describe the callers of a load.
 type loadOptions struct {
 	callers int
-	timed   int64         // one call in so many is timed
-	pace    time.Duration // from one call of a caller to its next; 0: it asks again as soon as it is answered
+	timed   int64         // one in this many calls is timed
+	pace    time.Duration // the time between two calls of a caller; 0: the next call follows immediately
 }
 
-// load is a number of callers who keep asking.
+// load is a number of callers that make requests all the time.
 type load struct {
 	take    take
 	options loadOptions
@@ -32,7 +32,7 @@ type load struct {
 
 	failing sync.Once
 	cancel  context.CancelFunc
-	err     error // the first that a caller got
+	err     error // the first error of a caller
 }
 
 const (
@@ -41,13 +41,13 @@ const (
 	stopped
 )
 
-// tally is what callers have seen.
+// tally is the result of a load.
 type tally struct {
-	measured  int64           // decisions that came while it was measured
-	elapsed   time.Duration   // how long that was
-	latencies []time.Duration // of a sample of these decisions; sorted
+	measured  int64           // decisions during the measurement
+	elapsed   time.Duration   // the length of the measurement
+	latencies []time.Duration // of a sample of these decisions, sorted
 
-	total, admitted int64 // from the first to the last, warm-up included
+	total, admitted int64 // over the whole load, including the warm-up
 }
 
 func startLoad(ctx context.Context, take take, keys keySource, options loadOptions) *load {
@@ -66,8 +66,9 @@ func startLoad(ctx context.Context, take take, keys keySource, options loadOptio
 	return l
 }
 
-// call is the life of one caller. Two clock readings are next to nothing beside a round trip, but not when a thousand
-// callers share a few cores, hence options.timed. Callers take turns at it: those who share a batch are not all timed.
+// call runs one caller. Reading the clock twice costs nothing compared with a round trip, but does when a thousand
+// callers share a few cores. Therefore there is options.timed. Callers take turns, so that not all callers of one batch
+// are timed.
 func (l *load) call(ctx context.Context, caller int64, next func() string) (t tally, err error) {
 	due, release := l.pacemaker(caller)
 	defer release()
@@ -101,7 +102,8 @@ func (l *load) call(ctx context.Context, caller int64, next func() string) (t ta
 	}
 }
 
-// pacemaker says when a caller asks, each at another time within the pace. With nil it asks at once.
+// pacemaker says when a caller makes its next request. Each caller has another offset within the pace. A nil pacemaker
+// never waits.
 func (l *load) pacemaker(caller int64) (due <-chan time.Time, release func()) {
 	if l.options.pace == 0 {
 		return nil, func() {}
@@ -117,7 +119,7 @@ func (l *load) measure() {
 	l.phase.Store(measuring)
 }
 
-// stop ends the load, and returns what all callers together have seen.
+// stop ends the load, and returns the result of all callers together.
 func (l *load) stop() (tally, error) {
 	l.phase.Store(stopped)
 	all := tally{elapsed: time.Since(l.begun)}

@@ -8,13 +8,13 @@ import (
 	"github.com/pgratelimit/ratelimit/integration_test/svg"
 )
 
-// column is one of the tables', and how its figures are written.
+// column is a column of the tables, with the format of its figures.
 type column struct {
 	name, title string
 	format      func(float64) string
 }
 
-// cell is a row's figure: a dash if there is none.
+// cell is a figure of a row, or a dash if there is none.
 func (c column) cell(row *row) string {
 	if value, ok := row.Median[c.name]; ok {
 		return c.format(value)
@@ -36,7 +36,7 @@ var columns = []column{
 	{hotShare, "HOT", func(v float64) string { return fmt.Sprintf("%.2f %%", v) }},
 }
 
-// markdown is the report for people.
+// markdown is the report for readers.
 func (r *report) markdown() string {
 	var md strings.Builder
 	p := func(format string, args ...any) { fmt.Fprintf(&md, format+"\n", args...) }
@@ -102,7 +102,7 @@ func (r *report) markdown() string {
 	return strings.TrimSuffix(md.String(), "\n")
 }
 
-// method is what a reader must know to judge the figures.
+// method explains how the figures were measured.
 const method = `Server and callers share this machine. Postgres is as it comes but for shared_buffers (a quarter of the memory), and takes more connections; the
 subjects on it share one pool of 16. redis_rate is shown with a pool of 16 and with go-redis's own default, and compared by whichever was faster under the
 workload; beside them it runs on go-redis's auto-pipelining client, which is experimental and coalesces commands as this library
@@ -114,7 +114,7 @@ Where there are several processes, each has clients and pools of its own, all be
 four times as long. "UPDATE by key" decides nothing: for each call it adds 1 to a count in this library's table with one
 statement, an UPDATE, or an INSERT ... ON CONFLICT DO UPDATE where each key is new.`
 
-// overview is how the sliding window fared, a line for each workload.
+// overview has a line with the sliding window's result for each workload.
 func (r *report) overview() [][]string {
 	names := []string{perSecond, againstRedis, againstPlain, p50, p99}
 	rows := [][]string{{""}}
@@ -139,7 +139,7 @@ func (r *report) overview() [][]string {
 	return rows
 }
 
-// table is what was measured under a workload, with the columns that anybody has a figure for.
+// table shows the results of a workload, with all columns that have figures.
 func (r *result) table() [][]string {
 	header := []string{""}
 	lines := make([][]string, len(r.Rows))
@@ -187,7 +187,7 @@ func (n *neighbourResult) cells(alone *neighbourResult) []string {
 	}
 }
 
-// writeTable writes rows, of which the first is the header. Numbers stand to the right.
+// writeTable writes rows; the first one is the header. Numbers are aligned to the right.
 func writeTable(md *strings.Builder, rows [][]string) {
 	for i, row := range rows {
 		fmt.Fprintf(md, "| %s |\n", strings.Join(row, " | "))

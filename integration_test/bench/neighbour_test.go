@@ -12,15 +12,15 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// neighbour is who works on the same machine while an application does its own work.
+// neighbour is a load on the same machine as an application.
 type neighbour struct {
 	title   string
 	subject *subject // nil: nobody
 	spread  spread
-	rate    int // decisions a second; 0: as many as it can
+	rate    int // decisions a second; 0 means as many as possible
 }
 
-// nobody is the application alone.
+// nobody means that the application runs alone.
 var nobody = neighbour{title: "nobody"}
 
 const (
@@ -28,7 +28,7 @@ const (
 	pgbenchClients   = 8
 )
 
-// neighbourResult is how an application fared. Of each figure there is one for each round.
+// neighbourResult is the application's result. Each list has one figure per round.
 type neighbourResult struct {
 	Title     string    `json:"beside"`
 	Missing   string    `json:"missing,omitempty"`
@@ -37,8 +37,8 @@ type neighbourResult struct {
 	Decisions []float64 `json:"decisions_per_second,omitempty"`
 }
 
-// neighbour runs the application, which is pgbench's own TPC-B-like transactions, beside busy limiters: on the
-// same server, or only on the same machine.
+// neighbour runs an application, pgbench's TPC-B-like transactions, beside busy limiters: on the same server, or only
+// on the same machine.
 func (a *arena) neighbour(plan plan) []*neighbourResult {
 	a.b.Helper()
 	pgbench := a.pgbenchProgram()
@@ -101,7 +101,7 @@ func (a *arena) neighbour(plan plan) []*neighbourResult {
 	return results
 }
 
-// pgbenchProgram is the one beside the server's own program, or on PATH. It is "" if there is none.
+// pgbenchProgram is the pgbench beside the server's own programs, or in PATH. It is "" if there is none.
 func (a *arena) pgbenchProgram() string {
 	for _, pid := range a.postgresPIDs() {
 		server, _ := os.Readlink("/proc/" + strconv.Itoa(pid) + "/exe")

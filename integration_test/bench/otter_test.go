@@ -17,18 +17,18 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 )
 
-// cachedKeys is how many denials this library's cache holds at most, in its two generations. otter gets as many.
+// cachedKeys is the most denials in this library's cache, in its two generations. otter's cache has the same size.
 const cachedKeys = 2 * 8192
 
-// BenchmarkDenialCache compares this library's cache of denials with a cache library that holds the same. Both stand
-// where they would in a limiter, before a database that denies everything and takes no time about it.
+// BenchmarkDenialCache compares this library's cache of denials with a cache library that stores the same. Both are in
+// front of a database that denies everything immediately, as they would be in a limiter.
 //
-//	hit     a denied key is asked for again. For this library that is all of Allow, decision included. For otter it is
-//	        only the look-up and what a caller must check in any case, so otter is favoured.
-//	insert  each key is new, is denied by the database and remembered, at 16,384 keys at most. Nearly all of the time is
-//	        the way to the database and back, so compare with "insert/none", where nothing is remembered. When this
-//	        library is full, it takes in nothing more until its denials are too old (hence 1s, the default, and 10ms,
-//	        where that is soon). otter evicts for each new key.
+//	hit     requests for a denied key. For this library that is the whole Allow, including the decision. For otter it is
+//	        only the look-up and the checks that every caller needs, so otter is favoured.
+//	insert  requests for new keys, which the database denies and the cache remembers, at most 16,384 keys. Nearly all of
+//	        the time is the round trip to the database, so compare with "insert/none", which remembers nothing. When
+//	        this library's cache is full, it adds nothing until its denials are too old (therefore 1s, the default, and
+//	        10ms, which is soon). otter evicts for each new key.
 func BenchmarkDenialCache(b *testing.B) {
 	ctx := b.Context()
 	for _, width := range []struct {
@@ -98,7 +98,7 @@ func BenchmarkDenialCache(b *testing.B) {
 		b.ReportMetric(
 			float64(heap()-before)/cachedKeys*2,
 			"ratelimit-B/key",
-		) // one generation is half of what it holds
+		) // one generation is half of the cache
 		before = heap()
 		cache := newOtter(time.Hour)
 		for _, user := range users {
@@ -112,7 +112,7 @@ func BenchmarkDenialCache(b *testing.B) {
 	})
 }
 
-// single and parallel are one caller, and one for each core. A call tells whether it went well.
+// single has one caller, and parallel has one per core. A call returns whether it succeeded.
 func single(b *testing.B, call func(i int) bool) {
 	b.Helper()
 	b.ReportAllocs()
@@ -128,7 +128,7 @@ func parallel(b *testing.B, call func(i int) bool) {
 	b.ReportAllocs()
 	var callers atomic.Int64
 	b.RunParallel(func(pb *testing.PB) {
-		for i := int(callers.Add(1)) << 18; pb.Next(); i++ { // far from the keys of the others
+		for i := int(callers.Add(1)) << 18; pb.Next(); i++ { // far from the other callers' keys
 			if !call(i) {
 				b.Error("not denied")
 			}
@@ -144,7 +144,7 @@ func keyNames(n int) []string {
 	return names
 }
 
-// denial is as large as what this library remembers of one.
+// denial has the size of a denial that this library remembers.
 type denial struct {
 	asked   time.Duration
 	numbers [10]int64
@@ -170,7 +170,7 @@ func denies(ctx context.Context, limiter *ratelimit.Limiter, key string) bool {
 	return err == nil && !result.Allowed
 }
 
-// denier is a database that denies everything, as the SQL functions would.
+// denier is a database that denies everything, with the results of the SQL functions.
 type denier struct{}
 
 var _ ratelimit.DBTX = denier{}
@@ -179,7 +179,7 @@ func (denier) Query(_ context.Context, _ string, args ...any) (pgx.Rows, error) 
 	return &denials{rows: int64(len(args[1].([]string))), now: time.Now()}, nil
 }
 
-// denials are the rows that a batch gets.
+// denials are the result rows of a batch.
 type denials struct {
 	pgx.Rows
 	row, rows int64

@@ -14,16 +14,16 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// processVariable tells a process that the benchmark has started it, and where the servers are.
+// processVariable tells a process that the benchmark started it, and where the servers are.
 const processVariable = "BENCH_PROCESS"
 
-// servers are what processes share.
+// servers are shared by the processes.
 type servers struct {
 	Postgres string `json:"postgres"` // URL
-	Redis    string `json:"redis"`    // address; "": there is none
+	Redis    string `json:"redis"`    // the address, or "" if there is none
 }
 
-// job is what one of several processes does: one round of a subject under a workload.
+// job is the work of one of several processes: one round of a subject under a workload.
 type job struct {
 	Workload string `json:"workload"` // its ID
 	Subject  string `json:"subject"`  // its title
@@ -32,10 +32,10 @@ type job struct {
 	NewKeys  int64  `json:"new_keys"` // see newKeys
 }
 
-// newKeysOfJob is more new keys than a process asks for in one job.
+// newKeysOfJob is more than the new keys of one job.
 const newKeysOfJob = 100_000_000
 
-// outcome is what the callers in one process have seen, and what they have cost.
+// outcome is the result of the callers in one process, with their costs.
 type outcome struct {
 	Measured  int64           `json:"measured"`
 	Elapsed   time.Duration   `json:"elapsed"`
@@ -45,18 +45,18 @@ type outcome struct {
 	CPU       time.Duration   `json:"cpu"`
 }
 
-// process is this program once more. It does jobs until its standard input ends, which the operating system sees to
-// however this process ends.
+// process is another process of this program. It does jobs until its standard input ends. The operating system ends
+// that when this process ends in any way.
 type process struct {
 	*exec.Cmd
 	stdin   io.WriteCloser
 	jobs    *json.Encoder
-	answers *json.Decoder // of a pipe: standard output belongs to package testing
+	answers *json.Decoder // a pipe, because package testing uses standard output
 	output  bytes.Buffer
 }
 
-// startProcesses returns so many processes, which stay until endProcesses, because starting one takes longer than
-// a round.
+// startProcesses returns that many processes. They stay until endProcesses, because starting one takes longer than a
+// round.
 func (a *arena) startProcesses(n int) []*process {
 	a.b.Helper()
 	if started := a.processes[n]; started != nil {
@@ -83,7 +83,7 @@ func (a *arena) startProcesses(n int) []*process {
 		require.NoError(a.b, err)
 		p.jobs, p.answers = json.NewEncoder(p.stdin), json.NewDecoder(reader)
 		require.NoError(a.b, p.Start())
-		require.NoError(a.b, writer.Close()) // so that reading ends when the process does
+		require.NoError(a.b, writer.Close()) // so that reading ends with the process
 		a.processes[n] = append(a.processes[n], p)
 	}
 	return a.processes[n]
@@ -102,7 +102,7 @@ func (a *arena) endProcesses() {
 	clear(a.processes)
 }
 
-// inProcesses does what measure does, in several processes that begin together.
+// inProcesses is measure with several processes that begin together.
 func (a *arena) inProcesses(w workload, s *subject, c *contender, seed uint64) (all tally, spent costs) {
 	a.b.Helper()
 	processes := a.startProcesses(w.Processes)
@@ -145,7 +145,7 @@ func (a *arena) inProcesses(w workload, s *subject, c *contender, seed uint64) (
 	return all, spent
 }
 
-// workInProcess is the life of such a process.
+// workInProcess is the main function of such a process.
 func workInProcess(b *testing.B, plan plan, text string) {
 	var to servers
 	require.NoError(b, json.Unmarshal([]byte(text), &to))
@@ -164,7 +164,7 @@ func workInProcess(b *testing.B, plan plan, text string) {
 		require.NoError(b, err)
 		w, c, first := a.attach(plan, next)
 		warmUp := c.warmUp(plan, w)
-		if first { // each of the many connections has plans to make
+		if first { // each of the many connections has to plan the statement
 			warmUp *= 4
 		}
 		require.NoError(b, answers.Encode(true))
@@ -174,8 +174,8 @@ func workInProcess(b *testing.B, plan plan, text string) {
 	}
 }
 
-// attach returns what another process has opened, with the connections that all callers together may want, and whether
-// it is for the first time.
+// attach returns a subject that another process has opened, with enough connections for all callers, and whether this
+// is the first time.
 func (a *arena) attach(plan plan, next job) (w workload, c *contender, first bool) {
 	a.b.Helper()
 	workloads := slices.Concat(plan.groups...)
@@ -207,7 +207,7 @@ func (a *arena) attach(plan plan, next job) (w workload, c *contender, first boo
 	return w, a.contenders[id], first
 }
 
-// do asks as measure does.
+// do makes the same calls as measure.
 func (a *arena) do(w workload, c *contender, seed uint64, warmUp, measured time.Duration) outcome {
 	a.b.Helper()
 	cpu := cpuTime(os.Getpid())

@@ -26,9 +26,8 @@ type redisServer struct {
 	version   string
 }
 
-// redisScript starts the server with the arguments that it is given, tells its process id, and kills it when
-// standard input ends. The operating system ends standard input however this process ends. Ctrl-C must not end the
-// script before that.
+// redisScript starts the server with the given arguments, prints its process id, and kills it when standard input ends.
+// The operating system ends standard input when this process ends in any way. Ctrl-C must not end the script earlier.
 const redisScript = `
 trap '' HUP INT TERM
 "$@" >/dev/null 2>&1 &
@@ -38,8 +37,8 @@ kill -KILL $!
 wait
 `
 
-// startRedis starts a Redis that keeps nothing on disk, and stops it at the end of the benchmark. It returns nil
-// if there is none on this machine.
+// startRedis starts a Redis that stores nothing on disk, and stops it at the end of the benchmark. It returns nil if
+// this machine has none.
 func startRedis(b *testing.B) *redisServer {
 	b.Helper()
 	program, err := exec.LookPath("redis-server")
@@ -52,7 +51,7 @@ func startRedis(b *testing.B) *redisServer {
 
 	script := exec.Command("/bin/sh", "-c", redisScript, "redis", program,
 		"--bind", host, "--port", port, "--save", "", "--appendonly", "no")
-	script.Dir = os.TempDir() // where it would write, if it wrote anything
+	script.Dir = os.TempDir() // it would write here, if it wrote anything
 	life, err := script.StdinPipe()
 	require.NoError(b, err)
 	output, err := script.StdoutPipe()
@@ -83,7 +82,7 @@ func startRedis(b *testing.B) *redisServer {
 	return s
 }
 
-// redisRate is redis_rate on a client with these options, in a database of its own.
+// redisRate is redis_rate on a client with these options, in its own database.
 func redisRate(title string, database int, options redis.Options, autoPipeline bool) *subject {
 	open := func(a *arena, data dataset) *store {
 		s := &store{data: data}

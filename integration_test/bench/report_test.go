@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// report is what a run has found.
+// report is the result of a run.
 type report struct {
 	Date      string             `json:"date"`
 	Took      string             `json:"took"`
@@ -31,13 +31,13 @@ type report struct {
 	Neighbour []*neighbourResult `json:"pgbench"`
 }
 
-// fact is something about the machine that a reader of the figures should know.
+// fact is information about the machine that a reader of the figures needs.
 type fact struct {
 	Name  string `json:"name"`
 	Value string `json:"value"`
 }
 
-// result is all that was measured under one workload.
+// result is all figures of one workload.
 type result struct {
 	workload
 	Rows []*row `json:"subjects"`
@@ -52,7 +52,7 @@ type row struct {
 	Rounds  []figures `json:"rounds"`
 }
 
-// figures are what was measured in one round, or their medians, by name. What could not be measured is not there.
+// figures are the results of one round, or their medians, by name. A figure that could not be measured is missing.
 type figures map[string]float64
 
 const (
@@ -92,7 +92,7 @@ func newFigures(t tally, c costs, postgres bool) figures {
 	return f
 }
 
-// finish works out all that follows from what was measured.
+// finish computes the derived figures.
 func (r *report) finish(begun time.Time) {
 	r.Date = begun.UTC().Format("2006-01-02 15:04 UTC")
 	r.Took = time.Since(begun).Round(time.Second).String()
@@ -110,7 +110,7 @@ func (r *report) finish(begun time.Time) {
 	r.judge()
 }
 
-// against adds the ratio to another row, round by round, and its median.
+// against adds the ratio to another row for each round, and its median.
 func (row *row) against(other *row, name string) {
 	for i, round := range row.Rounds {
 		if value, ok := ratioIn(i, row, other); ok {
@@ -122,7 +122,7 @@ func (row *row) against(other *row, name string) {
 	}
 }
 
-// ratios are those of the throughput of two rows, round by round. There are none if there is no such row.
+// ratios are the ratios of two rows' throughput, one per round. There are none if the other row is missing.
 func ratios(row, other *row) (all []float64) {
 	if row == nil {
 		return nil
@@ -135,7 +135,7 @@ func ratios(row, other *row) (all []float64) {
 	return all
 }
 
-// ratioIn is the ratio in one round, unless the other row is not there or stood still.
+// ratioIn is the ratio in one round, unless the other row is missing or 0.
 func ratioIn(round int, row, other *row) (value float64, ok bool) {
 	if other == nil || len(other.Rounds) <= round || other.Rounds[round][perSecond] == 0 {
 		return 0, false
@@ -143,7 +143,7 @@ func ratioIn(round int, row, other *row) (value float64, ok bool) {
 	return row.Rounds[round][perSecond] / other.Rounds[round][perSecond], true
 }
 
-// all is one figure of all rounds. It is empty if there is no such row.
+// all returns one figure for all rounds. It is empty if the row is missing.
 func (row *row) all(name string) (values []float64) {
 	if row == nil {
 		return nil
@@ -156,7 +156,7 @@ func (row *row) all(name string) (values []float64) {
 	return values
 }
 
-// median of each figure.
+// median returns the median of each figure.
 func median(rounds []figures) figures {
 	all := map[string][]float64{}
 	for _, round := range rounds {
@@ -171,7 +171,7 @@ func median(rounds []figures) figures {
 	return medians
 }
 
-// middle is the median; 0 of nothing.
+// middle is the median, or 0 of an empty list.
 func middle(values []float64) float64 {
 	sorted := slices.Sorted(slices.Values(values))
 	n := len(sorted)
@@ -199,8 +199,7 @@ func (r *result) find(s *subject) *row {
 	return nil
 }
 
-// redis is redis_rate on the plain client: of its two pools, the one that was faster here. It is nil if there was
-// none.
+// redis is redis_rate on the plain client, with the faster of its two pools. It is nil if there was none.
 func (r *result) redis() *row {
 	pool16, stock := r.find(redisPool16), r.find(redisStock)
 	if stock != nil && (pool16 == nil || stock.Median[perSecond] > pool16.Median[perSecond]) {
@@ -213,7 +212,7 @@ func (t tally) perSecond() float64 { return float64(t.measured) / t.elapsed.Seco
 
 func microseconds(d time.Duration) float64 { return float64(d.Nanoseconds()) / 1000 }
 
-// describe says where the figures come from.
+// describe describes the machine and the versions.
 func (a *arena) describe() []fact {
 	a.b.Helper()
 	postgres, _, _ := strings.Cut(a.server.Describe(), " from ")
@@ -251,7 +250,7 @@ func fileContent(path string) string {
 	return string(content)
 }
 
-// versions are what this module's go.mod says of some modules. A test binary does not know them.
+// versions are the versions of some modules in this module's go.mod. A test binary does not contain them.
 func (a *arena) versions(modules ...string) (all []string) {
 	a.b.Helper()
 	content := fileContent("../go.mod")
@@ -263,7 +262,7 @@ func (a *arena) versions(modules ...string) (all []string) {
 	return all
 }
 
-// write puts the report into a folder: as text, as data, and as a picture.
+// write writes the report into a folder: as text, as data, and as a picture.
 func (r *report) write(dir string) error {
 	data, err := json.MarshalIndent(r, "", "\t")
 	if err != nil {

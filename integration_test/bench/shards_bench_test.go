@@ -17,9 +17,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/shardkey"
 )
 
-// BenchmarkShards is how much CPU the servers need for a decision, on four shards and on the proxy: asked directly, each
-// shard in its turn, and through the proxy, one shard a statement, as the library asks. Rounds take turns, and the table
-// has their medians. Run it alone.
+// BenchmarkShards measures the servers' CPU time for a decision on four shards and on the proxy: with direct calls to
+// each shard in turn, and through the proxy with one shard per statement, as the library does. The rounds alternate,
+// and the table has their medians. Run it alone.
 func BenchmarkShards(b *testing.B) {
 	const shards, keys, rounds, length = 4, 20_000, 15, 250 * time.Millisecond
 	const statement = "SELECT rate_limit_take_sliding_window('bench', $1, 1000000000, 60000000, lock_timeout_ms => 1000)"
@@ -35,7 +35,7 @@ func BenchmarkShards(b *testing.B) {
 	for _, shard := range fleet.Shards {
 		direct = append(direct, pgtest.Connect(b, shard))
 	}
-	// call asks for n keys of a shard.
+	// call makes requests for n keys of a shard.
 	call := func(conn *pgx.Conn, shard, n int) {
 		asked := make([]string, n)
 		for i, place := range rand.Perm(len(keysOf[shard]))[:n] {
@@ -53,7 +53,7 @@ func BenchmarkShards(b *testing.B) {
 		{"directly", func(shard int) *pgx.Conn { return direct[shard] }},
 		{"through the proxy", func(int) *pgx.Conn { return proxy }},
 	}
-	for _, way := range ways { // until all have made their plans
+	for _, way := range ways { // until all sessions have their plans
 		for i := range 40 * shards {
 			call(way.conn(i%shards), i%shards, 1+i%2*31)
 		}
@@ -107,7 +107,7 @@ func BenchmarkShards(b *testing.B) {
 	b.Log(table)
 }
 
-// cpu is how many microseconds processes have run.
+// cpu is the CPU time of processes in microseconds.
 func cpu(b *testing.B, pids []int) (sum float64) {
 	b.Helper()
 	for _, pid := range pids {

@@ -16,13 +16,13 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// oneCallerResult compares a lone caller's decision with the least round trip to the same server.
+// oneCallerResult compares a single caller's decision with the shortest round trip to the same server.
 type oneCallerResult struct {
-	Decision  []float64 `json:"decision_p50_us"` // a figure for each round
+	Decision  []float64 `json:"decision_p50_us"` // one figure per round
 	SelectOne []float64 `json:"select_1_p50_us"`
 }
 
-// oneCaller asks for a decision and for SELECT 1 in turn, on the same pool, so that both see the same machine.
+// oneCaller alternates decisions and SELECT 1 on the same pool, so that both run under the same conditions.
 func (a *arena) oneCaller(plan plan) (result oneCallerResult) {
 	a.b.Helper()
 	w := plan.groups[0][0]
@@ -56,13 +56,13 @@ func (a *arena) oneCaller(plan plan) (result oneCallerResult) {
 	return result
 }
 
-// cachedDenialResult is what it costs to deny a key that this process knows to be denied.
+// cachedDenialResult is the cost of denying a key whose denial is remembered.
 type cachedDenialResult struct {
-	Nanoseconds []float64 `json:"ns"` // a figure for each round
+	Nanoseconds []float64 `json:"ns"` // one figure per round
 	Allocations float64   `json:"allocations"`
 }
 
-// cachedDenial does not use testing.Benchmark, which waits for the benchmark that runs already: this one.
+// cachedDenial does not use testing.Benchmark, which would wait for the running benchmark: this one.
 func (a *arena) cachedDenial(plan plan) (result cachedDenialResult) {
 	a.b.Helper()
 	a.progress("a cached denial")
@@ -82,7 +82,7 @@ func (a *arena) cachedDenial(plan plan) (result cachedDenialResult) {
 	statements := a.near.Stat().AcquireCount()
 	result.Allocations = testing.AllocsPerRun(1000, deny)
 	for range plan.Rounds {
-		// The median of many short runs: one that loses its CPU for a moment does not count.
+		// The median of many short runs, so that a run that loses its CPU does not count.
 		const calls = 1_000
 		runs := make([]time.Duration, 1_000)
 		for i := range runs {
@@ -99,7 +99,7 @@ func (a *arena) cachedDenial(plan plan) (result cachedDenialResult) {
 	return result
 }
 
-// memoryResult is what limiters keep, in bytes.
+// memoryResult is the memory of limiters, in bytes.
 type memoryResult struct {
 	Idle       float64 `json:"idle_limiter"`
 	Goroutines int     `json:"goroutines_of_idle_limiters"`
@@ -113,7 +113,7 @@ func (a *arena) memory(plan plan) (result memoryResult) {
 	a.b.Helper()
 	a.progress("memory: %d idle limiters", plan.idleLimiters)
 	schema := a.migratedSchema()
-	pool := a.newPool(inSchema(schema)) // not ClientConfig.Schema, for which a client keeps statements of its own
+	pool := a.newPool(inSchema(schema)) // not ClientConfig.Schema, because then a client keeps its own statements
 	limiter := func(name string, limit int64) *ratelimit.Limiter {
 		return limitertest.New(a.b, pool, ratelimit.Config{
 			Name: name, Policy: ratelimit.SlidingWindow{Limit: limit, Window: window},
@@ -128,7 +128,7 @@ func (a *arena) memory(plan plan) (result memoryResult) {
 	ask(
 		limiter("first", ample),
 		"user:123",
-	) // what a connection keeps of a statement belongs to none of those that follow
+	) // a connection's memory for a statement belongs to none of the figures below
 	idle := make([]*ratelimit.Limiter, plan.idleLimiters)
 	before, goroutines := heap(), runtime.NumGoroutine()
 	for i := range idle {
@@ -163,18 +163,18 @@ func (a *arena) memory(plan plan) (result memoryResult) {
 		}
 		grown := heap() - before
 		runtime.KeepAlive(limiter)
-		runtime.KeepAlive(data) // it is part of before
+		runtime.KeepAlive(data) // it is included in before
 		return float64(grown)
 	}
 	result.DeniedKeys = plan.deniedKeys
 	result.Denied = denied("short", newDataset("", "user:", plan.deniedKeys, 1))
 	result.LongKeys = plan.deniedKeys / 10
 	result.DeniedLong = denied("long", newDataset("", strings.Repeat("k", 506), result.LongKeys, 1))
-	runtime.KeepAlive(idle) // or what they still hold would be freed while the denials are measured
+	runtime.KeepAlive(idle) // otherwise its memory would be freed while the denials are measured
 	return result
 }
 
-// heap is what is in use after a thorough garbage collection: the second one empties what a sync.Pool has kept.
+// heap is the heap in use after two garbage collections: the second one empties sync.Pools.
 func heap() int64 {
 	runtime.GC()
 	runtime.GC()

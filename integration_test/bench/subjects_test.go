@@ -18,42 +18,42 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// window is that of every limit. It is so long that nothing flows back while the benchmark runs, so the rows must
-// add up.
+// window is the window of every limit. It is so long that nothing refills during the benchmark, so the rows must add
+// up.
 const window = 12 * time.Hour
 
-// patience is the budget of a call of this library. A machine that is busy with something else shall not fail the run.
+// patience is the timeout of this library's calls. A busy machine should not fail the run.
 const patience = 10 * time.Second
 
-// subject is one of those that run side by side.
+// subject is a limiter in the comparison.
 type subject struct {
 	title string
 	ours  bool
 	open  func(a *arena, data dataset) *store
 }
 
-// store is where a subject keeps a data set.
+// store is a subject's data set.
 type store struct {
 	data    dataset
-	missing string                    // why this subject cannot run here; then the rest is not set
-	connect func(far bool) *contender // a way to it
-	table   string                    // "": there is none in Postgres
-	taken   func() int64              // what has been taken in all, as the table says; nil: it is not asked
+	missing string                    // why this subject cannot run here; the other fields are empty then
+	connect func(far bool) *contender // connects to it
+	table   string                    // "" if it has no table in Postgres
+	taken   func() int64              // the sum of all units taken, from the table; nil if it is not checked
 
-	expected int64 // what taken must return, as callers have been told
-	place    int   // arena.schemas when it was opened, from which the name of what it made follows
+	expected int64 // the expected value of taken, from the callers' answers
+	place    int   // arena.schemas when it was opened, which determines the name of its schema
 }
 
-// contender is a subject on a data set.
+// contender is a subject with a data set.
 type contender struct {
 	*store
 	take take
-	back func(context.Context) error // gives back what was taken ahead; nil: nothing was
-	pids func() []int                // of its server; none: it runs in this process
-	pool *pgxpool.Pool               // nil: it is not on Postgres
+	back func(context.Context) error // returns leased units; nil if there are none
+	pids func() []int                // of its server; empty if it runs in this process
+	pool *pgxpool.Pool               // nil if it does not use Postgres
 }
 
-// warmUp is how long the contender is asked before anything is measured.
+// warmUp is the warm-up before the measurement.
 func (c *contender) warmUp(plan plan, w workload) time.Duration {
 	if c.back != nil {
 		return max(plan.WarmUp, w.warmUp)
@@ -74,8 +74,7 @@ type contenderID struct {
 	far     bool
 }
 
-// contender returns a subject ready for a workload. Its table is made and filled when it is asked for the first
-// time.
+// contender returns a subject that is ready for a workload. At the first call, its table is created and filled.
 func (a *arena) contender(s *subject, w workload) *contender {
 	a.b.Helper()
 	id := contenderID{subject: s, data: w.data.title}
@@ -97,12 +96,12 @@ func (a *arena) contender(s *subject, w workload) *contender {
 	return a.contenders[id]
 }
 
-// missing is why a subject has no contender for a workload.
+// missing says why a subject has no contender for a workload.
 func (a *arena) missing(s *subject, w workload) string {
 	return a.stores[contenderID{subject: s, data: w.data.title}].missing
 }
 
-// fill takes once from each key, unless open has put the keys there, so that what follows finds a row for each.
+// fill takes once from each key, unless open has created the keys, so that later calls find their rows.
 func (a *arena) fill(s *store) {
 	a.b.Helper()
 	if s.missing != "" {
@@ -135,8 +134,8 @@ func (a *arena) fill(s *store) {
 	s.expected += int64(s.data.size)
 }
 
-// The rivals. Those with Redis are one with as many connections as everybody, one as the driver comes, and one on
-// a new kind of client that coalesces commands too.
+// The rivals. There are three with Redis: one with as many connections as the others, one with the driver's defaults,
+// and one with a new kind of client that also coalesces commands.
 var (
 	redisPool16 = redisRate("redis_rate, pool of 16", 0, redis.Options{PoolSize: poolSize}, false)
 	redisStock  = redisRate("redis_rate, go-redis's default pool", 1, redis.Options{}, false)
@@ -170,10 +169,10 @@ var (
 	allOfThree     = sets("AllowAll of three limits, one shared", 3)
 )
 
-// algorithm is one of this library's.
+// algorithm is one of this library's algorithms.
 type algorithm struct {
 	policy func(limit int64) ratelimit.Policy
-	taken  string // what all keys have taken, in SQL
+	taken  string // the sum of all units taken, in SQL
 	clock  ratelimit.TestConfig
 }
 
@@ -195,10 +194,10 @@ var (
 	}
 )
 
-// standstill is the clock of token buckets: what flows back into them would hide what has been taken.
+// standstill is a fixed clock for token buckets, because refill would hide the units taken.
 func standstill() time.Time { return time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC) }
 
-// library is a limiter of this library. It keeps its data set in a schema of its own.
+// library is a limiter of this library. Its data set has its own schema.
 func library(title string, kind algorithm, config ratelimit.Config) *subject {
 	s := &subject{title: "ratelimit, " + title, ours: true}
 	config.Name = "bench"
@@ -247,8 +246,8 @@ func library(title string, kind algorithm, config ratelimit.Config) *subject {
 	return s
 }
 
-// sets takes from several limiters of this library at once. In all but the last it takes from the key, and in the
-// last from a key that everybody shares.
+// sets takes from several limiters of this library at once. All but the last use the key, and the last one uses a key
+// that all callers share.
 func sets(title string, limits int) *subject {
 	s := &subject{title: "ratelimit, " + title, ours: true}
 	s.open = func(a *arena, data dataset) *store {
@@ -297,7 +296,7 @@ func sets(title string, limits int) *subject {
 	return s
 }
 
-// migratedSchema makes a schema of a new name, with the tables and functions of this library in it.
+// migratedSchema creates a schema with a new name and this library's tables and functions.
 func (a *arena) migratedSchema() string {
 	a.b.Helper()
 	a.schemas++
@@ -316,15 +315,15 @@ func inSchema(name string) func(*pgxpool.Config) {
 	return func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = name }
 }
 
-// fillBySQL makes rows, many millions in a minute. Nobody gathers statistics about them, neither now nor later, and no
-// vacuum disturbs the measurement: autovacuum would do both, at a time of its own.
+// fillBySQL creates rows, many millions a minute. It prevents autovacuum and its statistics, which would disturb the
+// measurement at random times.
 func (a *arena) fillBySQL(table, name string, data dataset) {
 	a.b.Helper()
 	a.exec("ALTER TABLE " + table + " SET (autovacuum_enabled = false)")
 	a.insertRows(table, name, data)
 }
 
-// insertRows makes rows of a sliding window as if each key had taken 1.
+// insertRows creates a sliding window's rows, as if each key had taken 1.
 func (a *arena) insertRows(table, name string, data dataset) {
 	a.b.Helper()
 	if a.attached {
@@ -337,12 +336,12 @@ func (a *arena) insertRows(table, name string, data dataset) {
 		name, data.prefix, data.size, window.Microseconds())
 }
 
-// openFiveRoundTrips is the transaction of the design that this library began with, sent step by step. The row is
-// locked while its client thinks.
+// openFiveRoundTrips is this library's first design: a transaction that is sent step by step. The row stays locked
+// while the client computes.
 func openFiveRoundTrips(a *arena, data dataset) *store {
 	table := a.plainTable(data)
 	insert := "INSERT INTO " + table + " (key) VALUES ($1) ON CONFLICT DO NOTHING"
-	// The clock is read above the lock, so after it.
+	// The clock is read after the lock above.
 	lock := `SELECT count, prev_count, window_start, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint
 		FROM (SELECT count, prev_count, window_start FROM ` + table + ` WHERE key = $1 FOR UPDATE) AS locked`
 	update := "UPDATE " + table + " SET count = $2, prev_count = $3, window_start = $4 WHERE key = $1"
@@ -376,8 +375,8 @@ func openFiveRoundTrips(a *arena, data dataset) *store {
 	})
 }
 
-// openPlainUpdate is the least that any limiter on Postgres must do, and does not decide anything: a statement for each
-// call that counts in a row of this library's table. A key that is new needs a row first.
+// openPlainUpdate is the minimum for any limiter on Postgres, without a decision: each call is one statement that
+// counts in a row of this library's table. A new key needs a row first.
 func openPlainUpdate(a *arena, data dataset) *store {
 	data.limit = ample // it denies nobody
 	schema := a.migratedSchema()
@@ -397,7 +396,7 @@ func openPlainUpdate(a *arena, data dataset) *store {
 	})
 }
 
-// openSelectOne is the least that a round trip to Postgres can be.
+// openSelectOne is the shortest possible round trip to Postgres.
 func openSelectOne(a *arena, data dataset) *store {
 	s := a.plainStore(data, "", func(pool *pgxpool.Pool) take {
 		return func(ctx context.Context, _ string) (bool, error) {
@@ -410,7 +409,7 @@ func openSelectOne(a *arena, data dataset) *store {
 	return s
 }
 
-// plainTable makes an unlogged table of a new name, for those that are not this library. Each key has taken 1.
+// plainTable creates an unlogged table with a new name, for subjects other than this library. Each key has taken 1.
 func (a *arena) plainTable(data dataset) string {
 	a.b.Helper()
 	a.schemas++
@@ -441,7 +440,7 @@ func (a *arena) plainStore(data dataset, table string, open func(pool *pgxpool.P
 	}
 }
 
-// openInProcess is a limiter of one process for each key, which limits nothing across processes.
+// openInProcess is a limiter in one process for each key. It does not limit across processes.
 func openInProcess(_ *arena, data dataset) *store {
 	var limiters sync.Map
 	c := &contender{pids: func() []int { return nil }, take: func(_ context.Context, key string) (bool, error) {
@@ -449,7 +448,7 @@ func openInProcess(_ *arena, data dataset) *store {
 		if !ok {
 			burst := int(data.limit)
 			if burst == ample {
-				burst = math.MaxInt32 // it decides so many that it would use up what is ample for the others
+				burst = math.MaxInt32 // it makes so many decisions that the others' ample limit would not be enough
 			}
 			limiter, _ = limiters.LoadOrStore(key, rate.NewLimiter(rate.Every(window/time.Duration(data.limit)), burst))
 		}

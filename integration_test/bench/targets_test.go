@@ -6,7 +6,7 @@ import (
 	"github.com/pgratelimit/ratelimit/integration_test/svg"
 )
 
-// target is a figure that this library is to reach.
+// target is a figure that this library should reach.
 type target struct {
 	Row      string   `json:"row"`
 	AtLeast  string   `json:"at_least"`
@@ -16,7 +16,7 @@ type target struct {
 	Met      string   `json:"met"`
 }
 
-// goal is what is to be reached, and what is aimed at; 0 is no aim.
+// goal is the required value and the desired one; 0 means no desired value.
 type goal struct {
 	reach, aim float64
 	format     string // of a figure
@@ -26,16 +26,16 @@ type goal struct {
 func atLeast(reach, aim float64, format string) goal { return goal{reach, aim, format, false} }
 func atMost(reach, aim float64, format string) goal  { return goal{reach, aim, format, true} }
 
-// denialBound is what the documentation of this library's cache of denials promises not to exceed.
+// denialBound is the bound in the documentation of this library's cache of denials.
 const denialBound = 16 << 20
 
-// judge compares what was measured with what is to be reached.
+// judge compares the results with the targets.
 func (r *report) judge() {
 	byRedis := func(s *subject) func(*result) []float64 {
 		return func(of *result) []float64 { return ratios(of.find(s), of.redis()) }
 	}
 	byUpdate := func(of *result) []float64 { return ratios(of.find(slidingWindow), of.find(plainUpdate)) }
-	// How many times as long as an UPDATE a call takes that is alone.
+	// The ratio of a single call's time to an UPDATE's.
 	longerThanUpdate := func(of *result) (all []float64) {
 		ours, updates := of.find(slidingWindow).all(p50), of.find(plainUpdate).all(p50)
 		for i := range min(len(ours), len(updates)) {
@@ -115,7 +115,7 @@ func (r *report) judge() {
 		atMost(denialBound, 0, "%.0f bytes"), []float64{r.Memory.DeniedLong})
 }
 
-// target adds a row, with the median of what was measured.
+// target adds a row with the median of the measurements.
 func (r *report) target(title string, goal goal, measured []float64) {
 	t := target{
 		Row:      title,

@@ -10,7 +10,7 @@ import (
 	"github.com/pgratelimit/ratelimit/integration_test/svg"
 )
 
-// plan is what one run of the benchmark measures, and for how long.
+// plan says what one run of the benchmark measures, and for how long.
 type plan struct {
 	Mode     string        `json:"mode"`
 	Command  string        `json:"command"`
@@ -18,9 +18,9 @@ type plan struct {
 	WarmUp   time.Duration `json:"warm_up_ns"`
 	Measured time.Duration `json:"measured_ns"`
 
-	groups        [][]workload // each group runs in rounds of its own
+	groups        [][]workload // each group has its own rounds
 	idleLimiters  int
-	deniedKeys    int           // asked for, to see what their denials need of memory
+	deniedKeys    int           // the keys whose denials are measured for their memory
 	pgbenchScale  int           // 100,000 accounts each
 	pgbench       time.Duration // of one run
 	pgbenchRounds int
@@ -30,14 +30,14 @@ type plan struct {
 // dataset is a set of keys, all with the same limit.
 type dataset struct {
 	title  string
-	prefix string // of each key, and of no other data set's keys
-	size   int    // 0: each key is new
+	prefix string // for each key, and for no other data set's keys
+	size   int    // 0 means that each key is new
 	limit  int64
 	bySQL  bool // filled by one statement, for a sliding window
 	key    func(i int) string
 }
 
-// ample is a limit that is never reached. Times window in microseconds it is close to 2^62, the most that there may be.
+// ample is a limit that is never reached. Times the window in microseconds it is close to 2^62, the maximum.
 const ample = 100_000_000
 
 func newDataset(title, prefix string, size int, limit int64) dataset {
@@ -54,8 +54,8 @@ func newDataset(title, prefix string, size int, limit int64) dataset {
 	return d
 }
 
-// newcomers is a data set of keys that nobody has asked for before. They come in no order, as addresses do: each goes
-// to another place in an index. The factor is odd, so no two products modulo 2^64 are the same.
+// newcomers is a data set of keys that are new at each request. They have no order, like addresses, so each goes to
+// another place in an index. The factor is odd, so all products modulo 2^64 differ.
 func newcomers() dataset {
 	const prefix = "new:"
 	return dataset{title: "new keys", prefix: prefix, limit: ample, key: func(i int) string {
@@ -63,14 +63,14 @@ func newcomers() dataset {
 	}}
 }
 
-// rowsOf is a data set that is made by SQL. Its keys are made as they are asked for, however many or few there are.
+// rowsOf is a data set that SQL creates. Its keys are computed on request, for any number of keys.
 func rowsOf(size int) dataset {
 	d := newDataset(svg.Thousands(size)+" rows", fmt.Sprintf("row-%d-", size), 0, ample)
 	d.size, d.bySQL = size, true
 	return d
 }
 
-// workload is who asks for what.
+// workload says who asks for what.
 type workload struct {
 	ID        string `json:"id"`
 	Title     string `json:"title"`
@@ -81,15 +81,15 @@ type workload struct {
 	spread   spread
 	far      bool
 	subjects []*subject
-	warmUp   time.Duration // for what has to learn which keys are busy
+	warmUp   time.Duration // for subjects that have to learn which keys are busy
 }
 
-// spread is which keys of a number of keys one caller asks for, one after the other.
+// spread is the sequence of keys that one caller asks for.
 type spread func(rng *rand.Rand, keys int) func() int
 
 func uniform(rng *rand.Rand, keys int) func() int { return func() int { return rng.IntN(keys) } }
 
-// zipf asks for the k-th most popular key in proportion to 1/k^1.1. Of 100,000 keys, the first gets one request in
+// zipf asks for the k-th most popular key in proportion to 1/k^1.1. Of 100,000 keys, the first one gets one request in
 // seven, and the first hundred get more than half.
 func zipf(rng *rand.Rand, keys int) func() int {
 	z := rand.NewZipf(rng, 1.1, 1, uint64(keys-1))
@@ -98,7 +98,7 @@ func zipf(rng *rand.Rand, keys int) func() int {
 
 func hot(*rand.Rand, int) func() int { return func() int { return 0 } }
 
-// newKeys is how many keys of data sets without a size have been asked for.
+// newKeys is the number of requests for new keys.
 var newKeys atomic.Int64
 
 func (w workload) keys(seed uint64) keySource {
@@ -111,7 +111,7 @@ func (w workload) keys(seed uint64) keySource {
 	}
 }
 
-// The workloads that the targets are about, by their IDs.
+// The IDs of the workloads with targets.
 const (
 	oneCallerID  = "one-caller"
 	uniform64ID  = "uniform-64"
@@ -131,7 +131,7 @@ const (
 	hotSixteenID = sixteenID + "-hot"
 )
 
-// fullPlan is what `make bench` runs, in 20 minutes.
+// fullPlan is the plan of `make bench`, which takes 20 minutes.
 func fullPlan() plan {
 	redis := []*subject{redisPool16, redisStock, redisAuto}
 	ours := []*subject{slidingWindow, fixedWindow, tokenBucket, durable, durableSync}
@@ -231,7 +231,7 @@ func fullPlan() plan {
 	}
 }
 
-// quickPlan has something for each target and for the chart, and says nothing reliable.
+// quickPlan covers each target and the chart, but its figures are not reliable.
 func quickPlan() plan {
 	users := newDataset("20,000 keys", "user:", 20_000, ample)
 	denied := newDataset("1,000 denied keys", "denied:", 1_000, 1)
@@ -270,7 +270,7 @@ func quickPlan() plan {
 	}
 }
 
-// processWorkloads have several small processes instead of one large one. Each can put little together.
+// processWorkloads have several small processes instead of one large one. Each process can combine only a few calls.
 func processWorkloads(there, fresh dataset, subjects []*subject) (all []workload) {
 	for _, size := range []struct{ processes, callers int }{{4, 8}, {16, 2}} {
 		id := fmt.Sprintf("%dx%d", size.processes, size.callers)
@@ -288,7 +288,7 @@ func processWorkloads(there, fresh dataset, subjects []*subject) (all []workload
 	return all
 }
 
-// leaseWorkloads have keys that each of many processes asks for again and again, and time to learn that.
+// leaseWorkloads have keys that many processes each use again and again, and a warm-up to learn that.
 func leaseWorkloads(busy dataset, warmUp time.Duration, subjects []*subject) []workload {
 	return []workload{{
 		ID: busyID, Title: "16 processes of 2 callers, " + busy.title + " uniformly", Processes: 16, Callers: 2,
@@ -296,7 +296,7 @@ func leaseWorkloads(busy dataset, warmUp time.Duration, subjects []*subject) []w
 	}}
 }
 
-// rowWorkloads compare a table of so many rows with one of 100,000.
+// rowWorkloads compare a table of this size with one of 100,000 rows.
 func rowWorkloads(many int) []workload {
 	few, lots := rowsOf(100_000), rowsOf(many)
 	return []workload{

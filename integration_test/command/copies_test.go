@@ -26,14 +26,14 @@ type copied struct {
 	url string
 }
 
-// policies are the rows of the database, and history what has become of them.
+// policies are the rows of the database, and history their changes.
 func (c copied) policies(t *testing.T) (rows, history string) {
 	t.Helper()
 	return pgtest.Scalar[string](t, c, "SELECT string_agg(p::text, E'\n' ORDER BY id) FROM rate_limit_policy AS p"),
 		pgtest.Scalar[string](t, c, "SELECT string_agg(h::text, E'\n' ORDER BY version) FROM rate_limit_policy_history AS h")
 }
 
-// TestCopiesOfTheDatabase runs what docs/backup.md shows, as it stands there, and looks whether what it says is true.
+// TestCopiesOfTheDatabase runs the commands in docs/backup.md unchanged, and checks its statements.
 func TestCopiesOfTheDatabase(t *testing.T) {
 	t.Parallel()
 
@@ -92,7 +92,7 @@ func TestCopiesOfTheDatabase(t *testing.T) {
 		require.Equal(t, 1, pgtest.Scalar[int](t, c, "SELECT count(*) FROM rate_limit_durable"))
 		require.Zero(t, pgtest.Scalar[int](t, c, "SELECT count(*) FROM rate_limit_ephemeral"))
 	}
-	// goesOn changes policies of a copy, and migrates it.
+	// goesOn changes policies in a copy, and migrates it.
 	goesOn := func(c copied, id, version int) {
 		t.Helper()
 		pgtest.Exec(t, c, "SELECT rate_limit_ban('api', 'ban', '1h', '1h', '1h', 'why')")
@@ -152,7 +152,7 @@ func TestCopiesOfTheDatabase(t *testing.T) {
 	rows, history = old.policies(t)
 	same(green)
 
-	// A trigger that runs for what is replicated stops the replication, until it does so no longer.
+	// A trigger that runs for replicated rows stops the replication, until the trigger is disabled for them.
 	pgtest.Exec(t, green, "ALTER TABLE rate_limit_policy ENABLE ALWAYS TRIGGER rate_limit_policy_note")
 	pgtest.Exec(t, old, add, "e")
 	testkit.WaitUntil(t, func() bool {
@@ -163,7 +163,7 @@ func TestCopiesOfTheDatabase(t *testing.T) {
 	pgtest.Exec(t, green, "ALTER TABLE rate_limit_policy ENABLE TRIGGER rate_limit_policy_note") // as doctor says
 	testkit.WaitUntil(t, func() bool { return banned("e") })
 
-	// Without the history, processes hear of changes by reading all again.
+	// Without the history, processes learn of changes when they read all rows again.
 	pgtest.Exec(t, old, "ALTER PUBLICATION limits DROP TABLE rate_limit_policy_history")
 	pgtest.Exec(t, old, add, "f")
 	testkit.WaitUntil(t, func() bool { return banned("f") })

@@ -33,8 +33,8 @@ func shellAndSQL(t *testing.T, files ...string) (blocks []string) {
 	return blocks
 }
 
-// TestShellAndSQLOfTheDocuments runs all lines of shell and SQL that README.md and docs/ show, as they stand there, but
-// for docs/backup.md, which has a test of its own.
+// TestShellAndSQLOfTheDocuments runs all shell and SQL in README.md and docs/ unchanged, except docs/backup.md, which
+// has its own test.
 func TestShellAndSQLOfTheDocuments(t *testing.T) {
 	t.Parallel()
 
@@ -46,7 +46,7 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 			blocks = append(blocks, shellAndSQL(t, filepath.Join("docs", name))...)
 		}
 	}
-	// block takes out the block that has this text.
+	// block removes the block that contains this text from the list, and returns it.
 	block := func(t *testing.T, has string) string {
 		t.Helper()
 		for i, block := range blocks {
@@ -63,9 +63,9 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 		t.Skip("psql: install it (Debian: postgresql-client)")
 	}
 	binary := buildCommand(t)
-	server := pgtest.Server(t, pgserver.Config{}) // roles belong to a whole server
+	server := pgtest.Server(t, pgserver.Config{}) // roles belong to the whole server
 
-	// connect makes a database and connects to it as a superuser.
+	// connect creates a database and connects to it as a superuser.
 	connect := func(t *testing.T, name string) (*pgx.Conn, string) {
 		t.Helper()
 		conn, err := pgx.Connect(t.Context(), server.URL())
@@ -142,7 +142,7 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 			_, url := connect(t, fmt.Sprint("limits_", i))
 			shell(t, repository, url, roles)
 		}
-		sql(t, conn, regexp.MustCompile(`(?m)^ *\\.*$`).ReplaceAllString(role, "")) // but psql's own commands
+		sql(t, conn, regexp.MustCompile(`(?m)^ *\\.*$`).ReplaceAllString(role, "")) // except psql's own commands
 		proxy, url := connect(t, "proxy")
 		shell(t, repository, url, `psql "$DATABASE_URL" -v ON_ERROR_STOP=1 -f deploy/roles.sql`)
 		config := conn.Config()
@@ -163,7 +163,8 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 	sql(t, conn, "CREATE TABLE hits (key text, minute timestamptz, count int, PRIMARY KEY (key, minute))")
 	var count int
 	for range 10 {
-		sql(t, conn, "UPDATE hits SET minute = date_trunc('minute', clock_timestamp())") // if that has just ended
+		// in case that one has just ended
+		sql(t, conn, "UPDATE hits SET minute = date_trunc('minute', clock_timestamp())")
 		require.NoError(t, conn.QueryRow(t.Context(), own, "a").Scan(&count))
 	}
 	require.Equal(t, 10, count)
@@ -175,7 +176,8 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 	output := shell(t, repository, databaseURL, demo)
 	require.Equal(t, 10, strings.Count(output, "201 Created"), output)
 	require.Equal(t, 5, strings.Count(output, "429 Too Many Requests"), output)
-	shell(t, repository, databaseURL, strings.Replace(tests, "make ", "make --dry-run ", 1)) // or it would run itself
+	// otherwise it would run itself
+	shell(t, repository, databaseURL, strings.Replace(tests, "make ", "make --dry-run ", 1))
 	get := block(t, "go get")
 	t.Run("an application of one's own", func(t *testing.T) {
 		build := func(dir, script string, environment ...string) {
@@ -187,8 +189,8 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 	require.Empty(t, blocks, "no test runs these")
 }
 
-// buildApplication builds README.md's program in a module of its own, as README.md says. The library is not taken from
-// the network but from here.
+// buildApplication builds README.md's program in its own module, as README.md says. It uses this copy of the library,
+// and not one from the network.
 func buildApplication(t *testing.T, shell func(dir, script string, environment ...string), get string) {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join(repository, "README.md"))
@@ -198,16 +200,16 @@ func buildApplication(t *testing.T, shell func(dir, script string, environment .
 	library, err := filepath.Abs(repository)
 	require.NoError(t, err)
 	replace := "go mod edit -replace 'github.com/pgratelimit/ratelimit=" + library + "'\n"
-	// This loads the go.mod files that go get reads and that nobody needed to build this repository.
+	// This loads the go.mod files that go get reads and that this repository's build did not need.
 	shell(t.TempDir(), "go mod init example.com/graph\n"+replace+"go get github.com/pgratelimit/ratelimit@v0.0.0")
 	dir := t.TempDir()
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "main.go"), program[1], 0o600))
 	shell(dir, "go mod init example.com/mine\n"+replace)
-	shell(dir, get, "GOPROXY=off") // or it would look for a published version
+	shell(dir, get, "GOPROXY=off") // otherwise it would look for a published version
 	shell(dir, "go build -o mine .", "GOPROXY=off")
 }
 
-// sweepByPgCron has pg_cron, which wakes up once a minute, sweep as it was told.
+// sweepByPgCron waits for pg_cron, which wakes up every minute, to sweep as configured.
 func sweepByPgCron(t *testing.T, schedule string) {
 	t.Helper()
 	server := pgtest.Server(t, pgserver.Config{Settings: map[string]string{

@@ -13,7 +13,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// What deploy/Dockerfile builds works in an image from scratch: with no other file, as a user that no file knows.
+// The program built by deploy/Dockerfile works in an image from scratch: without any other file, as a user that no file
+// names.
 func TestBinaryNeedsNothing(t *testing.T) {
 	t.Parallel()
 

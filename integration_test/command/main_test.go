@@ -1,4 +1,4 @@
-// Package command tests what is deployed of the command: its image, its cron job, and its way through a pooler.
+// Package command tests the deployed forms of the command: its image, its cron job, and its use through a pooler.
 package command
 
 import (
@@ -22,15 +22,14 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 const (
 	repository = "../.."
 
-	// patience is how long a test waits at most for what is certain to come. cron comes once a minute.
+	// patience is the longest wait for something that is certain to come. cron wakes up every minute.
 	patience = 3 * time.Minute
 )
 
-// building is locked while somebody builds. The next one finds everything in Go's cache, which takes minutes to
-// fill.
+// building is locked during a build. Later builds find everything in Go's cache, which takes minutes to fill.
 var building sync.Mutex
 
-// buildCommand builds the command with the line of deploy/Dockerfile, and returns its path.
+// buildCommand builds the command with the line in deploy/Dockerfile, and returns its path.
 func buildCommand(t *testing.T) string {
 	t.Helper()
 	building.Lock()

@@ -16,7 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// TestNodeOfTheCookbook runs the program for Node that docs/cookbook.md shows, as it stands there.
+// TestNodeOfTheCookbook runs the Node program in docs/cookbook.md unchanged.
 func TestNodeOfTheCookbook(t *testing.T) {
 	t.Parallel()
 
@@ -65,7 +65,7 @@ func TestNodeOfTheCookbook(t *testing.T) {
 	}
 	status, _ := ask()
 	require.Equal(t, http.StatusOK, status)
-	// The limit is used up in a window that begins in an hour, which is pulled back to now: the test may take its time.
+	// The limit is used up in a window that begins in an hour and is pulled back to now, so the test may take its time.
 	pgtest.Exec(t, db.Pool, `UPDATE rate_limit_ephemeral SET count = 10, window_start = window_start + 3600000000,
 		expires_at = expires_at + 3600000000`)
 	status, retryAfter := ask()

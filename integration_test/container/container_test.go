@@ -22,7 +22,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// needEngine skips a test where there is no Docker engine. It returns the image of Postgres.
+// needEngine skips a test if there is no Docker engine. It returns the Postgres image.
 func needEngine(t *testing.T) (image string) {
 	t.Helper()
 	provider, err := testcontainers.NewDockerProvider()
@@ -36,8 +36,8 @@ func needEngine(t *testing.T) (image string) {
 	return cmp.Or(os.Getenv("RATELIMIT_TEST_IMAGE"), "postgres:17")
 }
 
-// TestInContainer runs tests of the library against a Postgres in a container, of the image RATELIMIT_TEST_IMAGE. They
-// run side by side themselves, so this test does not run beside others.
+// TestInContainer runs tests of the library against a Postgres in a container, with the image RATELIMIT_TEST_IMAGE.
+// They run in parallel themselves, so this test does not run beside others.
 //
 //nolint:paralleltest // see above
 func TestInContainer(t *testing.T) {
@@ -47,7 +47,7 @@ func TestInContainer(t *testing.T) {
 		postgres.WithDatabase("ratelimit"), postgres.WithUsername("ratelimit"), postgres.WithPassword("secret"),
 		postgres.BasicWaitStrategies(),
 		testcontainers.WithCmdArgs("-c", "max_connections=300", "-c", "fsync=off"),
-		// In memory, where databases are made faster, and no write waits for a busy disk.
+		// In memory, databases are created faster, and no write waits for a busy disk.
 		testcontainers.WithTmpfs(map[string]string{"/var/lib/postgresql/data": "rw"}),
 	)
 	testcontainers.CleanupContainer(t, container)
@@ -55,8 +55,8 @@ func TestInContainer(t *testing.T) {
 	url, err := container.ConnectionString(ctx, "sslmode=disable")
 	require.NoError(t, err)
 
-	// A server that somebody else has started differs in how it is reached, and in who uses it. That is what tests of
-	// these names meet: logins, policies that are announced, statements side by side. The others run elsewhere.
+	// A given server differs in the way to reach it, and in its users. Tests with these names depend on that: logins,
+	// notifications of policies, concurrent statements. The others run elsewhere.
 	suite := exec.CommandContext(ctx, "go", "test", "-count=1", "-timeout=20m",
 		"-run=Policies|Connection|Lease|Equal|ManyAtOnce|OwnDatabase", ".", "./migrations", "./internal/pgtest")
 	suite.Dir = "../.."
@@ -67,9 +67,9 @@ func TestInContainer(t *testing.T) {
 	require.NoError(t, err, strings.Join(failed, "\n"))
 }
 
-// A server that pgserver runs in Docker can do what one of programs can, and is gone with whoever has started it.
+// A server that pgserver runs in Docker can do the same as one run from programs, and ends with its owner.
 //
-//nolint:paralleltest // TestInContainer does not run beside others
+//nolint:paralleltest // other tests must not run beside TestInContainer
 func TestThrowawayServerInDocker(t *testing.T) {
 	config := pgserver.Config{Image: needEngine(t), Fsync: true, Settings: map[string]string{"max_connections": "9"}}
 	server, err := pgserver.Start(context.Background(), config)

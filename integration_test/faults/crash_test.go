@@ -18,7 +18,7 @@ import (
 // crashLimit is so low that some keys reach it before the server is killed.
 const crashLimit = 200
 
-// crashes kills the server under load at random moments, and starts it again. After each time it calls check.
+// crashes kills the server under load at random moments, and starts it again. After each crash it calls check.
 func crashes(t *testing.T, settings map[string]string, config ratelimit.Config, longest time.Duration,
 	check func(known entries, table map[string]int64, killed time.Time)) {
 	t.Helper()
@@ -49,7 +49,7 @@ func crashes(t *testing.T, settings map[string]string, config ratelimit.Config, 
 	t.Logf("%d grants, acknowledged or perhaps", len(known.entries))
 }
 
-// With synchronous commit nothing that was acknowledged is forgotten, over any number of crashes.
+// With synchronous commit no acknowledged request is forgotten, after any number of crashes.
 func TestKilledServerForgetsNoAcknowledgedGrant(t *testing.T) {
 	t.Parallel()
 
@@ -59,7 +59,7 @@ func TestKilledServerForgetsNoAcknowledgedGrant(t *testing.T) {
 	})
 }
 
-// Negative control: without it, and with a WAL writer that hardly writes, what was acknowledged last is forgotten.
+// Negative control: without it, and with a WAL writer that rarely writes, the last acknowledged requests are forgotten.
 func TestForgottenGrantIsCaught(t *testing.T) {
 	t.Parallel()
 
@@ -79,7 +79,7 @@ func TestForgottenGrantIsCaught(t *testing.T) {
 	require.Positive(t, caught)
 }
 
-// With asynchronous commit a crash forgets at most what was acknowledged in the last three wal_writer_delays.
+// With asynchronous commit a crash forgets at most the requests acknowledged in the last three wal_writer_delays.
 func TestKilledServerForgetsLittle(t *testing.T) {
 	t.Parallel()
 
@@ -91,7 +91,7 @@ func TestKilledServerForgetsLittle(t *testing.T) {
 		ratelimit.Config{Durable: true},
 		2*bound,
 		func(known entries, table map[string]int64, killed time.Time) {
-			// What an earlier crash has forgotten stays forgotten.
+			// Requests forgotten in an earlier crash stay forgotten.
 			this := known[len(before):]
 			before = known
 			acknowledged, atMost := this.sums(killed.Add(-bound))
@@ -103,7 +103,7 @@ func TestKilledServerForgetsLittle(t *testing.T) {
 	)
 }
 
-// The unlogged table is empty after a crash, and everybody starts afresh.
+// The unlogged table is empty after a crash, and all keys start again.
 func TestKilledServerForgetsEphemeral(t *testing.T) {
 	t.Parallel()
 

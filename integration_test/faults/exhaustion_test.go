@@ -20,8 +20,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// The server takes no further connection. A limiter that has a connection goes on. A limiter that has none says
-// so, and nothing is counted.
+// The server accepts no more connections. A limiter that has a connection continues. A limiter without one returns an
+// error, and nothing is counted.
 func TestConnectionsExhausted(t *testing.T) {
 	t.Parallel()
 
@@ -54,22 +54,22 @@ func TestConnectionsExhausted(t *testing.T) {
 	for _, conn := range conns {
 		require.NoError(t, conn.Close(t.Context()))
 	}
-	testkit.WaitUntil(t, func() bool { // until the server knows that they have gone
+	testkit.WaitUntil(t, func() bool { // until the server knows that they are closed
 		result, err = outside.Allow(t.Context(), "key")
 		return err == nil
 	})
 	require.EqualValues(t, 7, result.Remaining)
 }
 
-// smallDisk mounts a file system of so many MiB in memory. Ask for it before the server that uses it, so that it
-// outlives the server.
+// smallDisk mounts a file system with this many MiB in memory. Call it before starting the server that uses it, so that
+// it is removed later than the server.
 func smallDisk(t testing.TB, mebibytes int) string {
 	t.Helper()
 	if os.Geteuid() != 0 {
 		t.Skip("a full disk: only root may mount a small one")
 	}
 	dir := t.TempDir()
-	require.NoError(t, os.Chmod(filepath.Dir(dir), 0o755)) // the server runs as somebody else
+	require.NoError(t, os.Chmod(filepath.Dir(dir), 0o755)) // the server runs as another user
 	mount(t, dir, fmt.Sprintf("size=%dm", mebibytes))
 	t.Cleanup(func() {
 		output, err := exec.Command("umount", dir).CombinedOutput()
@@ -85,14 +85,14 @@ func mount(t testing.TB, dir, options string) {
 	require.NoError(t, err, string(output))
 }
 
-// give gives a folder to the owner of a server's.
+// give makes a server's user the owner of a folder.
 func give(t testing.TB, server *pgserver.Server, dir string) {
 	t.Helper()
 	output, err := exec.CommandContext(t.Context(), "chown", "--reference="+server.DataDir(), dir).CombinedOutput()
 	require.NoError(t, err, string(output))
 }
 
-// askUntilError takes 1 for one new key after the other, and returns how many were granted before the first error.
+// askUntilError takes 1 from one new key after another, and returns how many were granted before the first error.
 func askUntilError(limiter *ratelimit.Limiter) (granted int, err error) {
 	for {
 		if _, err := limiter.Allow(context.Background(), keyNumber(granted)); err != nil {
@@ -102,8 +102,8 @@ func askUntilError(limiter *ratelimit.Limiter) (granted int, err error) {
 	}
 }
 
-// The disk of the tables is full. New keys cannot be counted, and the caller is told so. Nobody gets anything that
-// is not counted, known keys are still denied, and all goes on when there is room again.
+// The tables' disk is full. New keys cannot be counted, and their callers get an error. No request is granted without
+// being counted, known keys are still denied, and everything works again once there is room.
 func TestFullDisk(t *testing.T) {
 	t.Parallel()
 
@@ -133,8 +133,8 @@ func TestFullDisk(t *testing.T) {
 	require.Len(t, counted(t, pool, true), granted+1)
 }
 
-// The disk of the write-ahead log is full, which ends the server in the middle of a commit. When there is room
-// again, everything that was acknowledged is there.
+// The disk of the write-ahead log is full, which crashes the server during a commit. Once there is room again, all
+// acknowledged requests are there.
 func TestFullDiskOfTheLog(t *testing.T) {
 	t.Parallel()
 
@@ -171,7 +171,7 @@ func TestFullDiskOfTheLog(t *testing.T) {
 	require.Positive(t, granted)
 
 	mount(t, dir, "remount,size=512m")
-	require.NoError(t, server.Kill()) // or it would try for ever to recover
+	require.NoError(t, server.Kill()) // otherwise it would try to recover for ever
 	require.NoError(t, server.Restart(t.Context()))
 	pool.Reset()
 	table := len(counted(t, pool, true))

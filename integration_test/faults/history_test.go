@@ -30,26 +30,26 @@ import (
 type operation struct {
 	Client, Limiter int
 	Key             string
-	Cost            int64    // 0 looks; below 0 gives back, or grants
-	Of              *portion // what is given back; nil: it is a grant
+	Cost            int64    // 0 looks; below 0 is a refund or a grant
+	Of              *portion // the take that is given back; nil means a grant
 	Reset           bool
-	Call, Return    int64 // microseconds since 1970, by the clock of this machine, which is the database's too
+	Call, Return    int64 // microseconds since 1970, by this machine's clock, which is also the database's
 	Result          ratelimit.Result
-	taken           ratelimit.Result // which is given back
-	Unknown         bool             // it may or may not have taken anything, and may yet
-	after           int              // how many operations have locked the row before this one; 0: not known
+	taken           ratelimit.Result // the result that is given back
+	Unknown         bool             // it may or may not have taken something, and may still do so
+	after           int              // how many operations locked the row earlier; 0 if unknown
 }
 
-// workload is what one process does.
+// workload is the work of one process.
 type workload struct {
 	URL          string
 	Algorithm    string
 	Limit        int64
-	Span         time.Duration // the window, the month of the calendar, or the time to fill a bucket
+	Span         time.Duration // the window, the calendar's month, or the time to fill a bucket
 	Durable      bool
 	Cache        bool
 	DenialMaxAge time.Duration
-	Limiters     int // each with a pool of its own
+	Limiters     int // each with its own pool
 	Callers      int // of each limiter
 	Calls        int // of each caller
 	Keys         int
@@ -58,11 +58,11 @@ type workload struct {
 	Resets       int
 	Refunds      int
 	Grants       int
-	Leaves       int           // whose context ends within moments
+	Leaves       int           // whose context ends almost at once
 	Gap          time.Duration // between two calls of a caller
-	Timeout      time.Duration // of calls; defaults to one that no call comes near
+	Timeout      time.Duration // of calls; by default too long for any call to reach
 	Seed         uint64
-	First        int // number of the first limiter
+	First        int // the number of the first limiter
 }
 
 func (w workload) policy() ratelimit.Policy {
@@ -81,7 +81,7 @@ func (w workload) policy() ratelimit.Policy {
 	return nil
 }
 
-// run does the work and returns what it saw. When all is connected it calls ready, and waits for it to return.
+// run does the work and returns the history. Once everything is connected it calls ready, and waits until that returns.
 func (w workload) run(ctx context.Context, ready func() error) ([]operation, error) {
 	limiters := make([]*ratelimit.Limiter, w.Limiters)
 	for i := range limiters {
@@ -95,7 +95,7 @@ func (w workload) run(ctx context.Context, ready func() error) ([]operation, err
 		if err != nil {
 			return nil, err
 		}
-		defer pool.Close() //nolint:revive // they are all to stay until the end
+		defer pool.Close() //nolint:revive // all of them stay open until the end
 		if err := pool.Ping(ctx); err != nil {
 			return nil, err
 		}
@@ -124,11 +124,11 @@ func (w workload) run(ctx context.Context, ready func() error) ([]operation, err
 	return slices.Concat(histories...), errors.Join(errs...)
 }
 
-// call is one caller.
+// call runs one caller.
 func (w workload) call(ctx context.Context, limiter *ratelimit.Limiter, caller int) ([]operation, error) {
 	random := rand.New(rand.NewPCG(w.Seed, uint64(w.First*w.Callers+caller)))
 	var history []operation
-	var takes []operation // which were not given back
+	var takes []operation // that were not given back
 	for range w.Calls {
 		op := operation{
 			Client: w.First*w.Callers + caller, Limiter: w.First + caller%w.Limiters,
@@ -167,8 +167,8 @@ func (w workload) call(ctx context.Context, limiter *ratelimit.Limiter, caller i
 	return history, nil
 }
 
-// make makes the call, and tells whether it belongs to the history. A call that has failed and surely took nothing
-// does not.
+// make makes the call, and tells whether it belongs to the history. A call that failed and certainly took nothing does
+// not.
 func (op *operation) make(
 	ctx context.Context,
 	limiter *ratelimit.Limiter,
@@ -205,12 +205,11 @@ func (op *operation) make(
 	return false, err
 }
 
-// workVariable holds the workload of a test binary that another one has started.
+// workVariable has the workload of a test binary that was started by another one.
 const workVariable = "RATELIMIT_TEST_WORK"
 
-// workInChild does the work of a child process. It says on stdout that it is ready, waits for a line on stdin, and
-// writes its history to stdout. It does not use JSON, which would not bring the history back as it was. It returns
-// the exit code.
+// workInChild does the work of a child process. It prints that it is ready, waits for a line on stdin, and writes its
+// history to stdout. It does not use JSON, which would not restore the history exactly. It returns the exit code.
 func workInChild(work string) int {
 	var w workload
 	err := json.Unmarshal([]byte(work), &w)
@@ -234,10 +233,10 @@ func workInChild(work string) int {
 	return 0
 }
 
-// processes is how many processes do a workload at once. This one is among them.
+// processes is how many processes run a workload at once. This process is one of them.
 const processes = 2
 
-// runInProcesses does a workload in several processes on one database, and returns one history.
+// runInProcesses runs a workload in several processes on one database, and returns one history.
 func (w workload) runInProcesses(t *testing.T, db *pgtest.DB) []operation {
 	t.Helper()
 	w.URL = db.URL

@@ -9,17 +9,17 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// leaseJudge compares what several processes have let through with what the policies admit, by the database's clock. It
-// does not know which of it was leased, but for how late such a decision may be told.
+// leaseJudge compares the requests that several processes allowed with the policies' limits, by the database's clock.
+// It does not know which of them used leases, but it knows how late such a decision may be.
 type leaseJudge struct {
 	leaseWork
 
-	// forward is how far the database's clock has gone forward, if somebody has set it, else 0. Then it has shown some
-	// times twice, and others never.
+	// forward is how far the database's clock was moved forward, if a test set it, else 0. Then it showed some times
+	// twice, and skipped others.
 	forward time.Duration
 }
 
-// skew is how much a process's clock may be ahead of the database's after the length of a lease.
+// skew is how far a process's clock may be ahead of the database's at the end of a lease.
 const skew = 2000 // microseconds
 
 // judge returns what is wrong, or nil.
@@ -55,7 +55,7 @@ func (j leaseJudge) judge(uses []leaseUse) error {
 	return nil
 }
 
-// judgeTimes says whether decisions are told as of the time of the call, or at most as much earlier as a lease lasts.
+// judgeTimes checks that decisions have the time of their call, or are earlier by at most the length of a lease.
 func (j leaseJudge) judgeTimes(policy ratelimit.Policy, uses []leaseUse) error {
 	longest := j.Window.Microseconds() / 8
 	switch p := policy.(type) {
@@ -78,10 +78,10 @@ func (j leaseJudge) judgeTimes(policy ratelimit.Policy, uses []leaseUse) error {
 	return nil
 }
 
-// leaseWindow is a window, and what was let through in it.
+// leaseWindow is a window with the units allowed in it.
 type leaseWindow struct{ from, units int64 }
 
-// windowsOf are the windows of a policy's row, which those know who were answered by the database.
+// windowsOf returns the windows of a policy's row, from the calls that the database answered.
 func (j leaseJudge) windowsOf(
 	policy ratelimit.Policy, part int, uses []leaseUse,
 ) (windows []leaseWindow, length int64) {
@@ -109,7 +109,7 @@ func (j leaseJudge) windowsOf(
 	return windows, length
 }
 
-// judgeWindows says whether no window has more than the policy admits.
+// judgeWindows checks that no window has more than the policy allows.
 func (j leaseJudge) judgeWindows(policy ratelimit.Policy, part int, uses []leaseUse) error {
 	windows, length := j.windowsOf(policy, part, uses)
 	limit := limitOf(policy)
@@ -142,7 +142,7 @@ func (j leaseJudge) judgeWindows(policy ratelimit.Policy, part int, uses []lease
 		}
 	}
 	for i := range windows[min(1, len(windows)):] {
-		// A row begins a new window if all that it counts was given back.
+		// A row begins a new window if all of its units were given back.
 		if w, next := windows[i], windows[i+1]; next.from < w.from+length && w.units > 0 {
 			return fmt.Errorf("a window of %d begins at %d, and the next one at %d", w.units, w.from, next.from)
 		}
@@ -150,7 +150,7 @@ func (j leaseJudge) judgeWindows(policy ratelimit.Policy, part int, uses []lease
 	return nil
 }
 
-// judgeBucket says whether a bucket that pays when something is let through has enough for all of it.
+// judgeBucket checks that a bucket has enough tokens for each allowed request at its time.
 func judgeBucket(bucket ratelimit.TokenBucket, uses []leaseUse) error {
 	every := bucket.Every.Microseconds()
 	full := bucket.Capacity * every
@@ -170,8 +170,8 @@ func judgeBucket(bucket ratelimit.TokenBucket, uses []leaseUse) error {
 	return nil
 }
 
-// judgeSteps is judge for a clock that somebody has set. Each decision belongs to the window that it says it was taken
-// in. No more windows fit in the way that the clock has gone forward, and no more flows into a bucket.
+// judgeSteps is judge for a clock that a test has set. Each decision belongs to the window in its result. The number of
+// windows and the refill of a bucket are limited by the time that the clock went forward.
 func (j leaseJudge) judgeSteps(policy ratelimit.Policy, part int, uses []leaseUse) error {
 	limit, total := limitOf(policy), int64(0)
 	window := j.Window

@@ -24,15 +24,15 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// leaseFleet is several processes with leases, and what they have told.
+// leaseFleet is several processes with leases, and their reports.
 type leaseFleet struct {
 	leaseWork
 
 	t        *testing.T
 	mu       sync.Mutex // of what follows
 	uses     []leaseUse
-	ends     map[int]leaseUse // of those that were not killed
-	counts   map[int]int64    // how many statements each of them has sent
+	ends     map[int]leaseUse // of the processes that were not killed
+	counts   map[int]int64    // the number of statements sent by each
 	children int
 }
 
@@ -43,7 +43,7 @@ type leaseChild struct {
 	number int
 	stdin  io.WriteCloser
 	stderr strings.Builder
-	heard  chan struct{} // is closed when all that it tells was heard
+	heard  chan struct{} // closed when all of its reports were read
 }
 
 func newLeaseFleet(t *testing.T, w leaseWork) *leaseFleet {
@@ -83,7 +83,7 @@ func (f *leaseFleet) start(url string, seed uint64) (*leaseChild, error) {
 	return c, nil
 }
 
-// hear keeps what a process tells, until it has ended. A message that it could not finish was not told.
+// hear stores a process's reports until it ends. An incomplete message does not count.
 func (f *leaseFleet) hear(process int, stdout io.Reader) {
 	messages := gob.NewDecoder(stdout)
 	places := map[int64]int{} // in uses, by ID
@@ -107,7 +107,7 @@ func (f *leaseFleet) hear(process int, stdout io.Reader) {
 	}
 }
 
-// kill ends a process as nothing else does.
+// kill kills a process at once.
 func (c *leaseChild) kill() error {
 	err := c.Process.Kill()
 	<-c.heard
@@ -115,7 +115,7 @@ func (c *leaseChild) kill() error {
 	return err
 }
 
-// end has a process return its leases, and waits for it.
+// end makes a process return its leases, and waits until it ends.
 func (c *leaseChild) end() error {
 	if err := c.stdin.Close(); err != nil {
 		return err
@@ -133,7 +133,7 @@ func (c *leaseChild) freeze(ctx context.Context, d time.Duration) error {
 	return c.Process.Signal(syscall.SIGCONT)
 }
 
-// misfortune is what happens to a process.
+// misfortune is something bad that happens to a process.
 type misfortune string
 
 const (
@@ -146,8 +146,8 @@ const (
 	away          misfortune = "the database is away for a while"
 )
 
-// live has processes at work, one after the other, to which all misfortunes happen in any order. They reach the
-// database through a proxy.
+// live runs processes one after another. All misfortunes happen to them, in any order. They reach the database through
+// a proxy.
 func (f *leaseFleet) live(random *rand.Rand, proxy *wireProxy, misfortunes []misfortune) error {
 	ctx := f.t.Context()
 	upTo := func(d time.Duration) time.Duration { return time.Duration(random.Int64N(int64(d))) }
@@ -196,7 +196,7 @@ func (f *leaseFleet) live(random *rand.Rand, proxy *wireProxy, misfortunes []mis
 	return nil
 }
 
-// sums are what was let through in all, what of it was leased, and the statements for it.
+// sums are the units allowed in total, the leased part of them, and the number of statements.
 func (f *leaseFleet) sums() (decisions, leased, statements int64) {
 	for _, u := range f.uses {
 		decisions++
@@ -210,7 +210,7 @@ func (f *leaseFleet) sums() (decisions, leased, statements int64) {
 	return decisions, leased, statements
 }
 
-// together has several processes at work, each behind a proxy of its own. They must have ended well.
+// together runs several processes, each behind its own proxy. They must end successfully.
 func (f *leaseFleet) together(random *rand.Rand, db *pgtest.DB, processes int, misfortunes ...misfortune) {
 	f.t.Helper()
 	var lives sync.WaitGroup
@@ -227,7 +227,7 @@ func (f *leaseFleet) together(random *rand.Rand, db *pgtest.DB, processes int, m
 	require.Len(f.t, f.ends, processes)
 }
 
-// leasesAtWork is work by which each window is used up, and by which each process holds leases meanwhile.
+// leasesAtWork is a workload that uses up each window, while each process holds leases.
 func leasesAtWork(window time.Duration) leaseWork {
 	return leaseWork{
 		Names: []string{"fixed", "sliding", "bucket", "calendar", "all"}, Limit: 600, Window: window, Pace: window,
@@ -235,13 +235,13 @@ func leasesAtWork(window time.Duration) leaseWork {
 	}
 }
 
-// Processes that lease, freeze, die, and lose the database let through no more than the policies admit.
+// Processes lease, freeze, die, and lose the database. They never allow more than the policies do.
 func TestLeasesOfUnluckyProcesses(t *testing.T) {
 	t.Parallel()
 
 	random := random(t)
 	for range testkit.Rounds(t, "ROUNDS", 1) {
-		// A busy machine makes few calls within a span, so the spans grow until something is leased.
+		// A busy machine makes few calls within a span, so the spans grow until there was a lease.
 		for span, leased := 1200*time.Millisecond, int64(0); leased == 0; span *= 2 {
 			require.Less(t, span, 20*time.Second, "nothing is leased")
 			w := leasesAtWork(span)
@@ -259,7 +259,7 @@ func TestLeasesOfUnluckyProcesses(t *testing.T) {
 	}
 }
 
-// requireBalance requires of a process that has ended that all it took ahead was spent, or went back, or was lost.
+// requireBalance checks, for a process that has ended, that all units taken in advance were spent, returned or lost.
 func (f *leaseFleet) requireBalance(end leaseUse) {
 	f.t.Helper()
 	spent := int64(0)
@@ -271,8 +271,8 @@ func (f *leaseFleet) requireBalance(end leaseUse) {
 	require.Equal(f.t, end.Lease.Taken, spent+end.Lease.Returned+end.Lease.Stranded)
 }
 
-// A bucket that could fill up while some of it is leased, and is spent, and all of the bucket after it, gives no more
-// than it holds.
+// A bucket could fill up while some of it is leased. If the lease is spent, and then all of the bucket, no more is
+// allowed than it holds.
 func TestLeasesOfABucketThatFillsUp(t *testing.T) {
 	t.Parallel()
 
@@ -313,13 +313,13 @@ func TestLeasesOfABucketThatFillsUp(t *testing.T) {
 	}
 }
 
-// When processes have ended that were frozen now and then, the rows hold what they have let through, to the unit.
+// After processes end that were sometimes frozen, the rows equal the units they allowed, exactly.
 func TestLeasesOfProcessesAddUp(t *testing.T) {
 	t.Parallel()
 
 	random := random(t)
 	for range testkit.Rounds(t, "ROUNDS", 1) {
-		// A busy machine makes few calls within a span, so the spans grow until something is leased.
+		// A busy machine makes few calls within a span, so the spans grow until there was a lease.
 		for span, leased := 700*time.Millisecond, int64(0); leased == 0; span *= 2 {
 			require.Less(t, span, 20*time.Second, "nothing is leased")
 			w := leasesAtWork(day)
@@ -352,8 +352,8 @@ func TestLeasesOfProcessesAddUp(t *testing.T) {
 	}
 }
 
-// withClock returns a database whose clock a test can set, as an administrator or NTP does on other machines. Those who
-// read it see at once what it was set to.
+// withClock returns a database whose clock a test can set, as an administrator or NTP does on other machines. Sessions
+// that read the clock see a change at once.
 func withClock(t *testing.T, month time.Duration) (db *pgtest.DB, set func(offset time.Duration)) {
 	t.Helper()
 	db = withMonths(t, month)
@@ -372,14 +372,14 @@ func withClock(t *testing.T, month time.Duration) (db *pgtest.DB, set func(offse
 	}
 }
 
-// Somebody sets the database's clock while leases are out. What is let through stays within the windows that the
-// callers are told, and of these there are no more than the clock gives.
+// The database's clock is set while there are leases. The allowed units stay within the windows in the results, and the
+// number of windows stays within the clock's progress.
 func TestLeasesUnderAClockThatIsSet(t *testing.T) {
 	t.Parallel()
 
 	random := random(t)
 	for range testkit.Rounds(t, "ROUNDS", 1) {
-		// A busy machine makes few calls within a span, so the spans grow until something is leased.
+		// A busy machine makes few calls within a span, so the spans grow until there was a lease.
 		for span, leased := time.Second, int64(0); leased == 0; span *= 2 {
 			require.Less(t, span, 20*time.Second, "nothing is leased")
 			w := leasesAtWork(span)
@@ -410,7 +410,7 @@ func TestLeasesUnderAClockThatIsSet(t *testing.T) {
 	}
 }
 
-// Negative controls: the judge notices what processes, and the database, do wrong.
+// Negative controls: the judge notices mistakes of the processes and of the database.
 func TestJudgeOfLeasesCatches(t *testing.T) {
 	t.Parallel()
 
@@ -419,7 +419,7 @@ func TestJudgeOfLeasesCatches(t *testing.T) {
 		mistake leaseMistake
 		name    string
 		old     string
-		new     string // what replaces it in what a refund does in the database
+		new     string // replaces that in the refund function of the database
 	}{
 		"leases that survive their window":   {mistake: survivesItsWindow},
 		"leases that end by the wrong clock": {mistake: wrongClock},

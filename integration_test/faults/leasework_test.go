@@ -19,36 +19,36 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// leaseWork is what each of several processes does whose limiters have leases. All ask for the same keys.
+// leaseWork is the work of each of several processes whose limiters have leases. All of them use the same keys.
 type leaseWork struct {
 	URL     string
-	Names   []string // of the policies; see policy
+	Names   []string // the names of the policies; see policy
 	Limit   int64
 	Window  time.Duration
 	Length  time.Duration // Lease.MaxLength
-	Pace    time.Duration // in which the callers turn to other keys, and misfortunes come and go
+	Pace    time.Duration // the time in which callers change to other keys, and misfortunes begin and end
 	Callers int
 	Gap     time.Duration // between two calls of a caller
 	Timeout time.Duration
-	Refunds bool // some of what was taken is given back
+	Refunds bool // give some of the takes back
 	Seed    uint64
 	Mistake leaseMistake
 }
 
-// leaseMistake is what a process does wrong on purpose.
+// leaseMistake is a deliberate mistake of a process.
 type leaseMistake string
 
 const (
-	// Some units of leases are spent when the window is over.
+	// Some units of leases are spent after the end of the window.
 	survivesItsWindow leaseMistake = "survives its window"
-	// The clock that ends leases, and tells DecidedAt, stands still while the process is frozen.
+	// The clock that ends leases and sets DecidedAt stands still while the process is frozen.
 	wrongClock leaseMistake = "wrong clock"
 )
 
-// refundedCost is the cost of what is given back. Nobody asks for as much otherwise.
+// refundedCost is the cost of takes that are given back. No other request has this cost.
 const refundedCost = 7
 
-// policy is the policy of a name.
+// policy returns the policy with a name.
 func (w leaseWork) policy(name string) ratelimit.Policy {
 	switch name {
 	case "fixed":
@@ -63,7 +63,7 @@ func (w leaseWork) policy(name string) ratelimit.Policy {
 	return ratelimit.All(w.parts(name)...)
 }
 
-// parts are the policies that the policy of a name is made of.
+// parts are the policies that a policy name stands for.
 func (w leaseWork) parts(name string) []ratelimit.Policy {
 	if name == "all" {
 		return []ratelimit.Policy{
@@ -75,26 +75,26 @@ func (w leaseWork) parts(name string) []ratelimit.Policy {
 	return []ratelimit.Policy{w.policy(name)}
 }
 
-// leaseUse is what a process tells its parent: something was let through, or will perhaps be given back, or the process
+// leaseUse is a process's report to its parent: a request was allowed, a take may be given back soon, or the process
 // has ended.
 type leaseUse struct {
 	Policy       string // its key, too
 	N            int64
 	Leased       bool
 	DecidedAt    int64                // microseconds since 1970, by the database's clock
-	Call, Return int64                // the same, by the clock of this machine
-	In           []int64              // the windows of the rows that it was taken in
+	Call, Return int64                // the same, by this machine's clock
+	In           []int64              // the windows of its rows
 	ID           int64                // in its process
-	BackOf       int64                // if it is not 0, what was let through under this ID is perhaps given back
-	Statements   int64                // of the process, until then
-	Ended        bool                 // nothing comes after it, and all leases have gone back
-	Lease        ratelimit.LeaseEvent // of an end: the sums
+	BackOf       int64                // if not 0, the request with this ID may have been given back
+	Statements   int64                // of the process so far
+	Ended        bool                 // no report follows, and all leases have been returned
+	Lease        ratelimit.LeaseEvent // at the end: the sums
 
 	process int
-	back    bool // it was given back, perhaps
+	back    bool // it may have been given back
 }
 
-// learn keeps what a result tells.
+// learn stores the content of a result.
 func (u *leaseUse) learn(result ratelimit.Result) {
 	u.Leased, u.DecidedAt = result.Source == ratelimit.SourceLease, result.DecidedAt.UnixMicro()
 	for _, part := range partsOf(result) {
@@ -102,7 +102,7 @@ func (u *leaseUse) learn(result ratelimit.Result) {
 	}
 }
 
-// leaseProcess is what the callers of a process share.
+// leaseProcess is shared by the callers of a process.
 type leaseProcess struct {
 	leaseWork
 
@@ -114,14 +114,14 @@ type leaseProcess struct {
 	ids   int64
 	lease ratelimit.LeaseEvent
 	kept  []leaseUse // by mistake
-	awake time.Time  // when a caller has last asked
+	awake time.Time  // the time of the last call
 }
 
-// leaseWorkVariable holds the work of a test binary that another one has started.
+// leaseWorkVariable has the work of a test binary that was started by another one.
 const leaseWorkVariable = "RATELIMIT_TEST_LEASES"
 
-// leaseInChild does the work of a child process until its standard input ends. It tells of each decision on its
-// standard output. It returns the exit code.
+// leaseInChild does the work of a child process until its standard input ends. It reports each decision on its standard
+// output. It returns the exit code.
 func leaseInChild(text string) int {
 	p := &leaseProcess{tell: gob.NewEncoder(os.Stdout), limiters: map[string]*ratelimit.Limiter{}, awake: time.Now()}
 	err := json.Unmarshal([]byte(text), &p.leaseWork)
@@ -190,14 +190,14 @@ func (p *leaseProcess) observe(e ratelimit.LeaseEvent) {
 	p.lease.Stranded += e.Stranded
 }
 
-// leaseFails tells whether an error is one of a database that is cut off.
+// leaseFails tells whether an error comes from a database that is cut off.
 func leaseFails(err error) bool {
 	return errors.Is(err, ratelimit.ErrUnavailable) || errors.Is(err, ratelimit.ErrTimeout) ||
 		errors.Is(err, ratelimit.ErrKeyHeld)
 }
 
-// draw returns the name of a policy. Most calls are for one of two, which are other ones soon, so that there is room
-// again when they come back.
+// draw returns a policy's name. Most calls use one of two, which change after a while, so that there is room again when
+// they return.
 func (p *leaseProcess) draw(random *rand.Rand, now int64) string {
 	names := int64(len(p.Names))
 	if random.IntN(5) == 0 {
@@ -207,7 +207,7 @@ func (p *leaseProcess) draw(random *rand.Rand, now int64) string {
 	return p.Names[(slice+random.Int64N(2)*(1+slice/names))%names]
 }
 
-// call is one caller.
+// call runs one caller.
 func (p *leaseProcess) call(ctx context.Context, random *rand.Rand) error {
 	for ctx.Err() == nil {
 		use := leaseUse{Call: time.Now().UnixMicro(), N: 1}
@@ -240,7 +240,7 @@ func (p *leaseProcess) call(ctx context.Context, random *rand.Rand) error {
 	return nil
 }
 
-// report tells the parent of something that was let through.
+// report tells the parent of an allowed request.
 func (p *leaseProcess) report(use leaseUse, result ratelimit.Result) (id int64, err error) {
 	use.learn(result)
 	p.mu.Lock()
@@ -253,7 +253,7 @@ func (p *leaseProcess) report(use leaseUse, result ratelimit.Result) (id int64, 
 	return use.ID, p.tell.Encode(use)
 }
 
-// mistake is report for a process that keeps some of what it has leased until it must not spend it any more.
+// mistake is report for a process that keeps some leased units longer than it may.
 func (p *leaseProcess) mistake(use leaseUse) error {
 	now := time.UnixMicro(use.Return)
 	frozen := now.Sub(p.awake) > p.Pace/2
@@ -270,7 +270,7 @@ func (p *leaseProcess) mistake(use leaseUse) error {
 				continue
 			}
 			kept.Call, kept.Return = use.Return, use.Return
-		case p.Mistake == wrongClock: // it has kept it for as long as it may
+		case p.Mistake == wrongClock: // it has kept them for as long as it may
 		default:
 			left = append(left, kept)
 			continue
@@ -287,7 +287,7 @@ func (p *leaseProcess) mistake(use leaseUse) error {
 	return p.tell.Encode(use)
 }
 
-// refund gives back what was taken. The parent is told before, in case that this process does not live to tell it.
+// refund gives back a take. It tells the parent first, because this process may be killed before it can.
 func (p *leaseProcess) refund(limiter *ratelimit.Limiter, result ratelimit.Result, id int64) error {
 	p.mu.Lock()
 	p.ids++

@@ -22,27 +22,25 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// judge says whether a history of calls can be explained by calls that were made one after the other. Each must
-// happen at some moment between its begin and its end, and be decided by the rule at the database time that it
-// returned.
+// judge checks whether sequential calls can explain a history of calls. Each call must happen at some moment between
+// its begin and its end, and the rule must give the same decision at the database time that it returned.
 type judge struct {
 	rule
-	// cache says that denials may come from a cache. They are then told from what was known when they were remembered.
+	// cache says that denials may come from a cache. Then they are computed from the remembered state.
 	cache bool
-	// untimed says that RetryAfter and ResetAfter are not compared. After refunds and grants they depend on when
-	// calls were decided whose outcome is unknown.
+	// untimed says that RetryAfter and ResetAfter are not compared. After refunds and grants they depend on the times
+	// of calls with unknown outcomes.
 	untimed bool
 }
 
-// step returns what an account may be after an operation. It returns nothing if the operation cannot be at this
-// point.
+// step returns the possible accounts after an operation. It returns none if the operation is impossible at this point.
 func (j judge) step(a account, op operation) []any {
 	switch {
 	case op.Reset:
-		// Nobody has waited for the lock of a new row, so its time may be that at which its statement began.
+		// Nobody can have waited for the lock of a new row, so its time may be the beginning of its statement.
 		return []any{account{}}
 	case op.Unknown:
-		// When it was decided is unknown too. These histories have policies for which that does not matter.
+		// The time of its decision is unknown too. The policies of these histories do not depend on it.
 		if op.Cost > j.roomAt(a, a.clock) {
 			return []any{a}
 		}
@@ -55,7 +53,7 @@ func (j judge) step(a account, op operation) []any {
 	}
 	at := op.Result.DecidedAt.UnixMicro()
 	next, want := j.decide(a, at, op.Cost, op.Of)
-	// If a call whose outcome is unknown has begun the window, its time is unknown, too.
+	// If a call with an unknown outcome began the window, the window's time is unknown, too.
 	if j.untimed && want.Remaining != op.Result.Remaining {
 		next, want = j.decide(a, at, op.Cost, op.anyway(a))
 	}
@@ -76,8 +74,8 @@ func (j judge) step(a account, op operation) []any {
 		}
 		return nil
 	case at < max(op.Call, a.clock) || !same(want, op.Result):
-		return nil // under a row's lock, the clock moves on
-	case op.Cost == 0, op.Of != nil && unchanged: // a refund of nothing locks no row that is not there
+		return nil // the clock advances under a row's lock
+	case op.Cost == 0, op.Of != nil && unchanged: // a refund of nothing locks no missing row
 		return []any{a}
 	}
 	return []any{next}
@@ -87,8 +85,8 @@ func (j judge) mayBeCached(op operation) bool {
 	return j.cache && op.Cost > 0 && !op.Reset && !op.Unknown && !op.Result.Allowed
 }
 
-// interval is when an operation may have taken effect. In a history where everybody takes, and so holds the row's
-// lock when the clock is read, that is when it was decided. (Calls of one statement have the same time, and any
+// interval is the time in which an operation may have taken effect. If a history has only takes, each holds the row's
+// lock when it reads the clock, so it took effect at that time. (Calls of one statement have the same time, in any
 // order.)
 func (j judge) interval(history []operation, op operation, staleness time.Duration, allTake bool) (from, to int64) {
 	at := op.Result.DecidedAt.UnixMicro()
@@ -100,19 +98,18 @@ func (j judge) interval(history []operation, op operation, staleness time.Durati
 	case j.mayBeCached(op):
 		return staleSince(history, op, staleness), op.Return
 	case op.Of != nil:
-		return op.Call, op.Return // either of the two below
+		return op.Call, op.Return // one of the two below
 	case op.Cost == 0:
-		return op.Call, at // it looks before it reads the clock
+		return op.Call, at // it reads the rows before it reads the clock
 	case allTake:
 		return at, at
 	}
-	// Others see it when it is committed. Those that need the row's lock cannot look before. A look can, and so
-	// can a reset if there was no row.
+	// Others see it after its commit. Operations that need the row's lock cannot see it earlier. A Peek can, and so can
+	// a reset if there was no row.
 	return at, op.Return
 }
 
-// anyway is what an operation gives back as if it was taken from the account as it is. It is nil if the operation
-// gives nothing back.
+// anyway returns the operation as a refund of a take from the present account. It is nil if the operation is no refund.
 func (op operation) anyway(a account) *portion {
 	if op.Of == nil {
 		return nil
@@ -128,8 +125,8 @@ func same(a, b ratelimit.Result) bool {
 	return limitertest.Plain(a) == limitertest.Plain(b) && at.Equal(bt)
 }
 
-// cached says whether a remembered denial is right. For a cost of 1 its times are exact. For a larger cost,
-// smaller requests may have been granted since, and then the right time is later.
+// cached checks whether a remembered denial is right. For a cost of 1, its times are exact. For a larger cost, smaller
+// requests may have been granted since. Then the right time is later.
 func (j judge) cached(op operation, want ratelimit.Result) bool {
 	got := op.Result
 	if want.Allowed || got.Remaining >= op.Cost || got.Limit != want.Limit {
@@ -180,7 +177,7 @@ func (j judge) model() porcupine.Model {
 	return model.ToModel()
 }
 
-// check looks for an explanation of a history. If there is none, picture is a file that shows what was found.
+// check looks for an explanation of a history. If there is none, it writes a picture of the history to a file.
 func (j judge) check(
 	t *testing.T,
 	history []operation,
@@ -197,13 +194,13 @@ func (j judge) check(
 	return explain(t, j.model(), ops)
 }
 
-// locks tells whether an operation reads the clock while it has the lock of its key's row.
+// locks tells whether an operation reads the clock while it holds the lock of its key's row.
 func (j judge) locks(op operation) bool {
 	return op.Cost != 0 && op.Of == nil && !op.Reset && !op.Unknown && !j.mayBeCached(op)
 }
 
-// locksBefore is how many operations have locked the same row before op. A row's clock only moves on, so all of them
-// come before op. That spares the search from trying op earlier. It is 0 if rows are made anew, with an older clock.
+// locksBefore is how many operations locked the same row before op. A row's clock never goes back, so all of them come
+// before op. Then the search need not try op earlier. It is 0 if rows can be made again with an older clock.
 func (j judge) locksBefore(history []operation, op operation) (n int) {
 	if !j.locks(op) || slices.ContainsFunc(history, func(op operation) bool { return op.Reset || op.Unknown }) {
 		return 0
@@ -227,15 +224,15 @@ func explain(
 	if result == porcupine.Ok {
 		return result, ""
 	}
-	file, err := os.CreateTemp("", "history-*.html") //nolint:usetesting // it is to survive the test
+	file, err := os.CreateTemp("", "history-*.html") //nolint:usetesting // the file has to survive the test
 	require.NoError(t, err)
 	require.NoError(t, file.Close())
 	require.NoError(t, porcupine.VisualizePath(model, info, file.Name()))
 	return result, file.Name()
 }
 
-// staleSince is the earliest time for which a denial may speak. A reset by another limiter may stay unknown for so
-// long. A reset by the same limiter is known at once.
+// staleSince is the earliest time that a remembered denial may describe. A reset by another limiter may stay unknown
+// for that long. The same limiter's resets are known at once.
 func staleSince(history []operation, denial operation, staleness time.Duration) int64 {
 	since := denial.Call - staleness.Microseconds()
 	for _, op := range history {
@@ -247,7 +244,7 @@ func staleSince(history []operation, denial operation, staleness time.Duration) 
 	return since
 }
 
-// histories are the kinds of workload that are judged.
+// histories are the kinds of judged workloads.
 func histories(algorithm string) map[string]workload {
 	base := workload{
 		Algorithm: algorithm, Limit: 20, Span: 50 * time.Millisecond,
@@ -260,14 +257,15 @@ func histories(algorithm string) map[string]workload {
 	durable.Durable = true
 	cached.Cache = true
 	resets.Resets = 5
-	// Few enough that not too many denials may speak for the same moment, which the search would try in every order.
+	// There are few callers, so that few denials can be about the same moment. The search would try each of their
+	// orders.
 	cachedResets.Cache, cachedResets.Resets, cachedResets.DenialMaxAge, cachedResets.Callers = true, 5, 5*time.Millisecond, 3
-	// A row that comes and goes.
+	// A row that is created and deleted repeatedly.
 	reset.Keys, reset.Resets, reset.Callers, reset.Gap = 1, 30, 4, 0
-	// Waves of the same request for one key, which coalescing merges. Nobody looks, or the search could take for
-	// ever.
+	// Waves of equal requests for one key, which coalescing merges. Without peeks, because with them the search could
+	// take for ever.
 	hot.Keys, hot.MaxCost, hot.Callers, hot.Calls, hot.Gap, hot.Looks = 1, 1, 24, 10, 0, 0
-	// So many keys leave together that one statement decides them all.
+	// So many keys are queued that one statement decides them all.
 	many.Keys, many.Callers, many.Gap = 12, 30, 0
 	return map[string]workload{
 		"plain": plain, "many keys": many, "durable": durable, "cache": cached, "resets": resets, "cache and resets": cachedResets,
@@ -277,7 +275,7 @@ func histories(algorithm string) map[string]workload {
 
 var algorithms = []string{"fixed window", "sliding window", "token bucket", "sliding log", "calendar window"}
 
-// Many callers over several pools and processes are told what they would be told one after the other.
+// Many callers with several pools and processes get the same answers as sequential callers.
 func TestLinearizable(t *testing.T) {
 	t.Parallel()
 
@@ -285,8 +283,8 @@ func TestLinearizable(t *testing.T) {
 	for _, algorithm := range algorithms {
 		for name, w := range histories(algorithm) {
 			for range testkit.Rounds(t, "ROUNDS", 1) {
-				// This goes on until some were allowed and some denied, because a busy machine makes few calls
-				// within a span.
+				// This continues until some were allowed and some denied, because a busy machine makes few calls within
+				// a span.
 				for w, varied := w, false; !varied; w.Span *= 2 {
 					require.Less(t, w.Span, time.Minute, "%s, %s: not varied enough", algorithm, name)
 					w.Seed = random.Uint64()
@@ -300,18 +298,18 @@ func TestLinearizable(t *testing.T) {
 	}
 }
 
-// hasBothOutcomes tells whether a history is worth to be judged.
+// hasBothOutcomes tells whether a history is worth judging.
 func hasBothOutcomes(history []operation) bool {
 	allowed := func(op operation) bool { return op.Cost > 0 && op.Result.Allowed }
 	denied := func(op operation) bool { return op.Cost > 0 && !op.Reset && !op.Unknown && !op.Result.Allowed }
 	return slices.ContainsFunc(history, allowed) && slices.ContainsFunc(history, denied)
 }
 
-// uncertain runs a workload in which the database ends sessions and callers leave, so it is not known of some
-// calls whether they have counted. A call that failed in another way is known not to have counted.
+// uncertain runs a workload in which the database ends sessions and callers leave. So for some calls it is unknown
+// whether they counted. Calls that failed in other ways certainly did not count.
 func uncertain(w workload, t *testing.T, db *pgtest.DB) []operation {
 	t.Helper()
-	// Every key has been asked for before, so that it is known when its window begins.
+	// Every key was used before, so the beginning of its window is known.
 	primer := limitertest.New(t, db.Pool, ratelimit.Config{
 		Name: "test", Policy: w.policy(),
 	})
@@ -330,7 +328,7 @@ func uncertain(w workload, t *testing.T, db *pgtest.DB) []operation {
 		var err error
 		for err == nil && ctx.Err() == nil {
 			pause(ctx, 25*time.Millisecond)
-			for _, db := range append(db.Shards, db) { // those of PL/Proxy have no name
+			for _, db := range append(db.Shards, db) { // PL/Proxy's sessions have no name
 				_, killErr := db.Pool.Exec(context.WithoutCancel(ctx), `
 					SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 					WHERE datname = current_database() AND application_name IN ('limiter', '') AND state = 'active'
@@ -360,9 +358,9 @@ func TestLinearizableWithUnknownOutcomes(t *testing.T) {
 	unknown := 0
 	for _, algorithm := range algorithms {
 		if algorithm == "sliding log" {
-			continue // its times tell when each one was decided
+			continue // its times show when each call was decided
 		}
-		// Until a session was ended while it decided, which is chance.
+		// Until a session was ended while it decided, which happens by chance.
 		for round := 0; round < testkit.Rounds(t, "ROUNDS", 2) || unknown == 0; round++ {
 			require.Less(t, round, 100)
 			w := uncertainWorkload(algorithm)
@@ -388,14 +386,14 @@ func TestLinearizableWithUnknownOutcomes(t *testing.T) {
 
 const takesSliding = "rate_limit_take_sliding_window"
 
-// Negative controls: the judge finds what is wrong with broken variants, in histories like those above.
+// Negative controls: the judge finds the faults of broken variants, in histories like those above.
 func TestJudgeCatches(t *testing.T) {
 	t.Parallel()
 
 	random := random(t)
 	for name, broken := range map[string]struct {
 		algorithm string // "": sliding window
-		history   string // "": with unknown outcomes
+		history   string // "" means one with unknown outcomes
 		spoil     func(t *testing.T, pool *pgxpool.Pool)
 		misread   func(j *judge, w *workload, history []operation) []operation
 	}{
@@ -405,7 +403,7 @@ func TestJudgeCatches(t *testing.T) {
 			}
 		}},
 		"rows that are read without a lock": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			// Nothing is left to the statements that decide ordinary takes, which always lock.
+			// The statements for ordinary takes are not used, because they always lock.
 			pgtest.LeaveToAll(t, pool, takesSliding)
 			pgtest.Rewrite(t, pool, "rate_limit_all", "FOR UPDATE SKIP LOCKED", "OFFSET 0")
 			pgtest.Rewrite(t, pool, "rate_limit_all", "FOR UPDATE", "OFFSET 0")

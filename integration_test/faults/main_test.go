@@ -1,9 +1,7 @@
-// Package faults breaks the database, and the way to it, while limiters are at work: connections that are cut at
-// every message, servers that are killed, stopped, demoted, replaced and filled up. It also judges histories of
-// concurrent calls.
+// Package faults breaks the database and the connections to it while limiters are at work: it cuts connections at every
+// message, and kills, stops, demotes, replaces and fills up servers. It also judges histories of concurrent calls.
 //
-// Tests of random events go round as often as the variable ROUNDS says, and draw from the seed of the variable
-// SEED.
+// The variable ROUNDS sets the number of rounds of random tests, and the variable SEED their seed.
 package faults
 
 import (
@@ -29,43 +27,43 @@ func TestMain(m *testing.M) {
 	if work := os.Getenv(leaseWorkVariable); work != "" {
 		os.Exit(leaseInChild(work))
 	}
-	// A server elsewhere would have another clock, and might want TLS or a password of the proxy.
+	// A server elsewhere would have another clock, and might require TLS or a password from the proxy.
 	_ = os.Unsetenv("RATELIMIT_TEST_DATABASE_URL")
 	pgtest.Main(m)
 }
 
 const (
-	// amply is a ClientConfig.Timeout that no call comes near, however slow the machine.
+	// amply is a ClientConfig.Timeout that no call reaches, even on a slow machine.
 	amply = testkit.Amply
 
 	day  = 24 * time.Hour
 	year = 365 * day
 )
 
-// random is what a test draws from. The variable SEED makes it draw the same again.
+// random returns a test's random numbers. The variable SEED repeats them.
 func random(t *testing.T) *rand.Rand {
 	t.Helper()
 	return rand.New(rand.NewPCG(testkit.Seed(t, "SEED"), 0))
 }
 
-// withMonths returns a database in whose calendar the months last that long, so that many end during a history. Only
-// where a month ends is replaced. That this is right is tested where the calendar is.
+// withMonths returns a database whose calendar months last this long, so that many end during a history. It replaces
+// only the function for the end of a month. The calendar's own tests test that function.
 func withMonths(t *testing.T, month time.Duration) *pgtest.DB {
 	t.Helper()
 	db := pgtest.New(t)
 	pgtest.Rewrite(t, db.Pool, "_rate_limit_window_end", "extract(epoch FROM ends)::bigint * 1000000",
 		fmt.Sprintf("(clock / %[1]d + 1) * %[1]d", month.Microseconds()))
-	db.Pool.Reset() // a test has many databases, and the server not as many connections
+	db.Pool.Reset() // a test has many databases, and the server not enough connections for all
 	return db
 }
 
-// newPool is a pool of any server's database, closed at the end of the test.
+// newPool returns a pool for any server's database. It is closed at the end of the test.
 func newPool(t *testing.T, url string, configure func(*pgxpool.Config)) *pgxpool.Pool {
 	t.Helper()
 	return (&pgtest.DB{URL: url}).OwnerPool(t, configure)
 }
 
-// counted is what the windows in a table hold, for each key.
+// counted is the count of each key's window in a table.
 func counted(t *testing.T, db pgtest.Querier, durable bool) map[string]int64 {
 	t.Helper()
 	rows, err := db.Query(t.Context(), "SELECT key, count FROM "+pgtest.Table(durable))
@@ -81,7 +79,7 @@ func counted(t *testing.T, db pgtest.Querier, durable bool) map[string]int64 {
 	return counts
 }
 
-// pause waits for that long, or until the context ends.
+// pause waits for this long, or until the context ends.
 func pause(ctx context.Context, d time.Duration) {
 	select {
 	case <-time.After(d):

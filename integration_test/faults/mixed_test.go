@@ -22,7 +22,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// kind is what a call of a mix does.
+// kind is a kind of call in a mix.
 type kind string
 
 const (
@@ -37,15 +37,15 @@ const (
 	rolledBack kind = "AllowAll in a transaction, rolled back"
 )
 
-// mix is a workload of calls over a few limiters, several of which one call may take from.
+// mix is a workload of calls for a few limiters. A call may take from several of them.
 type mix struct {
 	limits []limit
-	calls  []kind // one of them is drawn for each call
-	decoys bool   // a role that may create in the schema of the functions has made decoys of what they call
-	holds  bool   // somebody's transactions keep rows locked, some of them for longer than the others have the patience
-	crowd  bool   // so many callers at once that statements decide for several limiters
-	leased bool   // the callers take from a key with leases, too
-	apart  bool   // each limiter has a client of its own, so that no statement does
+	calls  []kind // each call is drawn from these
+	decoys bool   // an attacker's decoys of the called functions are in their schema
+	holds  bool   // other transactions keep rows locked, some longer than the callers' patience
+	crowd  bool   // so many callers at once that one statement decides for several limiters
+	leased bool   // the callers also take from a key with leases
+	apart  bool   // each limiter has its own client, so that no statement decides for several
 	month  time.Duration
 }
 
@@ -54,16 +54,16 @@ type limit struct {
 	name     string
 	durable  bool
 	keys     int                  // in each space
-	policies [][]ratelimit.Policy // its own, and those that With asks under; several are All of them
+	policies [][]ratelimit.Policy // its own, and those for With; several policies make up an All
 }
 
-// spaces is how many sets of keys there are. No call takes from two of them.
+// spaces is the number of sets of keys. No call uses two of them.
 const spaces = 3
 
-// ask is what a call asks of one limiter.
+// ask is a call's request to one limiter.
 type ask struct {
 	limit, policy, key int
-	cost               int64 // 0 looks; below 0 gives back, or grants
+	cost               int64 // 0 looks; below 0 is a refund or a grant
 }
 
 // mixedOperation is one call of a mix.
@@ -72,14 +72,14 @@ type mixedOperation struct {
 	client, space int
 	asks          []ask
 	call, end     int64
-	results       ratelimit.Results // of one, for a call of one limiter
-	taken         ratelimit.Result  // of a refund: which take
-	of            []portion         // and what that is of each policy
-	followed      bool              // a Wait was not the last of those that were allowed together
+	results       ratelimit.Results // one result, if the call has one limiter
+	taken         ratelimit.Result  // for a refund: the take
+	of            []portion         // and the take's part for each policy
+	followed      bool              // this Wait was allowed together with others, and is not the last of them
 }
 
-// run has several pools of callers at work, as several processes would. It returns what they saw, and how many
-// statements have decided for several limiters.
+// run has several pools with callers, like several processes. It returns the history, and how many statements decided
+// for several limiters.
 func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOperation, shared int64) {
 	t.Helper()
 	pools, callersOfPool, calls := 3, 3, 60
@@ -99,7 +99,7 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 	}
 	for i := range workers {
 		workers[i].pool = db.OwnerPool(t, func(config *pgxpool.Config) { config.MaxConns = 5 })
-		defer workers[i].pool.Close() //nolint:revive // they are all to stay until the end
+		defer workers[i].pool.Close() //nolint:revive // all of them stay open until the end
 		config := ratelimit.ClientConfig{Timeout: timeout, Observer: observer}
 		client := limitertest.NewClient(t, workers[i].pool, config)
 		for _, l := range m.limits {
@@ -112,7 +112,7 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 					if with, err := limiters[0].With(limit.Policy); err == nil {
 						limiters = append(limiters, with)
 						continue
-					} // of another algorithm, which takes a second limiter of that name
+					} // for another algorithm, which needs a second limiter with that name
 				}
 				if m.apart {
 					limiters = append(limiters, limitertest.New(t, workers[i].pool, limit, config))
@@ -130,7 +130,7 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 	}
 	histories, errs := make([][]mixedOperation, pools*callersOfPool+1), make([]error, pools*callersOfPool+1)
 	uses := make([][]leaseUse, pools*callersOfPool)
-	impatient := make(chan struct{}) // closed when a call was told of a held key
+	impatient := make(chan struct{}) // closed when a call got ErrKeyHeld
 	told := sync.OnceFunc(func() { close(impatient) })
 	end := func() {}
 	if m.holds {
@@ -140,7 +140,7 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 	for i := range pools * callersOfPool {
 		callers.Go(func() {
 			random := rand.New(rand.NewPCG(seed, uint64(i)))
-			var takes []mixedOperation // of one limiter each, which were not given back
+			var takes []mixedOperation // for one limiter each, and not given back
 			for n := 0; n < calls && errs[i] == nil; n++ {
 				op := m.draw(random)
 				if op.kind == refund && len(takes) == 0 {
@@ -158,7 +158,7 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 				op.call = time.Now().UnixMicro()
 				errs[i] = workers[i%pools].make(t.Context(), m, &op)
 				op.end = time.Now().UnixMicro()
-				if errors.Is(errs[i], ratelimit.ErrKeyHeld) { // it has counted nothing
+				if errors.Is(errs[i], ratelimit.ErrKeyHeld) { // it certainly counted nothing
 					errs[i] = nil
 					told()
 					continue
@@ -191,9 +191,9 @@ const (
 	holdsBriefly = 20 * time.Millisecond
 )
 
-// hold has one more caller take from keys of space 0 in transactions that it keeps open, until the function that
-// it returns is called. The first transaction takes from all keys and stays open until a call was impatient. Those
-// after it take from one key each, briefly.
+// hold adds a caller that takes from keys of space 0 in transactions that stay open, until the returned function is
+// called. The first transaction takes from all keys, and stays open until a call was impatient. The later ones take
+// from one key each, and are short.
 func (m mix) hold(
 	t *testing.T,
 	db *pgtest.DB,
@@ -240,7 +240,7 @@ func (m mix) hold(
 	}
 }
 
-// requests are what an operation asks within a transaction.
+// requests are the requests of an operation within a transaction.
 func (w worker) requests(op mixedOperation, tx pgx.Tx) (requests []ratelimit.Request) {
 	for _, a := range op.asks {
 		limiter := w.limiters[a.limit][a.policy]
@@ -249,10 +249,10 @@ func (w worker) requests(op mixedOperation, tx pgx.Tx) (requests []ratelimit.Req
 	return requests
 }
 
-// worker is what the callers of one pool share.
+// worker is shared by the callers of one pool.
 type worker struct {
 	pool     *pgxpool.Pool
-	limiters [][]*ratelimit.Limiter // of each limit, one for each policy
+	limiters [][]*ratelimit.Limiter // for each limit, one for each policy
 	leased   *ratelimit.Limiter     // beside them
 }
 
@@ -263,7 +263,7 @@ func policyOf(policies []ratelimit.Policy) ratelimit.Policy {
 	return policies[0]
 }
 
-// draw draws a call.
+// draw draws a call at random.
 func (m mix) draw(random *rand.Rand) mixedOperation {
 	op := mixedOperation{kind: m.calls[random.IntN(len(m.calls))], space: random.IntN(spaces)}
 	limits := random.Perm(len(m.limits))
@@ -289,7 +289,7 @@ func (m mix) draw(random *rand.Rand) mixedOperation {
 	return op
 }
 
-// takes are refunds of what a call has taken, which its worker may make.
+// takes returns the refunds that a worker may make of a call's takes.
 func (op mixedOperation) takes() []mixedOperation {
 	if op.kind == rolledBack || op.kind == reset || !op.results.Allowed {
 		return nil
@@ -359,7 +359,7 @@ func (w worker) make(ctx context.Context, m mix, op *mixedOperation) error {
 
 var errRolledBack = errors.New("this transaction is to be rolled back")
 
-// mixes are the features alone, and all of them together.
+// mixes are the single features, and all of them together.
 func mixes(span time.Duration) map[string]mix {
 	one := func(policies ...ratelimit.Policy) (list [][]ratelimit.Policy) {
 		for _, policy := range policies {
@@ -387,8 +387,8 @@ func mixes(span time.Duration) map[string]mix {
 	severalLimits := []limit{
 		{"address", false, 2, several}, {"everybody", true, 1, [][]ratelimit.Policy{{bucket, log, month}}},
 	}
-	// There is no bucket of other numbers. What flowed in during the last milliseconds before a change, between
-	// the two readings of the clock (see sql/sliding.sql), counts by the new numbers.
+	// There is no bucket with other numbers. If a policy changes, the refill between the two readings of the clock (see
+	// sql/sliding.sql) would count by the new numbers.
 	changing := []limit{
 		{"address", false, 1, one(fixed, ratelimit.FixedWindow{Limit: 18, Window: span / 2}, log)},
 		{"user", true, 1, one(sliding, ratelimit.SlidingWindow{Limit: 10, Window: 2 * span}, fixed)},
@@ -401,7 +401,7 @@ func mixes(span time.Duration) map[string]mix {
 		{"session", false, 1, one(bucket, sliding)}, {"everybody", true, 1, one(log, fixed)},
 		{"quota", false, 1, one(month, sliding)},
 	}
-	// Each is one line of the queue, and so many short lines of one table leave together.
+	// Each call is one entry of the queue, and many entries with one table are sent together.
 	many := slices.Concat(limits[2:])
 	for i, policy := range []ratelimit.Policy{fixed, sliding, bucket, log, month} {
 		many = append(many, limit{fmt.Sprint("tenant ", i), false, 1, one(policy)})
@@ -412,7 +412,7 @@ func mixes(span time.Duration) map[string]mix {
 	crowded[1].durable = false
 	all := map[string]mix{
 		"sets": {limits: limits, calls: []kind{allowAll, allowAll, allowAll, allow, peek}},
-		// So many that the shorter way for sets decides most of them, which has no logs.
+		// There are so many that the faster way for sets decides most of them. It does not support logs.
 		"sets in a crowd": {limits: limitsOfSets, calls: []kind{allowAll, allowAll, allowAll, allow}, crowd: true},
 		"held rows": {
 			limits: limits,
@@ -433,7 +433,7 @@ func mixes(span time.Duration) map[string]mix {
 		},
 		"transactions": {limits: limits, calls: []kind{allowAllTx, allowAllTx, rolledBack, allow, allowAll}},
 		"resets":       {limits: limits, calls: []kind{allowAll, allowAll, allow, reset}},
-		// No AllowAll: what is decided for several limiters is what was asked of each of them.
+		// There is no AllowAll, so a statement for several limiters has separate requests for each.
 		"many limiters": {
 			limits: many, crowd: true,
 			calls: []kind{allow, allow, allow, allow, peek, peek, refund, grant},
@@ -442,7 +442,7 @@ func mixes(span time.Duration) map[string]mix {
 			limits: limits, apart: true,
 			calls: []kind{allowAllTx, rolledBack, allow, allow, allow, peek, wait, refund, grant, reset},
 		},
-		// A reset deletes one of two rows.
+		// A reset deletes only one of two rows.
 		"refunds of what is made anew": {
 			limits: []limit{{"address", false, 1, slices.Concat(one(sliding), several, several)}, limits[3]},
 			calls:  []kind{allow, allow, allowAll, refund, refund, reset},
@@ -455,7 +455,7 @@ func mixes(span time.Duration) map[string]mix {
 			reset,
 		}, crowd: true},
 	}
-	if pgtest.Shards() > 0 { // which decide in no transaction of the caller
+	if pgtest.Shards() > 0 { // these run in no transaction of the caller
 		delete(all, "transactions")
 	}
 	for name, m := range all {
@@ -468,24 +468,24 @@ func mixes(span time.Duration) map[string]mix {
 	return all
 }
 
-// briefly is a span within which a machine at rest makes some calls of a mix, and not all of them.
+// briefly is a time in which an idle machine makes some calls of a mix, but not all.
 const briefly = 42 * time.Millisecond
 
-// Many callers of several limiters are told what they would be told one after the other, each AllowAll as one.
+// Many callers of several limiters get the same answers as sequential callers. An AllowAll counts as one call.
 func TestMixesAreLinearizable(t *testing.T) {
 	t.Parallel()
 
 	random := random(t)
 	for name := range mixes(briefly) {
 		for round := range testkit.Rounds(t, "ROUNDS", 1) {
-			// This goes on until there was something of everything. A busy machine makes few calls within a span
-			// and denies none of them, so the spans grow until it does.
+			// This continues until every kind of call and outcome has occurred. A busy machine makes few calls within a
+			// span and denies none of them, so the spans grow until it does.
 			var seen outcomes
 			for span := briefly; !seen.all(mixes(span)[name]); span *= 2 {
 				require.Less(t, span, time.Minute, "%s: not varied enough: %+v", name, seen)
 				m := mixes(span)[name]
 				db := withMonths(t, m.month)
-				if m.decoys && round == 0 && span == briefly { // once, because it takes some seconds
+				if m.decoys && round == 0 && span == briefly { // only once, because it takes some seconds
 					attack(t, db)
 				}
 				history, shared := m.run(t, db, random.Uint64())
@@ -497,13 +497,13 @@ func TestMixesAreLinearizable(t *testing.T) {
 	}
 }
 
-// attack has a role that may only create, in the schema of the functions, make decoys of what the functions and
-// the limiters' statements call. A decoy that runs fails, and so does the call.
+// attack makes a role that can only create in the schema make decoys of everything that the functions and the limiters'
+// statements call. A decoy that runs fails the call.
 func attack(t *testing.T, db *pgtest.DB) {
 	t.Helper()
 	for _, db := range append(db.Shards, db) {
 		db.SomeDecoys(t, "public", pgtest.Statements(t, "../..")...)
 		_, err := db.Pool.Exec(t.Context(), "SELECT cardinality(ARRAY['a'])")
-		require.ErrorContains(t, err, "decoy public.cardinality(text[]) was run by") // so they are in place
+		require.ErrorContains(t, err, "decoy public.cardinality(text[]) was run by") // this shows that they work
 	}
 }

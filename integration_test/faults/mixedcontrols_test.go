@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// Two calls of Wait that were allowed together spend the last credit, which lasts longer than what they have taken.
-// Both are told when that is over, and nobody else may be told the time of another.
+// Two calls of Wait that were allowed together spend the last credit, which lasts longer than their own units. Both get
+// the time when that is over, and nobody else may get another call's time.
 func TestJudgeOfMixesKnowsWhoWaitedTogether(t *testing.T) {
 	t.Parallel()
 
@@ -62,7 +62,7 @@ func TestJudgeOfMixesKnowsWhoWaitedTogether(t *testing.T) {
 	}
 }
 
-// Negative controls: the judge finds what is wrong with broken variants, in histories like those above.
+// Negative controls: the judge finds the faults of broken variants, in histories like those above.
 func TestJudgeOfMixesCatches(t *testing.T) {
 	t.Parallel()
 

@@ -12,10 +12,10 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// books are the accounts of all rows that the calls of one space take from.
+// books are the accounts of all rows that the calls of one space use.
 type books [8]account
 
-// mixJudge says whether a history of a mix can be explained by calls that were made one after the other.
+// mixJudge checks whether sequential calls can explain a history of a mix.
 type mixJudge struct {
 	mix
 	rules map[ratelimit.Policy]rule
@@ -37,7 +37,7 @@ func (m mix) judge(t *testing.T) mixJudge {
 	return j
 }
 
-// width is how many rows a key of a limiter has.
+// width is the number of rows for a limiter's key.
 func (m mix) width(limit int) int {
 	width := 0
 	for _, policies := range m.limits[limit].policies {
@@ -46,7 +46,7 @@ func (m mix) width(limit int) int {
 	return width
 }
 
-// row is where in the books a policy's account is.
+// row is the place of a policy's account in the books.
 func (m mix) row(limit, part, key int) int {
 	row := part*m.limits[limit].keys + key
 	for i := range limit {
@@ -55,7 +55,7 @@ func (m mix) row(limit, part, key int) int {
 	return row
 }
 
-// step returns the books after an operation, and whether it can be at this point.
+// step returns the books after an operation, and whether it is possible at this point.
 func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 	after := before
 	if op.kind == reset {
@@ -83,7 +83,7 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 		for part, policy := range j.limits[a.limit].policies[a.policy] {
 			row, rule, cost := j.row(a.limit, part, a.key), j.rules[policy], a.cost
 			if at < before[row].clock {
-				return false, before // under a row's lock, the clock moves on
+				return false, before // the clock advances under a row's lock
 			}
 			if !fits && cost <= rule.roomAt(before[row], at) {
 				cost = 0 // it has room, but nothing is taken
@@ -100,10 +100,10 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 			}
 			of = combine(of, one, part == 0)
 		}
-		of.Allowed = of.Allowed && fits // if nothing was taken, none of them says that it was
+		of.Allowed = of.Allowed && fits // if nothing was taken, no policy says that it was
 		got := op.results.Each[i]
 		if op.followed {
-			of.ResetAfter = got.ResetAfter // that of the last of those who were allowed together
+			of.ResetAfter = got.ResetAfter // the value of the last of those that were allowed together
 		}
 		if !same(of, got) {
 			return false, before
@@ -114,9 +114,9 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 	return want.Allowed == op.results.Allowed && want.RetryAfter == op.results.RetryAfter, after
 }
 
-// isFollowedBy tells whether an operation is a Wait that was allowed together with another, which took after it. Both
-// are told the ResetAfter of the last. It may be the shorter one: credit lasts longer than what was taken, until the
-// last of it is spent.
+// isFollowedBy tells whether an operation is a Wait that was allowed together with another one, which took after it.
+// Both get the ResetAfter of the last one. That may be the shorter one: credit lasts longer than other units, until it
+// is all spent.
 func (op mixedOperation) isFollowedBy(next mixedOperation) bool {
 	if op.kind != wait || next.kind != wait || op.space != next.space {
 		return false
@@ -127,7 +127,7 @@ func (op mixedOperation) isFollowedBy(next mixedOperation) bool {
 		one.ResetAfter == other.ResetAfter && one.Remaining > other.Remaining
 }
 
-// combine is what is told about several policies, of which one is the next.
+// combine merges the answers of several policies; next is one of them.
 func combine(r, one ratelimit.Result, first bool) ratelimit.Result {
 	if first {
 		return one
@@ -140,24 +140,24 @@ func combine(r, one ratelimit.Result, first bool) ratelimit.Result {
 	return r
 }
 
-// interval is when an operation may have taken effect.
+// interval is the time in which an operation may have taken effect.
 func (op mixedOperation) interval() (from, to int64) {
 	if op.kind == reset {
 		return op.call, op.end
 	}
 	switch at := op.results.Each[0].DecidedAt.UnixMicro(); {
 	case op.kind == refund:
-		return op.call, op.end // a refund of nothing locks no row, and so looks before it reads the clock
+		return op.call, op.end // a refund of nothing locks no row, so it reads the rows before it reads the clock
 	case op.kind == peek:
-		return op.call, at // it looks without locks, before it reads the clock
+		return op.call, at // it reads without locks before it reads the clock
 	case op.kind == rolledBack:
-		// Nobody else sees what it does. A denial may have looked as a peek does. A take may have read the clock
-		// up to 10 ms before it made a row, and somebody may have reset the key meanwhile.
+		// Nobody else sees its effect. A denial may have looked like a Peek. A take may have read the clock up to 10 ms
+		// before it made a row, and the key may have been reset meanwhile.
 		return op.call, op.end
 	case op.kind == grant, op.results.Allowed:
-		return at, op.end // others may see it once it is committed
+		return at, op.end // others may see it after its commit
 	}
-	return op.call, op.end // a denial may have looked, too, or have seen what its statement was about to commit
+	return op.call, op.end // a denial may have only looked, or may have seen uncommitted changes of its own statement
 }
 
 func (op mixedOperation) describe() string {
@@ -196,8 +196,8 @@ func (j mixJudge) check(t *testing.T, history []mixedOperation) (result porcupin
 	}, ops)
 }
 
-// outcomes are what was seen in histories: that some calls were allowed, some denied, and some of those although a
-// limiter had room; and that statements have decided for several limiters.
+// outcomes are the outcomes in histories: calls that were allowed, calls that were denied, denials although one limiter
+// had room, and statements for several limiters.
 type outcomes struct {
 	kinds                           map[kind]bool
 	allowed, denied, spared, shared bool
@@ -217,7 +217,7 @@ func (o *outcomes) add(history []mixedOperation, shared int64) {
 	}
 }
 
-// all tells whether the histories were worth to be judged: each kind of call of the mix is in them, and each outcome.
+// all tells whether the histories are worth judging: they contain each kind of call of the mix, and each outcome.
 func (o *outcomes) all(m mix) bool {
 	for _, kind := range m.calls {
 		if !o.kinds[kind] {

@@ -8,42 +8,42 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// account is a key as the oracle keeps it. The zero value is a key that nobody has asked for. It says nothing
-// about rows: what has run out is still in it.
+// account is the oracle's state of a key. The zero value is a new key. It is not a row: expired usage stays in it.
 type account struct {
-	kind    string                    // the algorithm that it was written by
-	clock   int64                     // of the last decision under the row's lock, in microseconds since 1970
-	start   int64                     // of the window; of a bucket, the time that count holds for
-	count   int64                     // taken in the window; of a bucket, what it lacks, in units of 1/scale token; of a log, its entries
-	prev    int64                     // taken in the window before
-	log     [24]struct{ at, n int64 } // of a log: what was taken, oldest first
-	scale   int64                     // of a bucket: Every(µs)
-	full    int64                     // and what it holds at most
-	credit  int64                     // granted above the limit
-	since   int64                     // when it began to be what it is: of a bucket, and of others with credit
-	refill  int64                     // of a bucket: its Refill
-	back    int64                     // of a bucket: what was given back since then, in the units of count
-	expires int64                     // when the key is as good as new, by the policy that has written it
+	kind  string // the algorithm of the last write
+	clock int64  // of the last decision under the row's lock, in microseconds since 1970
+	start int64  // the window's start; for a bucket, the time of count
+	// units taken in the window; bucket: missing tokens, in 1/scale token; log: number of entries
+	count   int64
+	prev    int64                     // units taken in the previous window
+	log     [24]struct{ at, n int64 } // log: the takes, oldest first
+	scale   int64                     // bucket: Every in µs
+	full    int64                     // and its capacity
+	credit  int64                     // granted credit
+	since   int64                     // creation of a bucket, or of an account with credit
+	refill  int64                     // bucket: its Refill
+	back    int64                     // bucket: units given back since then, in the unit of count
+	expires int64                     // when the key is as good as new, by the policy that wrote last
 	locked  int                       // how many operations have locked the row
 }
 
-// rule is an algorithm as its documentation states it, written a second time. It knows only how an account moves
-// on to a time, and how much room there is then. A search finds what a caller is told: RetryAfter is the first
-// time at which the request fits, and ResetAfter the first at which everything does.
+// rule is an algorithm as documented, implemented a second time. It only knows how time changes an account, and how
+// much room there is at a time. A search finds the callers' answers: RetryAfter is the first time at which the request
+// fits, and ResetAfter the first at which everything fits.
 type rule struct {
 	kind    string
 	limit   int64
-	horizon int64 // microseconds, after which a key is as good as new
+	horizon int64 // microseconds until a key is as good as new
 	roll    func(a account, t int64) account
-	room    func(a account, t int64) int64 // of an account that was rolled to t
+	room    func(a account, t int64) int64 // for an account that was rolled to t
 	take    func(a account, t, n int64) account
-	// back is the account after a refund of n of what was taken so, ordinary room only. It gives back only what
-	// still counts in rolled, which is a at t. It does not move a on, because others may count more of it.
+	// back returns the account after a refund of n ordinary units of a take. Only units that still count in rolled go
+	// back; rolled is a at t. It does not roll a forward, because other policies may still count more of it.
 	back func(a, rolled account, t, n int64, of portion) account
-	life int64 // microseconds after a take or a grant, in which all of it is over; credit lasts that long
+	life int64 // microseconds until a take or a grant is over; credit lasts that long
 }
 
-// ruleOf returns the rule of a policy. month is how long the months of withMonths last.
+// ruleOf returns the rule of a policy. month is the length of withMonths' months.
 func ruleOf(policy ratelimit.Policy, month time.Duration) rule {
 	switch p := policy.(type) {
 	case ratelimit.FixedWindow:
@@ -101,7 +101,7 @@ func ruleOf(policy ratelimit.Policy, month time.Duration) rule {
 				if of.Since != rolled.since || of.In > t {
 					return a
 				}
-				// Those before it were at.At - n - returned at most.
+				// At most at.At - n - returned tokens stood before it.
 				left := max(of.At-a.back, n*every) - (t-of.In)*p.Refill
 				given := max(0, min(left, n*every, rolled.count))
 				a.count, a.back = a.count-given, a.back+given
@@ -202,7 +202,7 @@ func ruleOf(policy ratelimit.Policy, month time.Duration) rule {
 	return rule{}
 }
 
-// unlessNew is the since of an account that counts nothing: without credit, it is as good as new.
+// unlessNew returns the since of an account without usage: without credit, it is as good as new.
 func (a account) unlessNew() int64 {
 	if a.credit == 0 {
 		return 0
@@ -210,10 +210,10 @@ func (a account) unlessNew() int64 {
 	return a.since
 }
 
-// part is what a result remembers of a take from one row, which it does not export.
+// part is the unexported data of a result about a take from one row.
 type portion struct{ Units, Spent, Since, In, At int64 }
 
-// partsOf are those of a result. It is nil if the result has taken nothing.
+// partsOf returns the parts of a result. It is nil if the result took nothing.
 func partsOf(result ratelimit.Result) []portion {
 	receipt := reflect.ValueOf(result).FieldByName("taken").FieldByName("Receipt")
 	if receipt.IsNil() {
@@ -227,7 +227,7 @@ func partsOf(result ratelimit.Result) []portion {
 	return parts
 }
 
-// count is how algorithms take that count only; unit is what a cost of 1 adds.
+// count is a take for algorithms that only count; unit is the amount for a cost of 1.
 func count(unit int64) func(a account, t, n int64) account {
 	return func(a account, _, n int64) account {
 		a.count += n * unit
@@ -235,7 +235,7 @@ func count(unit int64) func(a account, t, n int64) account {
 	}
 }
 
-// at moves an account on to t. It may have been written by another algorithm, or one of other numbers.
+// at rolls an account forward to t. Another algorithm may have written it, or the same one with other numbers.
 func (r rule) at(a account, t int64) account {
 	if t >= a.expires || a.kind != r.kind {
 		a = account{clock: a.clock, kind: r.kind}
@@ -249,13 +249,12 @@ func (r rule) roomAt(a account, t int64) int64 {
 	return r.room(a, t) + a.credit
 }
 
-// fits is the first time from t on at which a cost of n does.
+// fits is the first time from t on at which a cost of n fits.
 func (r rule) fits(a account, t, n int64) int64 {
 	return t + int64(sort.Search(int(r.horizon), func(d int) bool { return r.roomAt(a, t+int64(d)) >= n }))
 }
 
-// decide is the right answer to a request for n at t. n = 0 looks; n below 0 gives back what was taken so, or
-// grants.
+// decide returns the right answer to a request for n at t. n = 0 looks; n below 0 is a refund or a grant.
 func (r rule) decide(a account, t, n int64, of *portion) (account, ratelimit.Result) {
 	grant, changed := n < 0 && of == nil, true
 	result := ratelimit.Result{Limit: r.limit, DecidedAt: time.UnixMicro(t)}

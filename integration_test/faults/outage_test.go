@@ -20,7 +20,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// outageCall is what one call came to.
+// outageCall is the outcome of one call.
 type outageCall struct {
 	key    string
 	result ratelimit.Result
@@ -28,9 +28,9 @@ type outageCall struct {
 	took   time.Duration
 }
 
-// Postgres is stopped, or frozen, while 32 callers ask some thousand times a second, and is back a while later.
-// Nobody gets an error. While it is away there are no connection attempts but those of one probe in each pause.
-// And the books are right: each key is admitted its limit, and beyond that what the mode says and no more.
+// Postgres is stopped or frozen while 32 callers make some thousand calls a second, and returns later. No caller gets
+// an error. During the outage, the only connection attempts are those of one probe per pause. And the counts are right:
+// each key gets its limit from the database, and beyond that only what the failure mode allows.
 func TestOutageUnderLoad(t *testing.T) {
 	t.Parallel()
 
@@ -44,7 +44,7 @@ func TestOutageUnderLoad(t *testing.T) {
 	} {
 		for _, frozen := range []bool{false, true} {
 			t.Run(name+map[bool]string{false: ", stopped", true: ", frozen"}[frozen], func(t *testing.T) {
-				t.Parallel() // most of its time goes by without work
+				t.Parallel() // most of its time is spent waiting
 				server, pool := newServer(t, pgserver.Config{})
 				var attempts, statements atomic.Int64
 				limited := newPool(t, server.URL(), func(config *pgxpool.Config) {
@@ -63,8 +63,8 @@ func TestOutageUnderLoad(t *testing.T) {
 						Breaker:   func(e ratelimit.BreakerEvent) { transitions <- e },
 					},
 				}
-				// Waiting shows that a server is frozen, so a machine that stands still for a second makes an
-				// outage of its own.
+				// A wait is the sign of a frozen server, so a machine that stalls for a second causes an outage of its
+				// own.
 				strict := !frozen
 				if frozen {
 					clientConfig.Timeout = time.Second
@@ -84,8 +84,8 @@ func TestOutageUnderLoad(t *testing.T) {
 							c.took = time.Since(c.began)
 							if frozen && errors.Is(err, ratelimit.ErrTimeout) &&
 								!errors.Is(err, ratelimit.ErrOutcomeUnknown) {
-								// Its statement waited for another one's row when the server froze, and went on
-								// waiting until the thaw. OnFailure does not answer that, and nothing was taken.
+								// Its statement was waiting for a row's lock when the server froze, and kept waiting
+								// until the thaw. OnFailure does not answer this error, and nothing was taken.
 								continue
 							}
 							if err != nil {
@@ -138,9 +138,9 @@ func TestOutageUnderLoad(t *testing.T) {
 				triedBefore, sentBefore := attempts.Load(), statements.Load()
 				testkit.WaitUntil(t, func() bool { return statements.Load() > sentBefore+2 })
 				tried, sent := attempts.Load()-triedBefore, statements.Load()-sentBefore
-				most := int64(time.Since(opened)/pauses) + 2 // another was in flight when it opened
+				most := int64(time.Since(opened)/pauses) + 2 // another one was in flight when it opened
 				require.LessOrEqual(t, sent, most)
-				require.LessOrEqual(t, tried, 2*most) // the driver has a second try at each
+				require.LessOrEqual(t, tried, 2*most) // the driver tries twice each time
 
 				// Back.
 				if frozen {
@@ -219,9 +219,9 @@ func TestOutageUnderLoad(t *testing.T) {
 	}
 }
 
-// If the network swallows packets, connections that are being made hang for as long as the pool's connect_timeout,
-// even when the network is there again. Each takes one of the pool's places. The limiter is back all the same,
-// without waiting for pgx's own two minutes.
+// If the network drops packets, new connections hang for the pool's connect_timeout, even after the network is back.
+// Each of them uses one of the pool's places. The limiter works again anyway, without waiting for pgx's own two
+// minutes.
 func TestOutageThatSwallowsConnections(t *testing.T) {
 	t.Parallel()
 

@@ -23,11 +23,12 @@ func throughProxy(t *testing.T, mode pgx.QueryExecMode) (*wireProxy, *pgtest.DB,
 	proxy := newWireProxy(t, db.URL)
 	return proxy, db, newPool(t, proxy.url, func(config *pgxpool.Config) {
 		config.ConnConfig.DefaultQueryExecMode = mode
-		config.ShouldPing = func(context.Context, pgxpool.ShouldPingParams) bool { return false } // it would be the next statement
+		// it would be the next statement
+		config.ShouldPing = func(context.Context, pgxpool.ShouldPingParams) bool { return false }
 	})
 }
 
-// wireFault is a fault, with what the caller is told and what was taken.
+// wireFault is a fault, with the caller's expected answer and the expected usage.
 type wireFault struct {
 	fault
 	kinds []error
@@ -49,7 +50,7 @@ func wireFaults(mode pgx.QueryExecMode) map[string]wireFault {
 		"reply late":         {fault{reply: anyReply, then: late}, nil, 1},
 		"ReadyForQuery late": {fault{reply: replyIs[*pgproto3.ReadyForQuery], then: late}, nil, 1},
 	}
-	if mode == pgx.QueryExecModeCacheStatement { // the others would wait as long for the same
+	if mode == pgx.QueryExecModeCacheStatement { // the other modes would wait as long for the same result
 		faults["request swallowed"] = wireFault{fault{request: anyRequest, then: swallow}, timeout, 0}
 		faults["reply swallowed"] = wireFault{fault{reply: anyReply, then: swallow}, timeout, 1}
 		faults["ReadyForQuery swallowed"] = wireFault{
@@ -65,8 +66,7 @@ func wireFaults(mode pgx.QueryExecMode) map[string]wireFault {
 	return faults
 }
 
-// Compares what a caller is told and what was taken, and checks that it was asked once, and that the next call
-// works.
+// Checks the caller's answer and the usage, that the database was asked once, and that the next call works.
 func TestBrokenConnections(t *testing.T) {
 	t.Parallel()
 
@@ -82,7 +82,7 @@ func TestBrokenConnections(t *testing.T) {
 					Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Durable: true,
 				}
 				limiter := limitertest.New(t, pool, config)
-				_, err := limiter.Allow(t.Context(), "key") // which prepares the statement
+				_, err := limiter.Allow(t.Context(), "key") // this prepares the statement
 				require.NoError(t, err)
 
 				var clientConfig ratelimit.ClientConfig
@@ -114,7 +114,7 @@ func TestBrokenConnections(t *testing.T) {
 	}
 }
 
-// A connection breaks while the statement is prepared. Nothing was taken, and nothing is taken twice.
+// A connection breaks while the statement is prepared. Nothing was taken, and a retry takes nothing twice.
 func TestBrokenConnectionWhilePreparing(t *testing.T) {
 	t.Parallel()
 
@@ -135,7 +135,7 @@ func TestBrokenConnectionWhilePreparing(t *testing.T) {
 	}
 }
 
-// Negative control: of a client that repeats what it is not sure of, the proxy and the table know.
+// Negative control: if a client repeats uncertain statements, the proxy and the table show it.
 func TestBlindRetryIsCaught(t *testing.T) {
 	t.Parallel()
 
@@ -152,7 +152,7 @@ func TestBlindRetryIsCaught(t *testing.T) {
 	require.EqualValues(t, 2, counted(t, db.Pool, false)["key"])
 }
 
-// A batch shares its fate: all of its callers are told that the outcome is unknown. All others get their decision.
+// A batch has one fate: all of its callers learn that the outcome is unknown. All other callers get their decision.
 func TestBrokenConnectionOfABatch(t *testing.T) {
 	t.Parallel()
 
@@ -170,7 +170,7 @@ func TestBrokenConnectionOfABatch(t *testing.T) {
 			limiter := limitertest.New(t, pool, ratelimit.Config{
 				Name: "test", Policy: ratelimit.FixedWindow{Limit: 1000, Window: year},
 			}, ratelimit.ClientConfig{MaxInFlight: 1})
-			// While the reply to the first is late, all others queue. They leave together, in the statement that
+			// While the reply to the first is delayed, all others queue. They are sent together in the statement that
 			// breaks.
 			release := make(chan struct{})
 			proxy.fail(&fault{reply: anyReply, then: late, until: release}, &c.fault)
@@ -203,7 +203,7 @@ func TestBrokenConnectionOfABatch(t *testing.T) {
 	}
 }
 
-// All that a connection carries comes in the smallest pieces there are.
+// Everything on a connection arrives byte by byte.
 func TestOneByteAtATime(t *testing.T) {
 	t.Parallel()
 
@@ -224,8 +224,8 @@ func TestOneByteAtATime(t *testing.T) {
 	require.Empty(t, counted(t, db.Pool, false))
 }
 
-// A connection that was cut while nobody used it looks alive until something is sent on it. What was sent then is
-// in doubt.
+// A connection that was cut while idle looks alive until something is sent on it. The outcome of that statement is
+// unknown.
 func TestConnectionCutAtRest(t *testing.T) {
 	t.Parallel()
 
@@ -244,7 +244,7 @@ func TestConnectionCutAtRest(t *testing.T) {
 	require.EqualValues(t, 8, result.Remaining)
 }
 
-// The connection of the caller's transaction breaks. What the limiter took in it is rolled back with it.
+// The connection of the caller's transaction breaks. The limiter's units in it are rolled back with it.
 func TestBrokenConnectionOfATransaction(t *testing.T) {
 	t.Parallel()
 
@@ -262,7 +262,7 @@ func TestBrokenConnectionOfATransaction(t *testing.T) {
 		})
 		limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable)
 		require.Equal(t, 1, proxy.sent())
-		// The server may learn of it a moment later.
+		// The server may notice it a moment later.
 		result, err := limitertest.New(t, db.Pool, ratelimit.Config{
 			Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
 		}, ratelimit.ClientConfig{Timeout: 4 * amply}).
@@ -272,7 +272,7 @@ func TestBrokenConnectionOfATransaction(t *testing.T) {
 	}
 }
 
-// A reset whose reply is lost has reset the key, and its denials are forgotten.
+// A reset whose reply is lost has reset the key, and the key's remembered denials are dropped.
 func TestBrokenConnectionOfAReset(t *testing.T) {
 	t.Parallel()
 

@@ -27,7 +27,7 @@ func newServer(t *testing.T, config pgserver.Config) (*pgserver.Server, *pgxpool
 	return server, pool
 }
 
-// ledger is what the callers of a limiter know.
+// ledger is the knowledge of a limiter's callers.
 type ledger struct {
 	mu sync.Mutex
 	entries
@@ -35,7 +35,7 @@ type ledger struct {
 
 type entries []entry
 
-// entry is a request that was granted, or perhaps was.
+// entry is a request that was granted, or may have been.
 type entry struct {
 	key     string
 	cost    int64
@@ -55,7 +55,7 @@ func (l *ledger) count() int {
 	return len(l.entries)
 }
 
-// sums adds up the costs of each key: of what was acknowledged until then, and of what may have been taken at all.
+// sums adds up the costs of each key: those acknowledged until then, and all that may have been taken.
 func (e entries) sums(until time.Time) (acknowledged, atMost map[string]int64) {
 	acknowledged, atMost = map[string]int64{}, map[string]int64{}
 	for _, entry := range e {
@@ -67,7 +67,7 @@ func (e entries) sums(until time.Time) (acknowledged, atMost map[string]int64) {
 	return acknowledged, atMost
 }
 
-// forgotten is a key of which a table holds less than it must. It is "" if there is none.
+// forgotten is a key with less in the table than there must be. It is "" if there is none.
 func forgotten(acknowledged, table map[string]int64) string {
 	for key, sum := range acknowledged {
 		if table[key] < sum {
@@ -77,8 +77,8 @@ func forgotten(acknowledged, table map[string]int64) string {
 	return ""
 }
 
-// requireTable requires that the table holds all that was acknowledged until then and nothing that was not asked
-// for, and that no key was given more than the limit.
+// requireTable checks that the table has everything acknowledged until then and nothing that was not requested, and
+// that no key got more than the limit.
 func (e entries) requireTable(t *testing.T, table map[string]int64, limit int64, until time.Time) {
 	t.Helper()
 	acknowledged, atMost := e.sums(until)
@@ -92,7 +92,7 @@ func (e entries) requireTable(t *testing.T, table map[string]int64, limit int64,
 	}
 }
 
-// load asks until the server is gone, and keeps the ledger. Then errors must say that the server is gone, and
+// load makes calls until the server is gone, and keeps the ledger. Then errors must say that the server is gone, and
 // whether the request may have counted.
 func (l *ledger) load(
 	t *testing.T,
@@ -126,8 +126,8 @@ func (l *ledger) load(
 	}
 }
 
-// requireHealed requires that a limiter works again. Connections from before may still be in its pool, and fail
-// once each.
+// requireHealed checks that a limiter works again. Its pool may still have old connections, and each of them fails
+// once.
 func requireHealed(t *testing.T, limiter *ratelimit.Limiter) {
 	t.Helper()
 	testkit.WaitUntil(t, func() bool {

@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 )
 
-// BenchmarkShardThatFails is what callers of four shards are served before one of the shards fails and while it does: 12
-// callers of each, that pause for 5 ms after each call. It prints tables.
+// BenchmarkShardThatFails measures callers of four shards before and while one of the shards fails: 12 callers for each
+// shard, with a pause of 5 ms after each call. It prints tables.
 func BenchmarkShardThatFails(b *testing.B) {
 	const callers, phase = 12, 5 * time.Second
 	const head = "\n| shard 2 is | shard | before, calls/s | p99 | meanwhile, calls/s | p99 | errors | share |\n|---|---|---|---|---|---|---|---|\n"
@@ -64,7 +64,7 @@ func BenchmarkShardThatFails(b *testing.B) {
 				}
 				return rates, p99, failures
 			}
-			pause(ctx, 2*time.Second) // until all is warm
+			pause(ctx, 2*time.Second) // until all connections are warm
 			before, p99Before, _ := measure()
 			begin()
 			during, p99During, failed := measure()

@@ -28,7 +28,7 @@ import (
 
 const shardCount = 4
 
-// keyOn returns the n-th of the keys on a shard.
+// keyOn returns the n-th key on a shard.
 func keyOn(shard, n int) string {
 	for tag := 0; ; tag++ {
 		if key := fmt.Sprintf("{%d}%d", tag, n); shardkey.Of(key, shardCount) == shard {
@@ -37,7 +37,7 @@ func keyOn(shard, n int) string {
 	}
 }
 
-// shardCall is what a call for a key of a shard came to.
+// shardCall is the outcome of a call for a key of a shard.
 type shardCall struct {
 	shard  int
 	key    string
@@ -46,7 +46,7 @@ type shardCall struct {
 	err    error
 }
 
-// shardLoad asks for keys of all shards, from callers of each, until it is stopped.
+// shardLoad runs callers for keys of all shards until it is stopped.
 type shardLoad struct {
 	mu    sync.Mutex
 	calls []shardCall
@@ -93,7 +93,7 @@ func (l *shardLoad) add(limiter *ratelimit.Limiter, c shardCall) {
 	l.calls = append(l.calls, c)
 }
 
-// count counts the calls for a shard that were answered by a source.
+// count counts a shard's calls that were answered by a source.
 func (l *shardLoad) count(shard int, source ratelimit.Source) (n int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -105,7 +105,7 @@ func (l *shardLoad) count(shard int, source ratelimit.Source) (n int) {
 	return n
 }
 
-// awaitMore waits until the calls for each of the shards were decided so often again.
+// awaitMore waits until this many more calls for each of the shards have been decided.
 func (l *shardLoad) awaitMore(t *testing.T, source ratelimit.Source, n int, shards ...int) {
 	t.Helper()
 	for _, shard := range shards {
@@ -114,8 +114,8 @@ func (l *shardLoad) awaitMore(t *testing.T, source ratelimit.Source, n int, shar
 	}
 }
 
-// requireOthersUntouched requires that calls for keys of the other shards were all decided in the database, that each of
-// these keys was given its limit, and that no key of the shard that failed got more from it.
+// requireOthersUntouched checks that all calls for keys of the other shards were decided in the database, and that each
+// of these keys got its limit. Keys of the failed shard must not have got more from it than their limit.
 func (l *shardLoad) requireOthersUntouched(t *testing.T, failed int) {
 	t.Helper()
 	granted := map[string]int{}
@@ -143,7 +143,8 @@ func (l *shardLoad) requireOthersUntouched(t *testing.T, failed int) {
 // failing is the shard that fails.
 const failing = 2
 
-// fleetThatFails starts a fleet, one shard of which will fail. Its disk has so many MiB if it is to be full.
+// fleetThatFails starts a fleet, one shard of which will fail. If its disk should become full, the disk has this many
+// MiB.
 func fleetThatFails(t testing.TB, how string, disk int) (fleet *pgtest.Fleet, begin, end func()) {
 	t.Helper()
 	dir := ""
@@ -155,7 +156,7 @@ func fleetThatFails(t testing.TB, how string, disk int) (fleet *pgtest.Fleet, be
 	return fleet, begin, end
 }
 
-// shardFaults are what can happen to a shard. dir is a small disk.
+// shardFaults are the possible faults of a shard. dir is a small disk.
 func shardFaults() map[string]func(t testing.TB, fleet *pgtest.Fleet, dir string) (begin, end func()) {
 	return map[string]func(t testing.TB, fleet *pgtest.Fleet, dir string) (begin, end func()){
 		"killed": func(t testing.TB, fleet *pgtest.Fleet, _ string) (begin, end func()) {
@@ -195,9 +196,9 @@ func shardFaults() map[string]func(t testing.TB, fleet *pgtest.Fleet, dir string
 	}
 }
 
-// One of four shards is killed, frozen or full while callers ask for keys of all. The others go on as if nothing were:
-// no call for their keys fails or is answered by OnFailure, and their limits are exact. The breaker opens for the failed
-// shard only, and closes when it is back.
+// One of four shards is killed, frozen or full while callers use keys of all shards. The others are not affected: no
+// call for their keys fails or is answered by OnFailure, and their limits are exact. The breaker opens only for the
+// failed shard, and closes when it is back.
 func TestShardThatFails(t *testing.T) {
 	t.Parallel()
 
@@ -237,7 +238,7 @@ func TestShardThatFails(t *testing.T) {
 			testkit.WaitUntil(t, func() bool { return turned(true) })
 			load.awaitMore(t, ratelimit.SourceDatabase, 20, 0, 1, 3)
 			var err error
-			testkit.WaitUntil(t, func() bool { // a full disk may have room for a row here and there
+			testkit.WaitUntil(t, func() bool { // a full disk may still have room for a few rows
 				_, err = strict.Allow(t.Context(), keyOn(failing, int(load.fresh.Add(1))))
 				return err != nil
 			})
@@ -263,7 +264,7 @@ func TestShardThatFails(t *testing.T) {
 	}
 }
 
-// The settings that docs/operating.md shows let PgBouncer through to the shards over TCP, and end a call to a frozen one.
+// With the settings in docs/operating.md, PgBouncer connects to the shards over TCP, and ends a call to a frozen one.
 func TestPgBouncerAsDocumented(t *testing.T) {
 	t.Parallel()
 
@@ -299,7 +300,7 @@ func TestPgBouncerAsDocumented(t *testing.T) {
 	testkit.WaitUntil(t, func() bool { return ask(1) == nil })
 }
 
-// A call for a frozen shard, which the proxy cannot end, keeps no place in a pool from calls for other shards.
+// A call to a frozen shard, which the proxy cannot end, uses no pool connection that calls for other shards need.
 func TestFrozenShardLeavesThePool(t *testing.T) {
 	t.Parallel()
 
@@ -331,7 +332,7 @@ func TestFrozenShardLeavesThePool(t *testing.T) {
 	}
 }
 
-// allowForSure asks until the outcome is known: a call may end while it is being asked again.
+// allowForSure repeats a call until its outcome is known. A call may end while it is being repeated.
 func allowForSure(t *testing.T, limiter *ratelimit.Limiter, key string) (err error) {
 	t.Helper()
 	testkit.WaitUntil(t, func() bool {
@@ -341,8 +342,8 @@ func allowForSure(t *testing.T, limiter *ratelimit.Limiter, key string) (err err
 	return err
 }
 
-// Two proxies disagree about where two of the shards are. Each shard refuses the calls for keys of others, so the
-// histories of both proxies together are right.
+// Two proxies disagree about the places of two shards. Each shard refuses calls for keys that it does not own, so the
+// combined history of both proxies is right.
 func TestProxiesWhoseMapsDiffer(t *testing.T) {
 	t.Parallel()
 
@@ -351,12 +352,12 @@ func TestProxiesWhoseMapsDiffer(t *testing.T) {
 	swapped[0], swapped[1] = swapped[1], swapped[0]
 	other := fleet.Proxy(t, swapped)
 
-	// Each wrong call fails, and takes nothing.
+	// Each misrouted call fails, and takes nothing.
 	config := ratelimit.Config{Name: "wrong", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}}
 	for shard := range shardCount {
 		clientConfig := ratelimit.ClientConfig{Timeout: time.Minute}
 		if shard < 2 {
-			clientConfig.Timeout = time.Second // until then it asks again
+			clientConfig.Timeout = time.Second // until then it tries again
 		}
 		err := allowForSure(t, limitertest.New(t, other.Pool, config, clientConfig), keyOn(shard, 0))
 		if shard < 2 {
@@ -394,7 +395,7 @@ func TestProxiesWhoseMapsDiffer(t *testing.T) {
 		result, picture := judge{ruleOf(w.policy(), w.Span), false, false}.check(t, history, 0)
 		if picture != "" {
 			t.Cleanup(func() {
-				if !t.Failed() { // it was the control's
+				if !t.Failed() { // it was the control's fleet
 					require.NoError(t, os.Remove(picture))
 				}
 			})
@@ -403,7 +404,7 @@ func TestProxiesWhoseMapsDiffer(t *testing.T) {
 	}
 	require.Equal(t, porcupine.Ok, judged())
 
-	// Negative control: shards that do not look whose keys they are asked for.
+	// Negative control: shards that do not check who owns a key.
 	for _, db := range fleet.Shards {
 		pgtest.Exec(t, db.Pool, `
 			CREATE OR REPLACE FUNCTION _rate_limit_own_shard(shard integer, shards integer) RETURNS boolean
@@ -412,8 +413,8 @@ func TestProxiesWhoseMapsDiffer(t *testing.T) {
 	require.Equal(t, porcupine.Illegal, judged())
 }
 
-// What a caller is told of a shard that cannot decide: the kind of error, and which database it is. Nothing was taken.
-// Keys of other shards are decided.
+// The error for a shard that cannot decide names the kind of error and the database. Nothing was taken. Keys of other
+// shards are decided.
 func TestShardThatCannotDecide(t *testing.T) {
 	t.Parallel()
 
@@ -426,7 +427,7 @@ func TestShardThatCannotDecide(t *testing.T) {
 	sql := func(statement string) func() {
 		return func() { pgtest.Exec(t, shard.Pool, statement) }
 	}
-	// These sessions have the setting from their beginning.
+	// These sessions have the setting from the start.
 	reconnect := "; SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '" + name + "' AND pid <> pg_backend_pid()"
 	for what, c := range map[string]struct {
 		spoil, mend func()

@@ -17,8 +17,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// The server shuts down under load, and comes back. A fast shutdown keeps both tables. An immediate one is a crash
-// for the unlogged table.
+// The server shuts down under load, and is started again. A fast shutdown keeps both tables. An immediate shutdown is a
+// crash for the unlogged table.
 func TestShutdownUnderLoad(t *testing.T) {
 	t.Parallel()
 
@@ -74,8 +74,8 @@ func TestShutdownUnderLoad(t *testing.T) {
 	}
 }
 
-// A smart shutdown keeps the connections that exist. Their limiters go on. A limiter that would have to connect is
-// told that the database is unavailable.
+// A smart shutdown keeps the connections that exist. Their limiters continue. A limiter that needs a new connection
+// gets ErrUnavailable.
 func TestSmartShutdown(t *testing.T) {
 	t.Parallel()
 
@@ -113,7 +113,7 @@ func TestSmartShutdown(t *testing.T) {
 	}
 }
 
-// A primary is demoted by a setting while limiters are connected, and later promoted again. Nobody has to connect anew.
+// A setting makes a primary read-only while limiters are connected, and later writable again. Nobody has to reconnect.
 func TestDemotedServer(t *testing.T) {
 	t.Parallel()
 

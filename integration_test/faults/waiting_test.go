@@ -18,8 +18,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// A call waits for the row for two seconds. What flows in meanwhile is there when it gets the row, and also for
-// everybody behind it.
+// A call waits two seconds for the row. The refill during the wait is there when the call gets the row, and also for
+// all calls behind it.
 func TestLockWaitOfSeconds(t *testing.T) {
 	t.Parallel()
 
@@ -68,8 +68,8 @@ func TestLockWaitOfSeconds(t *testing.T) {
 	require.LessOrEqual(t, allowed, int64(last.Sub(emptied.DecidedAt)*10/time.Second))
 }
 
-// storm makes 2,000 calls in about a second, each with a context that ends within 2 ms, while an answer takes at
-// least 5 ms. It returns how many connections that opened.
+// storm makes 2,000 calls in about a second. Each context ends within 2 ms, while an answer takes at least 5 ms. It
+// returns how many connections were opened.
 func storm(t *testing.T, pool *pgxpool.Pool, call func(ctx context.Context) error) int64 {
 	t.Helper()
 	const calls = 1000
@@ -89,12 +89,12 @@ func storm(t *testing.T, pool *pgxpool.Pool, call func(ctx context.Context) erro
 	wg.Wait()
 	left := 0
 	for _, err := range errs {
-		if err != nil { // else the answer was there when it left
+		if err != nil { // otherwise the answer arrived before the caller left
 			require.True(t, errors.Is(err, context.DeadlineExceeded) || pgxTimeout(err), err)
 			left++
 		}
 	}
-	require.Greater(t, left, calls/3+1) // more than those whose context has ended before they call
+	require.Greater(t, left, calls/3+1) // more than those whose context had ended before the call
 	return pool.Stat().NewConnsCount() - before
 }
 
@@ -107,8 +107,8 @@ func pgxTimeout(err error) bool {
 	return ok && timeout.Timeout()
 }
 
-// Callers leave, 2,000 in a second, as when a load balancer gives up, and the connections stay. Negative control:
-// if contexts reach the driver, they do not.
+// Callers leave, 2,000 in a second, as when a load balancer gives up, and the connections stay open. Negative control:
+// if contexts reach the driver, connections are closed.
 func TestCancelledContextsOpenNoConnections(t *testing.T) {
 	t.Parallel()
 
@@ -122,7 +122,7 @@ func TestCancelledContextsOpenNoConnections(t *testing.T) {
 	limiter := limitertest.New(t, pool, ratelimit.Config{
 		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1 << 20, Window: time.Hour},
 	})
-	// The two connections that it uses, beside the one for keys that are held.
+	// The two connections that it uses, besides the one for held keys.
 	var wg sync.WaitGroup
 	errs := make([]error, 100)
 	for i := range errs {
@@ -135,7 +135,7 @@ func TestCancelledContextsOpenNoConnections(t *testing.T) {
 		_, err := limiter.Allow(ctx, "key")
 		return err
 	})
-	require.LessOrEqual(t, opened, int64(1)) // that one, if a statement took long on a busy machine
+	require.LessOrEqual(t, opened, int64(1)) // the latter, if a statement took long on a busy machine
 	result, err := limiter.Allow(t.Context(), "key")
 	require.NoError(t, err)
 	require.True(t, result.Allowed)
@@ -146,23 +146,23 @@ func TestCancelledContextsOpenNoConnections(t *testing.T) {
 		return err
 	})
 	t.Logf("%d connections opened by raw contexts", opened)
-	require.Greater(t, opened, int64(1)) // how many depends on how fast the machine is
+	require.Greater(t, opened, int64(1)) // the number depends on the machine's speed
 }
 
-// Somebody's transaction is open for long, so nothing that died since can be removed. The table grows, and
-// decisions are right. When the transaction has ended, the table grows no further.
+// A long transaction is open, so no rows that died since can be removed. The table grows, and decisions stay right.
+// After the end of the transaction, the table stops growing.
 func TestLongForeignTransaction(t *testing.T) {
 	t.Parallel()
 
 	const calls = 1000
-	// A server of its own, and no autovacuum, which is another such transaction while it analyzes.
+	// It has its own server without autovacuum, which would be another long transaction while it analyzes.
 	_, pool := newServer(t, pgserver.Config{Settings: map[string]string{"autovacuum": "off"}})
 	for _, durable := range []bool{false, true} {
 		limiter := limitertest.New(t, pool, ratelimit.Config{
 			Name: "test", Policy: ratelimit.FixedWindow{Limit: 3 * calls, Window: year}, Durable: durable,
 		})
 		taken := int64(0)
-		// take makes calls one after the other, and returns by how many pages the table grew.
+		// take makes sequential calls, and returns by how many pages the table grew.
 		take := func() int64 {
 			const pages = "SELECT pg_relation_size($1::text::regclass) / current_setting('block_size')::int"
 			table := pgtest.Table(durable)
@@ -182,7 +182,7 @@ func TestLongForeignTransaction(t *testing.T) {
 		require.NoError(t, err)
 		pgtest.Exec(t, foreign, "SELECT FROM pg_class")
 		grown := take()
-		require.Greater(t, grown, int64(10)) // or it held nothing back
+		require.Greater(t, grown, int64(10)) // otherwise the transaction held nothing back
 		require.NoError(t, foreign.Rollback(t.Context()))
 
 		require.LessOrEqual(t, take(), int64(2))

@@ -10,30 +10,30 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// wireProxy stands between a pool and Postgres, and understands what they say to each other. It passes everything
-// on, except the statements after fail was called.
+// wireProxy is between a pool and Postgres, and understands their protocol. It forwards everything, except the
+// statements after a call of fail.
 type wireProxy struct {
 	target string
-	url    string // leads through the proxy
+	url    string // connects through the proxy
 
 	mu         sync.Mutex
-	next       []*fault   // of the next statements, one each
-	statements int        // that were executed since fail was called
-	conns      []net.Conn // that clients have opened
-	trickle    bool       // one byte at a time
-	refuses    bool       // it ends new connections at once
+	next       []*fault   // for the next statements, one each
+	statements int        // executed since fail was called
+	conns      []net.Conn // opened by clients
+	trickle    bool       // forward one byte at a time
+	refuses    bool       // close new connections at once
 }
 
-// fault is what happens to a statement.
+// fault is something that goes wrong with a statement.
 type fault struct {
-	// The request is not passed on from this message on.
+	// Requests are no longer forwarded from this message on.
 	request func(pgproto3.FrontendMessage) bool
-	// The reply is held back from this message on. The fault strikes when the reply is complete, so the database
-	// has committed.
+	// Replies are held back from this message on. The fault happens when the reply is complete, so the database has
+	// committed.
 	reply func(pgproto3.BackendMessage) bool
 	then  outcome
-	until <-chan struct{} // when what is late is passed on
-	// It strikes while a statement is prepared, rather than when it is executed.
+	until <-chan struct{} // when a late reply is forwarded
+	// The fault happens while a statement is prepared, and not when it is executed.
 	preparing bool
 }
 
@@ -41,11 +41,11 @@ type outcome int
 
 const (
 	cut     outcome = iota // both ends are closed
-	swallow                // what is held back is forgotten, and nobody is told
-	late                   // what is held back is passed on in the end
+	swallow                // the held message is dropped silently
+	late                   // the held message is forwarded later
 )
 
-// newWireProxy starts a proxy in front of the server of a URL without TLS. It ends with the test.
+// newWireProxy starts a proxy in front of the server at a URL without TLS. It is closed with the test.
 func newWireProxy(t *testing.T, databaseURL string) *wireProxy {
 	t.Helper()
 	parsed, err := url.Parse(databaseURL)
@@ -89,14 +89,14 @@ func (p *wireProxy) fail(faults ...*fault) {
 	p.next, p.statements = faults, 0
 }
 
-// sent is how many statements were to be executed since fail was called.
+// sent is the number of statements since fail was called.
 func (p *wireProxy) sent() int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.statements
 }
 
-// refuse closes all connections, and those that clients open, or lets them open some again.
+// refuse closes all connections and all new ones, or accepts new ones again.
 func (p *wireProxy) refuse(refuses bool) {
 	p.mu.Lock()
 	p.refuses = refuses
@@ -116,7 +116,7 @@ func (p *wireProxy) cutAll() {
 	p.conns = nil
 }
 
-// take returns the fault that a message begins, if any.
+// take returns the fault that begins with a message, if any.
 func (p *wireProxy) take(message pgproto3.FrontendMessage) *fault {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -133,7 +133,7 @@ func (p *wireProxy) take(message pgproto3.FrontendMessage) *fault {
 	return f
 }
 
-// write passes a message on.
+// write forwards a message.
 func (p *wireProxy) write(to net.Conn, message []byte) error {
 	p.mu.Lock()
 	trickle := p.trickle
@@ -150,7 +150,7 @@ func (p *wireProxy) write(to net.Conn, message []byte) error {
 	return nil
 }
 
-// executes tells whether a message is the first of those by which a statement takes something.
+// executes tells whether a message is the first one of a statement that takes something.
 func executes(message pgproto3.FrontendMessage) bool {
 	return requestIs[*pgproto3.Bind](message) || requestIs[*pgproto3.Query](message)
 }
@@ -191,7 +191,7 @@ func (p *wireProxy) serve(client net.Conn) {
 		return
 	}
 
-	faults := make(chan *fault, 1) // of the statement under way, from the side of requests to that of replies
+	faults := make(chan *fault, 1) // the present statement's faults, from the request side to the reply side
 	var replies sync.WaitGroup
 	replies.Go(func() {
 		p.passReplies(frontend, client, faults)

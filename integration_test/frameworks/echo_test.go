@@ -9,9 +9,9 @@ import (
 	"github.com/labstack/echo/v4/middleware"
 )
 
-// Through echo.WrapMiddleware a handler writes to the middleware's writer, but the errors that it returns are
-// written after the middleware has returned. So the middleware does not see them, and they are charged. That is
-// right unless somebody's error handler makes a success of them.
+// With echo.WrapMiddleware a handler writes to the middleware's writer, but the errors that it returns are written
+// after the middleware has returned. So the middleware does not see these errors, and charges them. That is right,
+// except if an error handler turns them into a success.
 func testEcho(t *testing.T) {
 	requireCharges(t, served(t, echoWith(middleware.Recover(), echo.WrapMiddleware(newLimit(t)))), true, false)
 }

@@ -16,16 +16,16 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// Through fiber's adaptor the middleware has returned before the handler begins, so everything is charged.
+// With fiber's adaptor the middleware returns before the handler begins, so everything is charged.
 func testFiberAdaptor(t *testing.T) {
 	requireCharges(t, fiberWith(t, adaptor.HTTPMiddleware(newLimit(t))), false, false)
 }
 
-// limitFiberThroughout charges failures. It takes first, lets fiber run, and leaves a note of how to give back what has
-// come to a success. Without settleFiber everything stays charged.
+// limitFiberThroughout charges failures. It takes first, runs fiber, and leaves a function that refunds a success.
+// Without settleFiber every request stays charged.
 func limitFiberThroughout(limiter *ratelimit.Limiter, key func(*fiber.Ctx) string) fiber.Handler {
 	return func(c *fiber.Ctx) error {
-		key := utils.CopyString(key(c)) // fiber uses the memory of its strings again
+		key := utils.CopyString(key(c)) // fiber reuses the memory of its strings
 		result, err := limiter.Allow(c.UserContext(), key)
 		switch {
 		case err != nil:
@@ -42,9 +42,8 @@ func limitFiberThroughout(limiter *ratelimit.Limiter, key func(*fiber.Ctx) strin
 
 type refund struct{}
 
-// settleFiber gives back what came to a success. It stands around the whole app, because every middleware, and the
-// error handler, may still change a response that is not sent yet. When a handler takes the connection over,
-// nobody knows what is written there.
+// settleFiber refunds requests that succeeded. It wraps the whole app, because every middleware, and the error handler,
+// may still change an unsent response. If a handler takes over the connection, nobody knows what it writes there.
 func settleFiber(app *fiber.App) {
 	next := app.Server().Handler
 	app.Server().Handler = func(ctx *fasthttp.RequestCtx) {

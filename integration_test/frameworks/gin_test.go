@@ -12,8 +12,8 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// limitGinThroughout mounts net/http's middleware, which sees what handlers write while they write it. So the fields of
-// Config.Headers show what remains.
+// limitGinThroughout mounts net/http's middleware so that it sees everything that handlers write. So the fields of
+// Config.Headers are right.
 func limitGinThroughout(limit func(http.Handler) http.Handler) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		own, passed := c.Writer, false
@@ -28,7 +28,7 @@ func limitGinThroughout(limit func(http.Handler) http.Handler) gin.HandlerFunc {
 	}
 }
 
-// ginWriter is gin's writer, but what is sent goes through the middleware's first.
+// ginWriter is gin's writer, but everything that is sent goes through the middleware's writer first.
 type ginWriter struct {
 	gin.ResponseWriter
 	limited http.ResponseWriter
@@ -60,7 +60,7 @@ func testGin(t *testing.T) {
 	requireCharges(t, served(t, ginWith(limitGinThroughout(newLimit(t)))), true, false)
 }
 
-// limitGin, which the cookbook shows.
+// limitGin is the function in the cookbook.
 func testGinByStatus(t *testing.T) {
 	ask := served(t, ginWith(limitGin(newLimit(t))))
 	requireCharges(t, ask, true, false)
@@ -69,8 +69,7 @@ func testGinByStatus(t *testing.T) {
 	}
 }
 
-// limitGinBlindly is the adapter that is found most often. Handlers write past the middleware, so everything is
-// charged.
+// limitGinBlindly is the most common adapter. Handlers write past the middleware, so every request is charged.
 func limitGinBlindly(limit func(http.Handler) http.Handler) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		passed := false
@@ -88,8 +87,8 @@ func testGinPassedBy(t *testing.T) {
 	requireCharges(t, served(t, ginWith(limitGinBlindly(newLimit(t)))), false, false)
 }
 
-// limitGinNatively charges failures without net/http's middleware. It takes first, lets gin run, and gives back
-// what came to a success. In doubt it gives nothing back.
+// limitGinNatively charges failures without net/http's middleware. It takes first, runs gin, and refunds a success. If
+// the outcome is unclear, it refunds nothing.
 func limitGinNatively(limiter *ratelimit.Limiter, key func(*gin.Context) string) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		result, err := limiter.Allow(c.Request.Context(), key(c))
@@ -101,7 +100,7 @@ func limitGinNatively(limiter *ratelimit.Limiter, key func(*gin.Context) string)
 			c.AbortWithStatus(http.StatusTooManyRequests)
 		default:
 			w, ctx := c.Writer, c.Request.Context()
-			c.Next() // a panic passes, and stays charged
+			c.Next() // a panic passes through, and stays charged
 			if succeeded(w) && ctx.Err() == nil {
 				giveBack(ctx, limiter, result)
 			}
@@ -109,9 +108,8 @@ func limitGinNatively(limiter *ratelimit.Limiter, key func(*gin.Context) string)
 	}
 }
 
-// succeeded tells whether a success was sent. If nothing is written yet, an error handler in front may still write
-// an error. If a handler has taken the connection over, nobody knows what it has written there, and gin's writer
-// says 200.
+// succeeded tells whether a success was sent. If nothing is written yet, an outer error handler may still write an
+// error. If a handler has taken over the connection, nobody knows what it has written there, and gin's writer says 200.
 func succeeded(w gin.ResponseWriter) bool {
 	if !w.Written() || w.Status() >= 400 {
 		return false
@@ -148,8 +146,8 @@ func ginWith(limit gin.HandlerFunc) http.Handler {
 	return r
 }
 
-// overruleGin stands in front of a limit. gin's writer holds a status back until there is text, so the status can
-// still be changed.
+// overruleGin is in front of a limit. gin's writer holds a status back until there is a body, so the status can still
+// change.
 func overruleGin(c *gin.Context) {
 	c.Next()
 	if c.Request.URL.Path == overruled {
@@ -157,8 +155,7 @@ func overruleGin(c *gin.Context) {
 	}
 }
 
-// Around a handler of net/http, the middleware writes to gin's own writer. Its status may be from before, and may
-// still change.
+// Around a handler of net/http, the middleware writes to gin's own writer. Its status may be old, and may still change.
 func testGinAround(t *testing.T) {
 	gin.SetMode(gin.ReleaseMode)
 	r := gin.New()

@@ -1,5 +1,5 @@
-// Package frameworks charges by the outcome behind web frameworks. It uses net/http's middleware as people mount
-// it. Where that cannot see the outcome, it uses a few lines in the framework's own terms.
+// Package frameworks tests charging by the outcome behind web frameworks. It uses net/http's middleware in the usual
+// way. If the middleware cannot see the outcome, it uses a few lines for the framework.
 package frameworks
 
 import (
@@ -27,46 +27,45 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// giveBack gives back what a request has taken, also if its client has left.
+// giveBack refunds a request, even if its client has left.
 func giveBack(ctx context.Context, limiter *ratelimit.Limiter, result ratelimit.Result) {
 	if _, err := limiter.Refund(context.WithoutCancel(ctx), result); err != nil {
 		slog.Warn("a request stays charged", "error", err)
 	}
 }
 
-// patient has a response wait for its refund, however long that takes.
+// patient makes a response wait for its refund without a time limit.
 type patient struct{ *ratelimit.Limiter }
 
 func (p patient) Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Balance, error) {
 	return p.Limiter.Refund(context.WithoutCancel(ctx), result)
 }
 
-// retryAfter is a Retry-After: whole seconds, rounded up.
+// retryAfter is a value of Retry-After: whole seconds, rounded up.
 func retryAfter(result ratelimit.Result) string {
 	return strconv.Itoa(int(math.Ceil(result.RetryAfter.Seconds())))
 }
 
-// The handlers, by their paths. Each has a limit of its own. Those that fail do so in as many ways as the
-// framework knows.
+// The handlers by path, each with its own limit. They fail in all the ways that the framework supports.
 const (
 	good    = "/good"    // writes a response
 	nothing = "/nothing" // writes none
 	wrong   = "/wrong"   // writes status 401
-	refused = "/refused" // returns the framework's error of 401, or ends with it
-	panics  = "/panics"  // and the framework answers for it
+	refused = "/refused" // returns the framework's 401 error, or ends with it
+	panics  = "/panics"  // and the framework answers
 
-	failedCopy = "/failed-copy" // copies from what fails at once, and writes status 401
-	overruled  = "/overruled"   // succeeds, and a middleware in front writes 401, as far as it still can
-	hijacked   = "/hijacked"    // takes the connection over, and writes 401 to it
+	failedCopy = "/failed-copy" // copies from a reader that fails, and writes status 401
+	overruled  = "/overruled"   // succeeds, but an outer middleware writes 401 if it still can
+	hijacked   = "/hijacked"    // takes over the connection, and writes 401 to it
 )
 
-// upstream is what fails at once.
+// upstream is a reader that fails at once.
 var upstream = iotest.ErrReader(errors.New("upstream"))
 
-// raw is what is written to a connection that was taken over.
+// raw is written to a connection that was taken over.
 const raw = "HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
-// writeRaw writes it, with what a Hijack has returned.
+// writeRaw writes it to the result of a Hijack.
 func writeRaw(conn net.Conn, _ *bufio.ReadWriter, err error) {
 	if err != nil {
 		panic(err)
@@ -75,7 +74,7 @@ func writeRaw(conn net.Conn, _ *bufio.ReadWriter, err error) {
 	_ = conn.Close()
 }
 
-// newLimiter is a limiter that admits two failures for each path.
+// newLimiter returns a limiter that allows two failures for each path.
 func newLimiter(t *testing.T) *ratelimit.Limiter {
 	t.Helper()
 	return limitertest.New(t, pgtest.New(t).Pool, ratelimit.Config{
@@ -95,9 +94,8 @@ func newLimit(t *testing.T) func(http.Handler) http.Handler {
 	return limit
 }
 
-// requireCharges asks for each path four times. Failures are charged, whatever the framework. Successes are not
-// charged where the outcome is seen. A handler that writes nothing is charged, unless the framework knows that
-// this is its 200.
+// requireCharges requests each path four times. Failures are charged with every framework. Successes are not charged if
+// the outcome is visible. A handler that writes nothing is charged, unless the framework knows that this means 200.
 func requireCharges(t *testing.T, ask func(path string) int, goodIsSeen, nothingIsSeen bool) {
 	t.Helper()
 	charged := func(status int) []int { return []int{status, status, 429, 429} }
@@ -121,7 +119,7 @@ func requireCharges(t *testing.T, ask func(path string) int, goodIsSeen, nothing
 	}
 }
 
-// served returns how to ask a handler that a server serves.
+// served returns a function that makes requests to a handler on a server.
 func served(t *testing.T, handler http.Handler) (ask func(path string) int) {
 	t.Helper()
 	server := httptest.NewServer(handler)
@@ -146,7 +144,7 @@ func status(t *testing.T, request *http.Request, do func(*http.Request) (*http.R
 	return response.StatusCode
 }
 
-// All frameworks at once, by the way that the limit is mounted.
+// All frameworks at once, by the way in which the limit is mounted.
 func TestFailuresAreCharged(t *testing.T) {
 	t.Parallel()
 

@@ -21,11 +21,11 @@ import (
 	"github.com/pgratelimit/ratelimit/httplimit"
 )
 
-// This file is what docs/cookbook.md shows for web frameworks, and that it works.
+// This file has the code for web frameworks in docs/cookbook.md, and shows that it works.
 
 var secret = []byte("sixteen bytes or more")
 
-// password is the one that is right.
+// password is the right one.
 const password = "swordfish"
 
 // limitLogIn is the limit of "A log-in" in the cookbook, for chi, echo and gin.
@@ -67,7 +67,7 @@ func recipeEcho(limit func(http.Handler) http.Handler) http.Handler {
 	return e
 }
 
-// limitGin mounts the middleware, and tells it the status of what gin has sent.
+// limitGin mounts the middleware, and passes it the status that gin has sent.
 func limitGin(limit func(http.Handler) http.Handler) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		passed := false
@@ -98,7 +98,7 @@ func recipeGin(limit func(http.Handler) http.Handler) http.Handler {
 	return r
 }
 
-// limitFiber charges failures. The key is that of the request as net/http would have it.
+// limitFiber charges failures. The key is computed from the request in net/http's form.
 func limitFiber(limiter *ratelimit.Limiter, by httplimit.Key) fiber.Handler {
 	return func(c *fiber.Ctx) error {
 		r, err := adaptor.ConvertRequest(c, true)
@@ -109,7 +109,7 @@ func limitFiber(limiter *ratelimit.Limiter, by httplimit.Key) fiber.Handler {
 		if err != nil {
 			return fiber.ErrBadRequest
 		}
-		result, err := limiter.Allow(c.UserContext(), utils.CopyString(key)) // fiber uses its memory again
+		result, err := limiter.Allow(c.UserContext(), utils.CopyString(key)) // fiber reuses its memory
 		switch {
 		case err != nil || result.Source == ratelimit.SourceFailedClosed:
 			return fiber.ErrServiceUnavailable
@@ -119,7 +119,7 @@ func limitFiber(limiter *ratelimit.Limiter, by httplimit.Key) fiber.Handler {
 		}
 		err = c.Next()
 		if err == nil && c.Response().StatusCode() < 400 && !c.Context().Hijacked() {
-			_, _ = limiter.Refund(c.UserContext(), result) // if it gets lost, the request stays charged
+			_, _ = limiter.Refund(c.UserContext(), result) // if this is lost, the request stays charged
 		}
 		return err
 	}
@@ -140,7 +140,7 @@ func recipeFiber(limiter *ratelimit.Limiter) *fiber.App {
 	return app
 }
 
-// Of each name, two log-ins may fail. Those that succeed are not charged.
+// Two log-ins with each name may fail. Successful ones are not charged.
 func TestRecipes(t *testing.T) {
 	t.Parallel()
 
@@ -149,7 +149,8 @@ func TestRecipes(t *testing.T) {
 		t.Cleanup(server.Close)
 		return server.URL
 	}
-	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}} // fiber waits for its connections
+	// fiber waits until its connections are closed
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
 	gin.SetMode(gin.ReleaseMode)
 	for name, url := range map[string]string{
 		"chi":   ofHandler(recipeChi(limitLogIn(t))),

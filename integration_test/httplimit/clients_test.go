@@ -17,8 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/httplimit"
 )
 
-// A client that does as Retry-After says gets through then, and a second earlier it would not have. That holds for
-// every algorithm.
+// A client that obeys Retry-After gets through then, and a second earlier it would not. That holds for every algorithm.
 func TestClientThatObeysRetryAfter(t *testing.T) {
 	t.Parallel()
 
@@ -55,7 +54,7 @@ func TestClientThatObeysRetryAfter(t *testing.T) {
 	}
 }
 
-// curl shows what a client sees, and with --retry it waits as long as it is told, and gets through.
+// curl shows what a client sees. With --retry it waits for Retry-After, and gets through.
 func TestCurl(t *testing.T) {
 	t.Parallel()
 
@@ -75,7 +74,7 @@ func TestCurl(t *testing.T) {
 			}
 		},
 	}
-	policy := ratelimit.FixedWindow{Limit: 1, Window: 2 * time.Second} // curl by itself would wait for 1 s
+	policy := ratelimit.FixedWindow{Limit: 1, Window: 2 * time.Second} // without the header, curl would wait for 1 s
 	address := serve(t, newLimiter(t, ratelimit.Config{Policy: policy}, ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: now.read}}), config,
 		func(w http.ResponseWriter, _ *http.Request) {
 			mu.Lock()
@@ -106,7 +105,7 @@ func TestCurl(t *testing.T) {
 	require.GreaterOrEqual(t, through.Sub(rejected), 2*time.Second-10*time.Millisecond) // curl counts in milliseconds
 }
 
-// Under load from another process, the limit is taken and no more is admitted, and everybody else is told so.
+// Under load from another process, exactly the limit is admitted, and all other requests are denied.
 func TestWrk(t *testing.T) {
 	t.Parallel()
 
@@ -144,15 +143,15 @@ func TestWrk(t *testing.T) {
 		total, denied = total+requests, denied+others
 	}
 	require.LessOrEqual(t, admitted.Load(), int64(limit))
-	require.Greater(t, admitted.Load(), int64(limit-64)) // wrk gives up what is under way at its end
-	require.LessOrEqual(t, total-denied, limit)          // what was under way at the end of a run, it does not count
+	require.Greater(t, admitted.Load(), int64(limit-64)) // at its end, wrk cancels running requests
+	require.LessOrEqual(t, total-denied, limit)          // wrk does not count the requests still running at its end
 	t.Logf("%d of %d requests were admitted", admitted.Load(), total)
 	result, err := limiter.Peek(context.Background(), "127.0.0.1")
 	require.NoError(t, err)
 	require.Zero(t, result.Remaining)
 }
 
-// number is what a program's output says, 0 if it does not say it.
+// number is a number in a program's output, or 0 if it is missing.
 func number(t *testing.T, pattern string, output []byte) int {
 	t.Helper()
 	match := regexp.MustCompile(pattern).FindSubmatch(output)

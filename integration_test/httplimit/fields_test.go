@@ -14,13 +14,13 @@ import (
 	"github.com/pgratelimit/ratelimit/httplimit"
 )
 
-// member is a member of one of the draft's fields: a String and integers.
+// member is a member of a field from the draft: a String and integers.
 type member struct {
 	name       string
 	parameters map[string]int64
 }
 
-// parse reads a field as RFC 9651 has it.
+// parse parses a field according to RFC 9651.
 func parse(t *testing.T, header http.Header, field string) []member {
 	t.Helper()
 	list, err := httpsfv.UnmarshalList(header.Values(field))
@@ -38,7 +38,7 @@ func parse(t *testing.T, header http.Header, field string) []member {
 	return members
 }
 
-// A parser that somebody else wrote says that what is sent are structured fields with the right values.
+// A third-party parser accepts the fields as structured fields with the right values.
 func TestFieldsAreStructured(t *testing.T) {
 	t.Parallel()
 
@@ -46,7 +46,7 @@ func TestFieldsAreStructured(t *testing.T) {
 	for name, test := range map[string]struct {
 		policy         ratelimit.Policy
 		quota, window  int64 // window 0: none
-		allowed, after int64 // t of an allowed request, 0: none; t of a denied one
+		allowed, after int64 // t of an allowed request, or 0 for none; t of a denied one
 	}{
 		"fixed":                            {ratelimit.FixedWindow{Limit: 2, Window: 90 * time.Second}, 2, 90, 90, 90},
 		"sliding":                          {ratelimit.SlidingWindow{Limit: 2, Window: time.Minute}, 2, 60, 0, 90},
@@ -93,7 +93,7 @@ func TestFieldsAreStructured(t *testing.T) {
 		}
 		require.Equal(t, []member{left}, parse(t, header, "RateLimit"))
 
-		// Two limits are two members of one list.
+		// Two limits are two members of the same list.
 		status, header = ask("/both")
 		require.Equal(t, http.StatusOK, status)
 		policies := parse(t, header, "RateLimit-Policy")
@@ -111,14 +111,14 @@ func TestFieldsAreStructured(t *testing.T) {
 	}
 }
 
-// The fields of revision 6 are Items, and those of its policy a List, of integers.
+// In revision 6 the fields are Items, and the policy field is a List, of integers.
 func TestFieldsOfDraft6AreStructured(t *testing.T) {
 	t.Parallel()
 
 	for _, test := range []struct {
 		policy ratelimit.Policy
 		limit  int64
-		window any // nil: there is none
+		window any // nil if there is none
 		resets [2]int64
 	}{
 		{ratelimit.SlidingWindow{Limit: 1, Window: time.Minute}, 1, int64(60), [2]int64{120, 120}},
@@ -159,7 +159,7 @@ func TestFieldsOfDraft6AreStructured(t *testing.T) {
 	}
 }
 
-// Negative control: the parser refuses what is not right.
+// Negative control: the parser refuses malformed fields.
 func TestParserRefuses(t *testing.T) {
 	t.Parallel()
 

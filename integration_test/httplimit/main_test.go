@@ -1,4 +1,4 @@
-// Package httplimit tests the middleware behind real proxies, and while the database is away.
+// Package httplimit tests the middleware behind real proxies, and during a database outage.
 package httplimit
 
 import (
@@ -21,7 +21,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// clock replaces that of the database.
+// clock replaces the database's clock.
 type clock struct {
 	mu  sync.Mutex
 	now time.Time
@@ -41,15 +41,15 @@ func (c *clock) advance(d time.Duration) {
 	c.now = c.now.Add(d)
 }
 
-// newLimiter is a limiter on a database of its own.
+// newLimiter is a limiter with its own database.
 func newLimiter(t *testing.T, config ratelimit.Config, client ...ratelimit.ClientConfig) *ratelimit.Limiter {
 	t.Helper()
 	config.Name, config.OnFailure = "api", ratelimit.ReturnError()
 	return limitertest.New(t, pgtest.New(t).Pool, config, client...)
 }
 
-// serve starts a web server behind a limiter, and returns its address. If handler is nil, the answer says that the
-// request came through.
+// serve starts a web server behind a limiter, and returns its address. With a nil handler, the response says that the
+// request was allowed.
 func serve(t *testing.T, limiter *ratelimit.Limiter, config httplimit.Config, handler http.HandlerFunc) string {
 	t.Helper()
 	limit, err := httplimit.New(limiter, config)
@@ -62,7 +62,7 @@ func serve(t *testing.T, limiter *ratelimit.Limiter, config httplimit.Config, ha
 	return server.Listener.Addr().String()
 }
 
-// client is one with an address of its own, out of those of this machine.
+// client is an HTTP client with its own address on this machine.
 type client struct{ http.Client }
 
 func newClient(t *testing.T, address string) *client {
@@ -78,7 +78,7 @@ func newClient(t *testing.T, address string) *client {
 	return &client{http.Client{Transport: transport}}
 }
 
-// get is the status and the header of a response.
+// get returns the status and the header of a response.
 func (c *client) get(t *testing.T, address string, header http.Header) (int, http.Header) {
 	t.Helper()
 	request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://"+address, nil)
@@ -94,7 +94,7 @@ func (c *client) get(t *testing.T, address string, header http.Header) (int, htt
 	return response.StatusCode, response.Header
 }
 
-// program finds a program of one of Debian's packages.
+// program finds a program from a Debian package.
 func program(t *testing.T, name string) string {
 	t.Helper()
 	path := testkit.Program(name)

@@ -17,8 +17,8 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// Postgres is killed. Requests are answered as the failure mode says. When it is back, it answers them again, with
-// what was taken before.
+// Postgres is killed. During the outage, requests are answered by the failure mode. When the database is back, it
+// answers them again, with the earlier usage.
 func TestOutage(t *testing.T) {
 	t.Parallel()
 

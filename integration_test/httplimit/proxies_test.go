@@ -81,7 +81,7 @@ backend application
 	return address
 }
 
-// forgeries are headers with which clients try to be somebody else.
+// forgeries are headers by which clients pretend to be someone else.
 func forgeries() []http.Header {
 	header := func(lines ...string) http.Header {
 		forged := http.Header{}
@@ -113,8 +113,8 @@ func forgeries() []http.Header {
 	}
 }
 
-// Clients send whatever they like, through real proxies, past them, or through two of them. Each has the limit of
-// its own address, and cannot take anything from another's.
+// Clients send any headers through real proxies, past them, or through two of them. Each has the limit of its own
+// address, and cannot use up another's.
 func TestProxies(t *testing.T) {
 	t.Parallel()
 
@@ -172,7 +172,7 @@ func TestProxies(t *testing.T) {
 	}
 }
 
-// Negative control: a server that trusts everybody's word lets an attacker in as often as the attacker likes.
+// Negative control: with a server that trusts every header, an attacker gets in any number of times.
 func TestTrustingClientsIsCaught(t *testing.T) {
 	t.Parallel()
 

@@ -25,7 +25,7 @@ import (
 	"github.com/pgratelimit/ratelimit/otelratelimit"
 )
 
-// newClient makes a client whose metrics mux serves. docs/operating.md shows it.
+// newClient returns a client whose metrics mux serves. docs/operating.md shows this code.
 func newClient(pool *pgxpool.Pool, mux *http.ServeMux) (*ratelimit.Client, error) {
 	exporter, err := prometheus.New()
 	if err != nil {
@@ -45,9 +45,9 @@ func newClient(pool *pgxpool.Pool, mux *http.ServeMux) (*ratelimit.Client, error
 	return ratelimit.NewClient(pool, ratelimit.ClientConfig{Observer: observer})
 }
 
-// application has two limiters, which many ask.
+// application has two limiters with many callers.
 type application struct {
-	address    string // where it serves /metrics
+	address    string // the address of its /metrics
 	pool       *pgxpool.Pool
 	api, login *ratelimit.Limiter
 }
@@ -57,7 +57,7 @@ func newApplication(t *testing.T, pool *pgxpool.Pool) *application {
 	mux := http.NewServeMux()
 	client, err := newClient(pool, mux)
 	require.NoError(t, err)
-	t.Cleanup(func() { // or Prometheus would get the metrics of this test and of the next one
+	t.Cleanup(func() { // otherwise Prometheus would get the metrics of this test and of the next one
 		provider, ok := otel.GetMeterProvider().(*metric.MeterProvider)
 		require.True(t, ok)
 		require.NoError(t, provider.Shutdown(context.Background()))
@@ -79,7 +79,7 @@ func newApplication(t *testing.T, pool *pgxpool.Pool) *application {
 	}
 }
 
-// run asks both limiters until the function that it returns is called. There are always new keys.
+// run calls both limiters until the returned function is called. There are always new keys.
 func (a *application) run() (end func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var running sync.WaitGroup
@@ -87,7 +87,7 @@ func (a *application) run() (end func()) {
 		ticker := time.NewTicker(20 * time.Millisecond)
 		defer ticker.Stop()
 		for n := 0; ctx.Err() == nil; n++ {
-			testkit.Together(12, func(i int) { // errors are what metrics are to show
+			testkit.Together(12, func(i int) { // the errors appear in the metrics
 				user := fmt.Sprint("user ", n/10+rand.IntN(30))
 				if i < 3 {
 					_, _ = a.login.Allow(context.Background(), user)
@@ -107,7 +107,7 @@ func (a *application) run() (end func()) {
 	}
 }
 
-// hold has a transaction hold a key of which others ask, until the function that it returns is called.
+// hold makes a transaction hold a key that others use, until the returned function is called.
 func (a *application) hold(t *testing.T) (end func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())

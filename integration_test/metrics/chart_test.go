@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/integration_test/svg"
 )
 
-// chartTemplate has the panels of the dashboard, where they are in Grafana, with the outage behind each.
+// chartTemplate has the panels of the dashboard at their places in Grafana, with the outage in the background of each.
 const chartTemplate = svg.Head + `
 {{- range .Panels}}
 <g transform="translate({{.X}} {{.Y}})">
@@ -47,7 +47,7 @@ const (
 	plotTop     = 42 // below two lines of legend
 	plotHeight  = 90
 	panelHeight = plotTop + plotHeight + 44
-	letterWidth = 6 // of the legend, on the average
+	letterWidth = 6 // average width of a letter in the legend
 )
 
 // colours of a panel's lines, readable on white and on black.
@@ -82,7 +82,7 @@ type period struct{ from, to time.Time }
 
 func (p period) seconds() float64 { return p.to.Sub(p.from).Seconds() }
 
-// draw draws what the panels of the dashboard have shown of a time.
+// draw draws the panels of the dashboard for a period.
 func draw(d dashboard, shown [][]series, all, outage period) ([]byte, error) {
 	second := panelWidth / max(all.seconds(), 1)
 	c := chart{
@@ -134,7 +134,7 @@ func draw(d dashboard, shown [][]series, all, outage period) ([]byte, error) {
 	return drawn.Bytes(), err
 }
 
-// path is the line of a series. It is broken where there is no value for longer than a scrape.
+// path is the line of a series. It is interrupted where there is no value for longer than a scrape.
 func path(s series, from time.Time, second, unit float64) string {
 	var path strings.Builder
 	last := math.Inf(-1)
@@ -153,7 +153,7 @@ func path(s series, from time.Time, second, unit float64) string {
 	return path.String()
 }
 
-// withUnit writes a value as Grafana would.
+// withUnit formats a value as Grafana would.
 func withUnit(value float64, unit string) string {
 	switch unit {
 	case "s":

@@ -26,7 +26,7 @@ import (
 	"github.com/pgratelimit/ratelimit/otelratelimit"
 )
 
-// dashboard is deploy/grafana-dashboard.json, as far as the tests look at it.
+// dashboard is the part of deploy/grafana-dashboard.json that the tests use.
 type dashboard struct {
 	Title         string
 	UID           string
@@ -51,17 +51,17 @@ func readDashboard(t *testing.T) (d dashboard) {
 	return d
 }
 
-// query is an expression of the dashboard with Grafana's variables filled in. On a busy machine, Prometheus may miss
+// query is an expression of the dashboard with values for Grafana's variables. On a busy machine, Prometheus may miss
 // some scrapes.
 func query(expr string) string {
 	interval := time.Minute
 	if drawing() {
-		interval = 4 * scrapes // as Grafana has it
+		interval = 4 * scrapes // as in Grafana
 	}
 	return strings.NewReplacer("$job", ".*", "$__rate_interval", interval.String()).Replace(expr)
 }
 
-// What a person who edits the dashboard may forget.
+// People who edit the dashboard may forget these.
 func TestDashboardIsComplete(t *testing.T) {
 	t.Parallel()
 
@@ -90,7 +90,7 @@ func TestDashboardIsComplete(t *testing.T) {
 	require.Len(t, places, len(d.Panels))
 }
 
-// Every metric that dashboard and alerts ask for is one that the exporter prints.
+// The exporter has every metric that the dashboard and the alerts use.
 func TestMetricsExist(t *testing.T) {
 	t.Parallel()
 
@@ -137,9 +137,9 @@ func sweep(t *testing.T, pool *pgxpool.Pool) {
 	require.True(t, result.Complete)
 }
 
-// A real Prometheus, with the configuration of deploy/, watches an application through an ordinary time, a key that
-// somebody holds, an outage and a sweep. Then each query of the dashboard has something to show, Prometheus could
-// evaluate every alert, and the one for the breaker was about to fire.
+// A real Prometheus, with the configuration in deploy/, watches an application in normal operation, with a held key, in
+// an outage and during a sweep. Then each query of the dashboard has a result, Prometheus could evaluate every alert,
+// and the breaker's alert was pending.
 func TestDashboard(t *testing.T) {
 	t.Parallel()
 
@@ -214,7 +214,7 @@ func TestDashboard(t *testing.T) {
 
 func drawing() bool { return os.Getenv(drawVariable) != "" }
 
-// look gives a person something to look at: without a pause, all would happen at once in the chart.
+// look makes pauses so that the events are apart in the chart.
 func look(t *testing.T) {
 	t.Helper()
 	if drawing() {
@@ -225,7 +225,7 @@ func look(t *testing.T) {
 	}
 }
 
-// requireSomething requires that a query has found a number other than 0.
+// requireSomething checks that a query found a number other than 0.
 func requireSomething(t *testing.T, query string, found []series) {
 	t.Helper()
 	for _, s := range found {
@@ -238,7 +238,7 @@ func requireSomething(t *testing.T, query string, found []series) {
 	require.Fail(t, "nothing to show", query)
 }
 
-// legend is a LegendFormat of Grafana's, such as "{{limiter}} p99", for a series.
+// legend fills in Grafana's LegendFormat, such as "{{limiter}} p99", for a series.
 func legend(format string, labels map[string]string) string {
 	return regexp.MustCompile(`{{(\w+)}}`).ReplaceAllStringFunc(format, func(label string) string {
 		return labels[strings.Trim(label, "{}")]

@@ -1,8 +1,8 @@
-// Package metrics tests deploy/prometheus.yml, deploy/prometheus-rules.yml and deploy/grafana-dashboard.json: a real
-// Prometheus scrapes an application whose limiters have much to tell, and every query of the dashboard and every alert
-// has something to show.
+// Package metrics tests deploy/prometheus.yml, deploy/prometheus-rules.yml and deploy/grafana-dashboard.json. A real
+// Prometheus scrapes an application with busy limiters. Every query of the dashboard and every alert must have a
+// result.
 //
-// With RATELIMIT_TEST_DRAW=1 the test of the dashboard takes two minutes and draws docs/dashboard.svg anew.
+// With RATELIMIT_TEST_DRAW=1 the dashboard's test takes two minutes and redraws docs/dashboard.svg.
 package metrics
 
 import (
@@ -23,14 +23,14 @@ const (
 	deploy = "../../deploy/"
 	docs   = "../../docs/"
 
-	// patience is how long a test waits at most for what is certain to come.
+	// patience is the longest wait for something that is certain to come.
 	patience = 2 * time.Minute
 
-	// drawVariable, if it is set, has the test write the chart.
+	// If drawVariable is set, the test writes the chart.
 	drawVariable = "RATELIMIT_TEST_DRAW"
 )
 
-// named returns what the group of a pattern matches in a file.
+// named returns the matches of a pattern's group in a file.
 func named(t *testing.T, file, pattern string) map[string]bool {
 	t.Helper()
 	content, err := os.ReadFile(file)
@@ -42,7 +42,7 @@ func named(t *testing.T, file, pattern string) map[string]bool {
 	return found
 }
 
-// program finds a program of Debian's package prometheus.
+// program finds a program from Debian's package prometheus.
 func program(t *testing.T, name string) string {
 	t.Helper()
 	path := testkit.Program(name)

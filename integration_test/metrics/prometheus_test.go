@@ -18,13 +18,13 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// promServer is a Prometheus that runs on the configuration of deploy/.
+// promServer is a Prometheus with the configuration in deploy/.
 type promServer struct{ url string }
 
-// scrapes is the time between two of them, so that the test need not wait for long.
+// scrapes is the time between two scrapes. It is short, so that the test is.
 const scrapes = time.Second
 
-// startPrometheus starts one that watches the application at an address.
+// startPrometheus starts a Prometheus that watches the application at an address.
 func startPrometheus(t *testing.T, target string) *promServer {
 	t.Helper()
 	binary := program(t, "prometheus")
@@ -66,7 +66,7 @@ func startPrometheus(t *testing.T, target string) *promServer {
 	return p
 }
 
-// get asks Prometheus, and reads what it answers as data.
+// get sends a query to Prometheus, and decodes the data of its answer.
 func (p *promServer) get(path string, parameters url.Values, data any) error {
 	response, err := http.Get(p.url + path + "?" + parameters.Encode())
 	if err != nil {
@@ -86,7 +86,7 @@ func (p *promServer) get(path string, parameters url.Values, data any) error {
 	return nil
 }
 
-// waitFor waits until a query finds something.
+// waitFor waits until a query has a result.
 func (p *promServer) waitFor(t *testing.T, query string) {
 	t.Helper()
 	require.Eventually(t, func() bool {
@@ -98,7 +98,7 @@ func (p *promServer) waitFor(t *testing.T, query string) {
 	}, patience, scrapes/4, query)
 }
 
-// series is what a query has found.
+// series is a result of a query.
 type series struct {
 	name   string // in the legend
 	Metric map[string]string
@@ -119,7 +119,7 @@ func (p *point) UnmarshalJSON(text []byte) error {
 	return err
 }
 
-// over evaluates a query at the end of a time and once a scrape before.
+// over evaluates a query at the end of a period and at each scrape before.
 func (p *promServer) over(t *testing.T, query string, from, to time.Time) []series {
 	t.Helper()
 	var found struct{ Result []series }
@@ -132,7 +132,7 @@ func (p *promServer) over(t *testing.T, query string, from, to time.Time) []seri
 	return found.Result
 }
 
-// alert is a rule as Prometheus has it.
+// alert is a rule as Prometheus reports it.
 type alert struct {
 	Name, State string // "inactive", "pending" or "firing"
 	Health      string // "ok" if it could be evaluated

@@ -27,7 +27,7 @@ func ruleNames(t *testing.T) (names []string) {
 	return names
 }
 
-// promtool, which comes with Prometheus, finds nothing wrong, and the alerts fire when rules_test.yml says.
+// promtool, which comes with Prometheus, reports no errors, and the alerts fire as expected in rules_test.yml.
 func TestRules(t *testing.T) {
 	t.Parallel()
 
@@ -42,7 +42,7 @@ func TestRules(t *testing.T) {
 	}
 }
 
-// Each alert is explained to the operator, and rules_test.yml has it fire.
+// docs/operating.md explains each alert, and rules_test.yml makes it fire.
 func TestAlertsAreExplained(t *testing.T) {
 	t.Parallel()
 

@@ -14,31 +14,31 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// soakAccount is a key whose window outlasts the soak, and what its callers know of it. Whatever has happened, its row
-// has to agree:
+// soakAccount is a key whose window outlasts the soak, and its callers' knowledge of it. Its row always has to agree:
 //
 //	durable, synchronous commit   acknowledged ≤ row ≤ acknowledged + unknown
 //	durable                       the same, but a crash may have taken what was acknowledged before it
 //	ephemeral                     the same, in each life of the server
 //
-// And never is more acknowledged than the limit allows.
+// And the acknowledged units never exceed the limit.
 type soakAccount struct {
 	of                 *soakLimiter
 	number, generation int
 
-	use sync.RWMutex // held shared during a call, and alone when the account is audited
+	use sync.RWMutex // shared by calls, and exclusive for the audit
 	key string
 
 	mu           sync.Mutex
 	acknowledged int64
-	unknown      int64                  // may have been taken, or may yet be
+	unknown      int64                  // units that may have been taken, or may still be
 	lives        map[int64]*soakTakings // the same for each life of the server
-	takes        []soakTake             // the latest ones of which something is left to give back, also from before it was begun anew
-	refunded     int64                  // what refunds were ever asked for
-	epoch        int                    // how often it was begun anew
+	// the latest takes that can be given back, even those from before the last reset
+	takes    []soakTake
+	refunded int64 // the sum of all requested refunds
+	epoch    int   // how often it was reset
 }
 
-// soakTake is what somebody has taken, and may give back.
+// soakTake is a take that may be given back.
 type soakTake struct {
 	result ratelimit.Result
 	n      int64
@@ -47,8 +47,8 @@ type soakTake struct {
 	epoch  int   // of the account
 }
 
-// soakTakings are what was taken in one life of the server. What was asked in one life and acknowledged in another
-// is unknown in both, because nobody can tell in which of them it was taken.
+// soakTakings are the units taken in one life of the server. A call that began in one life and was acknowledged in
+// another is unknown in both, because its life is unknown.
 type soakTakings struct {
 	acknowledged, unknown int64
 	returned              int64 // by refunds that were acknowledged in it, which a crash may forget
@@ -62,7 +62,7 @@ func newAccount(of *soakLimiter, number int) *soakAccount {
 
 func (a *soakAccount) name() string { return fmt.Sprintf("account:%d:%d", a.number, a.generation) }
 
-// in is what was taken in a life.
+// in returns the units taken in a life.
 func (a *soakAccount) in(life int64) *soakTakings {
 	if a.lives[life] == nil {
 		a.lives[life] = &soakTakings{}
@@ -70,7 +70,7 @@ func (a *soakAccount) in(life int64) *soakTakings {
 	return a.lives[life]
 }
 
-// least is what has been taken for certain, for somebody who asks now, and what refunds were asked for until now.
+// least is the smallest possible usage for a call that begins now, and the refunds requested until now.
 func (a *soakAccount) least(life int64) (least, refunded int64) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -80,15 +80,15 @@ func (a *soakAccount) least(life int64) (least, refunded int64) {
 	case a.forgets():
 		return a.in(
 			life,
-		).acknowledged - a.unknown, a.refunded // a refund that was asked for in an earlier life may come yet
+		).acknowledged - a.unknown, a.refunded // a refund from an earlier life may still arrive
 	}
 	return a.in(life).acknowledged, a.refunded
 }
 
-// forgets tells whether a crash takes some of what was acknowledged, and not all.
+// forgets tells whether a crash loses some of the acknowledged units, and not all.
 func (a *soakAccount) forgets() bool { return a.of.Durable && !a.of.SynchronousCommit }
 
-// keep remembers a take for a refund.
+// keep remembers a take for a later refund.
 func (a *soakAccount) keep(take soakTake) {
 	const most = 40
 	a.mu.Lock()
@@ -100,8 +100,8 @@ func (a *soakAccount) keep(take soakTake) {
 	a.takes = append(a.takes, take)
 }
 
-// beginRefund notes that a part of a take is about to be given back. From now on nobody knows whether it still
-// counts. What was taken before the account was begun anew does not count, and giving it back must change nothing.
+// beginRefund records that a part of a take will be given back. From now on it is unknown whether that part still
+// counts. A take from before the last reset does not count, and a refund of it must change nothing.
 func (a *soakAccount) beginRefund(take soakTake, n, from int64) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -109,7 +109,7 @@ func (a *soakAccount) beginRefund(take soakTake, n, from int64) {
 	a.doubt(take, n, from)
 }
 
-// doubt moves n of what was acknowledged to what is unknown, or back.
+// doubt moves n from the acknowledged units to the unknown ones, or back.
 func (a *soakAccount) doubt(take soakTake, n, from int64) {
 	if take.epoch != a.epoch {
 		return
@@ -117,12 +117,12 @@ func (a *soakAccount) doubt(take soakTake, n, from int64) {
 	a.acknowledged, a.unknown = a.acknowledged-n, a.unknown+n
 	in := a.in(take.life)
 	in.acknowledged, in.unknown = in.acknowledged-n, in.unknown+n
-	if a.forgets() && from != take.life { // the crash may have taken what is given back now, and left the row
+	if a.forgets() && from != take.life { // the crash may have lost this take, and kept the row
 		a.in(from).acknowledged -= n
 	}
 }
 
-// endRefund notes what came of it.
+// endRefund records the outcome.
 func (a *soakAccount) endRefund(take soakTake, outcome soakOutcome, n, from, to int64) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -148,7 +148,7 @@ func (a *soakAccount) endRefund(take soakTake, outcome soakOutcome, n, from, to 
 	}
 }
 
-// soakOutcome is what a caller knows about what it has asked for.
+// soakOutcome is a caller's knowledge of its request.
 type soakOutcome int
 
 const (
@@ -157,7 +157,7 @@ const (
 	soakUnknown
 )
 
-// outcomeOf says what the answer of a limiter means, and notes an error that no fault explains.
+// outcomeOf interprets a limiter's answer, and reports an error that no fault explains.
 func (s *soak) outcomeOf(result ratelimit.Result, err error) soakOutcome {
 	s.calls.Add(1)
 	switch {
@@ -188,7 +188,7 @@ func isStoreError(err error) bool {
 	return ok
 }
 
-// note enters the outcome of a call for n, which was made in one life and ended in another, or in the same.
+// note records the outcome of a call for n, which began in one life and ended in the same or another one.
 func (a *soakAccount) note(outcome soakOutcome, n, from, to int64) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -208,13 +208,13 @@ func (a *soakAccount) note(outcome soakOutcome, n, from, to int64) {
 	}
 }
 
-// audit compares an account with its row when nobody uses it, and begins it anew.
+// audit compares an account with its row while nobody uses it, and resets it.
 func (s *soak) audit(ctx context.Context, a *soakAccount) {
 	a.use.Lock()
 	defer a.use.Unlock()
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	ctx = context.WithoutCancel(ctx) // what was begun is finished, also when the soak ends meanwhile
+	ctx = context.WithoutCancel(ctx) // an audit that has begun is finished, even if the soak ends
 
 	taken, life, ok := s.read(ctx, a)
 	if !ok {
@@ -276,7 +276,7 @@ func (s *soak) audit(ctx context.Context, a *soakAccount) {
 		}
 		soakWait(ctx, 20*time.Millisecond)
 	}
-	if !certain { // what is under way may still come, and is for a key that nobody uses any more
+	if !certain { // running calls may still arrive, but their key is not used any more
 		s.mu.Lock()
 		s.archived[soakRowID{a.of.Name, a.key}] = a.unknown
 		s.mu.Unlock()
@@ -287,9 +287,8 @@ func (s *soak) audit(ctx context.Context, a *soakAccount) {
 	a.epoch++
 }
 
-// read reads what the row of an account says, and in which life of the server that was. Of a bucket it returns the
-// nearest whole number, because some of a token has flowed in again during the soak, or did before it was given
-// back.
+// read reads an account's row, and the server's life at that time. For a bucket it returns the nearest whole number,
+// because a part of a token was refilled during the soak.
 func (s *soak) read(ctx context.Context, a *soakAccount) (taken, life int64, ok bool) {
 	table := pgtest.Table(a.of.Durable)
 	for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); soakWait(ctx, 20*time.Millisecond) {
@@ -307,7 +306,7 @@ func (s *soak) read(ctx context.Context, a *soakAccount) (taken, life int64, ok 
 	return 0, 0, false
 }
 
-// soakRegular is a key whose windows end all the time, and what it was granted in each life of the server.
+// soakRegular is a key whose windows are short, with the units granted in each life of the server.
 type soakRegular struct {
 	of  *soakLimiter
 	key string
@@ -316,11 +315,11 @@ type soakRegular struct {
 	lives map[int64]*soakGrants
 }
 
-// soakGrants are what a key was granted, the first and the last by the database's clock.
+// soakGrants are a key's grants, the first and the last by the database's clock.
 type soakGrants struct {
 	total       int64
 	first, last time.Time
-	partial     bool // the first may have been in the middle of a window
+	partial     bool // the first may be in the middle of a window
 }
 
 func newRegular(of *soakLimiter, key string) *soakRegular {
@@ -356,13 +355,13 @@ func (g *soakGrants) add(n int64, at time.Time) {
 	g.total += n
 }
 
-// most is what a policy grants from the first to the last of these, at most.
+// most is the most that a policy grants from the first to the last of these.
 func (g *soakGrants) most(policy ratelimit.Policy) int64 {
 	span, limit, window := g.last.Sub(g.first), int64(soakRegularLimit), soakWindow
 	if fixed, ok := policy.(ratelimit.FixedWindow); ok {
 		limit, window = fixed.Limit, fixed.Window
 	}
-	windows := int64(span/window) + 1 // each begins a window's length after the one before, or later
+	windows := int64(span/window) + 1 // each window begins at least its length after the previous one
 	if g.partial {
 		windows++
 	}
@@ -372,7 +371,7 @@ func (g *soakGrants) most(policy ratelimit.Policy) int64 {
 	return windows * limit
 }
 
-// judge compares what a key was granted with what its policy allows.
+// judge compares a key's grants with its policy.
 func (s *soak) judge(r *soakRegular) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 )
 
-// call is one caller of a process, who does one thing after the other until the context ends.
+// call runs one caller of a process, which does one thing after another until the context ends.
 func (s *soak) call(ctx context.Context, pool int, rng *rand.Rand) {
 	for soakWait(ctx, time.Duration(rng.Int64N(int64(soakThinkTime)))) {
 		switch choice := rng.IntN(100); {
@@ -32,7 +32,7 @@ func (s *soak) call(ctx context.Context, pool int, rng *rand.Rand) {
 	}
 }
 
-// visit has a new key ask some times, and never again.
+// visit makes some requests for a new key, which is not used again.
 func (s *soak) visit(ctx context.Context, pool int, rng *rand.Rand) {
 	l := s.passing[rng.IntN(len(s.passing))]
 	r := newRegular(l, fmt.Sprintf("visitor:%d", s.visitors.Add(1)))
@@ -55,7 +55,7 @@ func (s *soak) takeRegular(ctx context.Context, r *soakRegular, pool int, n int6
 	r.note(s.outcomeOf(result, err), n, result.DecidedAt, from, s.life.Load())
 }
 
-// soakCost is 1, most of the time.
+// soakCost is 1 most of the time.
 func soakCost(rng *rand.Rand) int64 {
 	if rng.IntN(5) > 0 {
 		return 1
@@ -80,7 +80,7 @@ func (s *soak) useAccount(ctx context.Context, pool int, rng *rand.Rand) {
 	}
 }
 
-// ask asks for something of an account that is in use, and tells whether it was denied.
+// ask makes a request for an account in use, and tells whether it was denied.
 func (s *soak) ask(ctx context.Context, a *soakAccount, pool int, rng *rand.Rand) (denied bool) {
 	limiter, n := a.of.limiters[pool], soakCost(rng)
 	from := s.life.Load()
@@ -97,7 +97,7 @@ func (s *soak) ask(ctx context.Context, a *soakAccount, pool int, rng *rand.Rand
 	case 4, 5:
 		s.giveBack(ctx, a, rng)
 		return false
-	case 3: // a caller that leaves before it is told
+	case 3: // a caller that leaves before the answer
 		impatient, cancel := context.WithTimeout(ctx, time.Duration(rng.Int64N(int64(5*time.Millisecond))))
 		defer cancel()
 		result, err = limiter.AllowN(impatient, a.key, n)
@@ -109,8 +109,8 @@ func (s *soak) ask(ctx context.Context, a *soakAccount, pool int, rng *rand.Rand
 	if outcome == soakAcknowledged && n > 0 && from == to {
 		a.keep(soakTake{result: result, n: n, pool: pool, life: to})
 	}
-	// What had been acknowledged before the call must be missing from what it was told, except what was given back
-	// meanwhile. A denial may come from the cache, which lacks what others have taken since.
+	// The answer must include all units acknowledged before the call, except those given back meanwhile. A denial may
+	// come from the cache, which lacks later takes of others.
 	_, refundedSince := a.least(to)
 	if most := soakLimit - least + refundedSince - refunded - n; err == nil && from == to &&
 		(n == 0 || result.Allowed) &&
@@ -127,7 +127,7 @@ func (s *soak) ask(ctx context.Context, a *soakAccount, pool int, rng *rand.Rand
 	return err == nil && !result.Allowed
 }
 
-// giveBack gives back a take from an account that is in use, or a part of it.
+// giveBack refunds a take from an account in use, or a part of it.
 func (s *soak) giveBack(ctx context.Context, a *soakAccount, rng *rand.Rand) {
 	a.mu.Lock()
 	if len(a.takes) == 0 {
@@ -169,8 +169,8 @@ func (s *soak) giveBack(ctx context.Context, a *soakAccount, rng *rand.Rand) {
 	}
 }
 
-// askInTransaction takes from an account in a transaction of the caller's. The transaction holds the row while the
-// function hold runs, and then commits or rolls back. It tells whether it has committed.
+// askInTransaction takes from an account in a caller's transaction. The transaction holds the row while the function
+// hold runs, and then commits or rolls back. askInTransaction returns whether it committed.
 func (s *soak) askInTransaction(
 	ctx context.Context,
 	a *soakAccount,
@@ -189,11 +189,11 @@ func (s *soak) askInTransaction(
 	}
 	defer tx.Rollback(ctx)
 	result, err := a.of.limiters[pool].WithTx(tx).AllowN(ctx, a.key, n)
-	if err != nil && soakSQLState(err) == "40001" { // as these levels of isolation have it
+	if err != nil && soakSQLState(err) == "40001" { // expected at these isolation levels
 		return false
 	}
 	if s.outcomeOf(result, err) != soakAcknowledged {
-		return false // nothing is taken by a transaction that nobody has asked to commit
+		return false // a transaction without a commit request takes nothing
 	}
 	hold()
 	if !commit {
@@ -217,7 +217,7 @@ func (s *soak) askInTransaction(
 	return true
 }
 
-// soakSQLState is "" if the error is not one of the database.
+// soakSQLState is "" if the error does not come from the database.
 func soakSQLState(err error) string {
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
 		return pgErr.Code

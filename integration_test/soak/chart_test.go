@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/integration_test/svg"
 )
 
-// soakTemplate has a panel for each quantity over time, with a line for each fault behind them.
+// soakTemplate has a panel for each quantity over time, with a line for each fault in the background.
 const soakTemplate = svg.Head + `<defs>
 <g id="faults" stroke-opacity="0.35">
 <path d="{{.Faults}}" stroke="{{.Grey}}"/>
@@ -101,7 +101,7 @@ func (s *soak) chart(length time.Duration) ([]byte, error) {
 	plain := func(of func(soakSample) int64) func(int) float64 {
 		return func(i int) float64 { return float64(of(s.samples[i])) }
 	}
-	// pace is how much of one thing there was for another since ten samples ago.
+	// pace is the ratio of two quantities' growth since ten samples ago.
 	pace := func(of, by func(soakSample) float64) func(int) float64 {
 		return func(i int) float64 {
 			then, now := s.samples[max(i-10, 0)], s.samples[i]
@@ -174,7 +174,7 @@ func TestSoakChart(t *testing.T) {
 		events:  []soakEvent{{At: 1, Fault: "kill -9", crash: true}},
 		samples: []soakSample{{At: 1, Rows: 50, Calls: 100}, {At: 2, Rows: 100, Calls: 300}},
 	}
-	for _, s := range []*soak{s, {}} { // a run may end before it has a sample
+	for _, s := range []*soak{s, {}} { // a run may end before its first sample
 		svg, err := s.chart(2 * time.Second)
 		require.NoError(t, err)
 		require.NotContains(t, string(svg), "NaN")

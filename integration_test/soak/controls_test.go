@@ -15,27 +15,26 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// These tests show that the soak finds what it is there to find: each runs it on something that is broken on purpose.
+// These tests show that the soak finds faults: each runs it on something that is broken on purpose.
 
-// A row that is read without being locked loses what others take at the same time.
+// A row that is read without a lock loses what others take at the same time.
 func TestSoakFindsLostUpdates(t *testing.T) {
 	t.Parallel()
 	s := newSoak(t, 1, nil)
-	s.lockNothing("PERFORM pg_sleep(0.002)") // so that others do meanwhile
-	s.run(time.Minute, nil)                  // which the first violation ends
+	s.lockNothing("PERFORM pg_sleep(0.002)") // so that others take meanwhile
+	s.run(time.Minute, nil)                  // the first violation ends it
 	require.NotEmpty(t, s.violations)
 	require.Regexp(t, "the row says that|remain after a call", s.violations[0])
 }
 
-// A commit that does not wait for the log is forgotten in a crash, though SynchronousCommit promised that it would
-// not be.
+// A commit that does not wait for the log is lost in a crash, although SynchronousCommit promises to keep it.
 func TestSoakFindsForgottenGrants(t *testing.T) {
 	t.Parallel()
 	s := newSoak(t, 1, map[string]string{
 		"synchronous_commit": "off", "wal_writer_delay": "10s", "wal_writer_flush_after": "1GB", "wal_buffers": "64MB", "autovacuum": "off",
 	})
 	pgtest.Rewrite(s.t, s.extra, "_rate_limit_set", "set_config('synchronous_commit', synchronous_commit::text, true)", "''")
-	_, err := s.extra.Exec(t.Context(), "CHECKPOINT") // or the tables would be forgotten too
+	_, err := s.extra.Exec(t.Context(), "CHECKPOINT") // otherwise the tables would be lost too
 	require.NoError(t, err)
 	rng := s.rng(0)
 	each := func(do func(a *soakAccount)) {
@@ -45,7 +44,7 @@ func TestSoakFindsForgottenGrants(t *testing.T) {
 			}
 		}
 	}
-	s.waitUntil("a grant is forgotten", func() bool { // unless the log has been written just now
+	s.waitUntil("a grant is forgotten", func() bool { // unless the log was written just then
 		each(func(a *soakAccount) { s.ask(t.Context(), a, 0, rng) })
 		require.NoError(t, s.restart(true, s.server.Kill))
 		each(func(a *soakAccount) { s.audit(t.Context(), a) })
@@ -57,7 +56,7 @@ func TestSoakFindsForgottenGrants(t *testing.T) {
 	}
 }
 
-// Windows that begin twice grant twice, in keys that nothing else looks at.
+// Windows that begin twice grant twice, for keys that no other check covers.
 func TestSoakFindsTooManyGrants(t *testing.T) {
 	t.Parallel()
 	s := newSoak(t, 1, nil)
@@ -77,7 +76,7 @@ func TestSoakFindsTooManyGrants(t *testing.T) {
 				r,
 				0,
 				soakRegularLimit,
-			) // all of a window at once, so that a slow machine finds them too
+			) // all units of a window at once, so that a slow machine finds the fault too
 			s.judge(r)
 			return len(s.violations) > 0
 		})
@@ -86,7 +85,7 @@ func TestSoakFindsTooManyGrants(t *testing.T) {
 	}
 }
 
-// A call that has counted is told that its key is held.
+// A call that has counted gets ErrKeyHeld.
 func TestSoakFindsHeldCallsThatCount(t *testing.T) {
 	t.Parallel()
 	s := newSoak(t, 1, nil)
@@ -115,11 +114,11 @@ func TestSoakFindsHeldCallsThatCount(t *testing.T) {
 	require.Regexp(t, "the row says that [1-9][0-9]* were taken, the callers that it must be 0 to 0", s.violations[0])
 }
 
-// A row that somebody holds is read without being locked.
+// A held row is read without a lock.
 func TestSoakFindsGrantsOfHeldRows(t *testing.T) {
 	t.Parallel()
 	s := newSoak(t, 1, nil)
-	s.lockNothing("RETURN") // or the writing would wait
+	s.lockNothing("RETURN") // otherwise the write would wait
 	rng := s.rng(0)
 	s.waitUntil("a grant is found", func() bool { // unless the holder rolls back
 		require.NoError(t, s.holdRows(t.Context(), rng))
@@ -127,7 +126,7 @@ func TestSoakFindsGrantsOfHeldRows(t *testing.T) {
 	})
 }
 
-// A refund that is not tied to its take gives back what was taken later.
+// A refund that is not tied to its take gives back later units.
 func TestSoakFindsRefundsOfWhatDoesNotCount(t *testing.T) {
 	t.Parallel()
 	for _, broken := range []bool{false, true} {
@@ -151,7 +150,7 @@ func TestSoakFindsRefundsOfWhatDoesNotCount(t *testing.T) {
 		take()
 		s.audit(t.Context(), a)
 		take()
-		a.takes = a.takes[:1] // that of the row that was reset
+		a.takes = a.takes[:1] // of the row before the reset
 		s.giveBack(t.Context(), a, rng)
 		require.EqualValues(t, 1, s.staleRefunds.Load())
 		require.Empty(t, s.violations)
@@ -165,13 +164,13 @@ func TestSoakFindsRefundsOfWhatDoesNotCount(t *testing.T) {
 	}
 }
 
-// A function that finds what others have created in its schema before what Postgres has.
+// A function looks in its own schema, where others can create, before pg_catalog.
 func TestSoakFindsDecoysThatRun(t *testing.T) {
 	t.Parallel()
 	s := newSoak(t, 1, nil)
 	pgtest.Rewrite(s.t, s.extra, "rate_limit_take_fixed_window", "'pg_catalog', 'pg_temp'", "'public', 'pg_temp'")
 	s.attack()
-	s.run(time.Minute, nil) // which the first violation ends
+	s.run(time.Minute, nil) // the first violation ends it
 	require.NotEmpty(t, s.violations)
 	require.Regexp(
 		t,
@@ -180,7 +179,7 @@ func TestSoakFindsDecoysThatRun(t *testing.T) {
 	)
 }
 
-// What a leak looks like: a table that nobody sweeps.
+// An example of a leak: a table that is never swept.
 func TestSoakFindsALeakingTable(t *testing.T) {
 	t.Parallel()
 	for _, swept := range []bool{true, false} {
@@ -210,7 +209,7 @@ func TestSoakFindsALeakingTable(t *testing.T) {
 				require.NoError(t, errors.Join(errs...))
 				var now soakSample
 				require.NoError(t, s.take(t.Context(), &now))
-				// The rest is the business of all tests of this process, or of statistics that come late.
+				// The rest depends on all tests of this process, or on delayed statistics.
 				s.samples = append(
 					s.samples,
 					soakSample{Rows: now.Rows, EphemeralBytes: now.EphemeralBytes, IndexBytes: now.IndexBytes},
@@ -233,7 +232,7 @@ func TestSoakFindsALeakingTable(t *testing.T) {
 	}
 }
 
-// Each quantity by itself: steady growth is found, and what goes up and down is not.
+// For each quantity separately: steady growth is found, and variation is not reported.
 func TestSoakLeaks(t *testing.T) {
 	t.Parallel()
 	run := func(change func(s *soakSample, step int64)) []string {
@@ -276,7 +275,7 @@ func TestSoakLeaks(t *testing.T) {
 	}
 }
 
-// soakFunctions are those that take from keys of one limiter.
+// soakFunctions are the functions that take from keys of one limiter.
 func soakFunctions() []string {
 	return []string{
 		"rate_limit_take_fixed_window",
@@ -286,8 +285,8 @@ func soakFunctions() []string {
 	}
 }
 
-// lockNothing has rate_limit_all decide everything, from rows that it does not lock, and puts a statement before
-// it writes them.
+// lockNothing makes rate_limit_all decide everything from rows that it does not lock, and inserts a statement before it
+// writes them.
 func (s *soak) lockNothing(beforeWriting string) {
 	s.t.Helper()
 	for _, function := range soakFunctions() {

@@ -14,8 +14,7 @@ import (
 	"time"
 )
 
-// soakSample is the state of the server and of this process at one time. Counters count from the beginning of the
-// soak.
+// soakSample is the state of the server and of this process at one time. Counters start at the beginning of the soak.
 type soakSample struct {
 	At             float64 `json:"at_s"`
 	EphemeralBytes int64   `json:"ephemeral_bytes"`
@@ -44,7 +43,7 @@ const soakSampleQL = `
 		FROM pg_stat_user_tables WHERE relname IN ('rate_limit_ephemeral', 'rate_limit_durable')
 	) AS s`
 
-// sample takes samples until the context ends, except those that the server has no answer for.
+// sample takes samples until the context ends, except those that the server cannot answer.
 func (s *soak) sample(ctx context.Context, every time.Duration) {
 	// A crash resets the server's statistics.
 	total := func() func(now int64) int64 {
@@ -75,7 +74,7 @@ func (s *soak) sample(ctx context.Context, every time.Duration) {
 	}
 }
 
-// take takes one sample. What a crash resets counts from there.
+// take takes one sample. It corrects the counters that a crash resets.
 func (s *soak) take(ctx context.Context, now *soakSample) error {
 	live := []metrics.Sample{{Name: "/gc/heap/live:bytes"}}
 	metrics.Read(live)
@@ -88,12 +87,12 @@ func (s *soak) take(ctx context.Context, now *soakSample) error {
 		&now.DeadTuples, &now.Updates, &now.HOTUpdates, &now.TransactionIDs, &now.Connections)
 }
 
-// soakLeaks says what there was more of in the second half of a long soak than in the first. The first tenth, in
-// which everything begins with nothing, is left out.
+// soakLeaks says which quantities were larger in the second half of a long soak than in the first. It leaves out the
+// first tenth, in which everything starts at zero.
 //
-// If something leaks steadily, the mean of the second half is 2.4 times that of the first: 0.775 to 0.325, which
-// are the middles of the halves. If it does not leak, the halves differ by the luck of the faults, of which both
-// have equally many. So half as much again is too much. A difference within slack is too small to matter.
+// With a steady leak, the mean of the second half is 2.4 times that of the first: 0.775 to 0.325, the middles of the
+// halves. Without a leak, the halves differ only by chance, because both have the same faults. So the limit is 1.5
+// times as much. A difference below slack is too small to matter.
 func soakLeaks(samples []soakSample) (found []string) {
 	samples = samples[len(samples)/10:]
 	first, second := samples[:len(samples)/2], samples[len(samples)/2:]
@@ -125,7 +124,7 @@ func soakLeaks(samples []soakSample) (found []string) {
 		}
 	}
 
-	// Counters are compared by their pace.
+	// Counters are compared by their rate.
 	ratio := func(samples []soakSample, of, by func(s soakSample) int64) float64 {
 		last := samples[len(samples)-1]
 		return float64(of(last)-of(samples[0])) / float64(max(by(last)-by(samples[0]), 1))
@@ -149,7 +148,7 @@ func soakLeaks(samples []soakSample) (found []string) {
 	return found
 }
 
-// write writes what was found into a folder.
+// write writes the results into a folder.
 func (s *soak) write(folder string, length time.Duration) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -1,5 +1,5 @@
-// Package soak has everything run at once for minutes, on a server that keeps failing, and looks for what was counted
-// wrong or left behind.
+// Package soak runs everything at once for minutes, on a server that keeps failing, and looks for wrong counts and
+// leftovers.
 package soak
 
 import (
@@ -28,19 +28,18 @@ import (
 )
 
 const (
-	// soakBrief is how long the soak of `make test` is. It is judged by bounds alone.
+	// soakBrief is the length of the soak in `make test`. It is judged only by bounds.
 	soakBrief = 10 * time.Second
 
-	// soakLong is the length from which a soak is judged by its plateaus too. Each half then has a dozen of all
-	// faults.
+	// From the length soakLong on, a soak is also judged by its plateaus. Each half then has a dozen of each fault.
 	soakLong = 5 * time.Minute
 
-	soakPools     = 3 // as of three processes
-	soakPoolSize  = 4 // fewer connections than the client and the transactions of a pool would like to have
+	soakPools     = 3 // like three processes
+	soakPoolSize  = 4 // fewer connections than the client and the transactions of a pool want
 	soakCallers   = 16
-	soakThinkTime = 10 * time.Millisecond // at most: the load is steady, and leaves room for a leak to show
+	soakThinkTime = 10 * time.Millisecond // at most: the load is steady, and leaves room to see a leak
 
-	soakAccounts, soakHotAccounts = 20, 2 // for each limiter, of which half of all requests go to the hot ones
+	soakAccounts, soakHotAccounts = 20, 2 // for each limiter; the hot ones get half of all requests
 	soakLimit                     = 400   // of an account
 	soakAges                      = 60 * 24 * time.Hour
 	soakRegulars                  = 10 // for each limiter
@@ -50,13 +49,13 @@ const (
 	soakLeasedWindow              = 2 * time.Second
 )
 
-// TestSoak runs everything at once, against a server that keeps failing: all algorithms on both tables, hot and
-// cold keys, keys that never come back, transactions that are rolled back, refunds, rows that are held, impatient
-// callers, and sweepers, among the decoys of an attacker. It keeps books of what the callers were told. It fails
-// when a row or a later answer contradicts them, or when something is left behind.
+// TestSoak runs everything at once, against a server that keeps failing: all algorithms on both tables, hot and cold
+// keys, keys that are used once, rolled-back transactions, refunds, held rows, impatient callers, and sweepers, with an
+// attacker's decoys in the schema. It records the callers' answers. It fails when a row or a later answer contradicts
+// them, or when something is left over.
 //
-// SOAK is how long that goes on, 10 s if it is not set. SEED repeats the faults and the choices of the callers of
-// an earlier run, which has printed it. SOAK_OUT is the folder for soak.svg and soak.json.
+// SOAK is its length; 10 s by default. SEED repeats the faults and the callers' choices of an earlier run, which
+// printed it. SOAK_OUT is the folder for soak.svg and soak.json.
 func TestSoak(t *testing.T) {
 	t.Parallel()
 	length, seed, out := soakBrief, testkit.Seed(t, "SEED"), os.Getenv("SOAK_OUT")
@@ -65,7 +64,7 @@ func TestSoak(t *testing.T) {
 		length, err = time.ParseDuration(text)
 		require.NoError(t, err)
 		if out == "" {
-			out, err = os.MkdirTemp("", "soak") //nolint:usetesting // it is for whoever asked for a soak to look at
+			out, err = os.MkdirTemp("", "soak") //nolint:usetesting // the user who started the soak wants to read it
 			require.NoError(t, err)
 		}
 	} else if out == "" {
@@ -74,7 +73,7 @@ func TestSoak(t *testing.T) {
 
 	s := newSoak(t, seed, nil)
 	s.attack()
-	t.Cleanup(func() { // also when it has failed
+	t.Cleanup(func() { // even if the soak has failed
 		require.NoError(t, s.write(out, length))
 		t.Logf("%s/soak.svg and soak.json: %s", out, s.totals())
 	})
@@ -92,22 +91,22 @@ func TestSoak(t *testing.T) {
 	}
 }
 
-// soak is a server, everybody who uses it, and the books about them.
+// soak is a server with all its users, and the records about them.
 type soak struct {
 	t      *testing.T
 	seed   uint64
 	server *pgserver.Server
 	pools  []*pgxpool.Pool
-	// One on each pool, so that statements decide for several limiters. How many did is counted.
+	// Each pool has one client, so that statements decide for several limiters. These statements are counted.
 	clients []*ratelimit.Client
 	shared  atomic.Int64
-	extra   *pgxpool.Pool // for auditing, sampling and faults, so that they wait for no caller
+	extra   *pgxpool.Pool // for audits, samples and faults, so that they wait for no caller
 
-	accounts  []*soakLimiter // with windows that outlast the soak: all that was ever taken is in the row
-	passing   []*soakLimiter // with windows that end all the time, whose rows are swept
-	leased    *soakRegular   // a key that processes lease from, the same else
-	life      atomic.Int64   // of the server: how often it has crashed
-	offspring func() int     // how many goroutines of the run, and of the limiters in it, have not ended
+	accounts  []*soakLimiter // with windows that outlast the soak: the row has all units ever taken
+	passing   []*soakLimiter // with short windows, whose rows are swept
+	leased    *soakRegular   // a key that processes lease from
+	life      atomic.Int64   // the server's number of crashes
+	offspring func() int     // how many goroutines of the run and of its limiters are still running
 
 	calls, granted, denied, failed, doubtful, rolledBack, audits, swept, visitors atomic.Int64
 
@@ -116,27 +115,27 @@ type soak struct {
 	mu         sync.Mutex
 	stop       context.CancelFunc // ends the run
 	violations []string
-	archived   map[soakRowID]int64 // keys that are not used any more, and what may still be taken from them
+	archived   map[soakRowID]int64 // keys that are no longer used, and the units that late calls may still take
 	events     []soakEvent
 	samples    []soakSample
 	began      time.Time
 }
 
-// soakRowID is where a row stands in either table.
+// soakRowID identifies a row in either table.
 type soakRowID struct{ name, key string }
 
 // soakLimiter is a limiter that each of several processes has.
 type soakLimiter struct {
 	ratelimit.Config
-	limiters []*ratelimit.Limiter // one on each pool
+	limiters []*ratelimit.Limiter // one for each pool
 	accounts []*soakAccount
 	regulars []*soakRegular
 }
 
 func newSoak(t *testing.T, seed uint64, settings map[string]string) *soak {
 	t.Helper()
-	// As Postgres comes, except that autovacuum looks every second instead of every minute. The soak has minutes
-	// for what takes hours elsewhere.
+	// Postgres's defaults, except that autovacuum runs every second instead of every minute. The soak has minutes for
+	// effects that take hours elsewhere.
 	all := map[string]string{"autovacuum_naptime": "1s"}
 	maps.Copy(all, settings)
 	s := &soak{t: t, seed: seed, archived: map[soakRowID]int64{}, stop: func() {}, began: time.Now()}
@@ -212,7 +211,7 @@ func (s *soak) newLimiter(config ratelimit.Config) *soakLimiter {
 	s.t.Helper()
 	l := &soakLimiter{Config: config}
 	for i, client := range s.clients {
-		config.NoDenialCache = i == 0 // or an over-admission could hide behind the cache
+		config.NoDenialCache = i == 0 // otherwise the cache could hide that too much is allowed
 		limiter, err := client.Limiter(config)
 		require.NoError(s.t, err)
 		l.limiters = append(l.limiters, limiter)
@@ -220,10 +219,10 @@ func (s *soak) newLimiter(config ratelimit.Config) *soakLimiter {
 	return l
 }
 
-// rng is a source of choices that the seed repeats.
+// rng is a source of random choices that the seed repeats.
 func (s *soak) rng(stream uint64) *rand.Rand { return rand.New(rand.NewPCG(s.seed, stream)) }
 
-// run has callers ask, sweepers sweep and faults happen, until the time is up, or a violation is found.
+// run runs callers, sweepers and faults until the time is over, or until the first violation.
 func (s *soak) run(length time.Duration, faults []soakFault) {
 	s.t.Helper()
 	ctx, stop := context.WithCancel(s.t.Context())
@@ -252,9 +251,8 @@ func (s *soak) run(length time.Duration, faults []soakFault) {
 	others.Wait()
 }
 
-// sweep sweeps until the context ends. Rows go as soon as they have expired, without the minute for which
-// rate_limit_sweep spares them, so that callers and sweepers meet more often. Server and callers have the same
-// clock.
+// sweep sweeps until the context ends. It deletes rows as soon as they expire, while rate_limit_sweep keeps them for a
+// minute, so that callers and sweepers meet more often. Server and callers have the same clock.
 func (s *soak) sweep(ctx context.Context, pool int) {
 	sweeper, err := cleanup.New(
 		s.pools[pool],
@@ -270,11 +268,11 @@ func (s *soak) sweep(ctx context.Context, pool int) {
 
 func aMinuteAhead() time.Time { return time.Now().Add(time.Minute) }
 
-// settle is the end. Everybody leaves, and nothing but what the books explain may be left.
+// settle ends the soak. All callers stop, and only rows that the records explain may remain.
 func (s *soak) settle() {
 	s.t.Helper()
 	s.waitUntil("the limiters come to rest", func() bool { return s.offspring() == 0 })
-	for _, l := range s.accounts { // what was taken from a row that is gone is given back, which changes nothing
+	for _, l := range s.accounts { // refund takes from rows that are gone, which must change nothing
 		s.audit(s.t.Context(), l.accounts[0])
 		s.giveBack(s.t.Context(), l.accounts[0], s.rng(0))
 	}
@@ -290,7 +288,7 @@ func (s *soak) settle() {
 		) == 0
 	})
 
-	// Nobody is left who could still take something.
+	// Nobody can take anything now.
 	for _, l := range s.accounts {
 		for _, a := range l.accounts {
 			s.audit(s.t.Context(), a)
@@ -303,12 +301,12 @@ func (s *soak) settle() {
 	}
 	s.judge(s.leased)
 
-	// All that can expire has expired in two seconds, and goes. What stays are accounts.
+	// All rows that can expire do so within two seconds, and are deleted. Only the accounts' rows stay.
 	sweep := func(config cleanup.Config) {
 		config.Share = 1
 		sweeper, err := cleanup.New(s.extra, config)
 		require.NoError(s.t, err)
-		for range 2 { // the first one goes on where another one may have stopped
+		for range 2 { // the first pass may begin where another one stopped
 			s.waitUntil("a pass is complete", func() bool {
 				result, err := sweeper.RunOnce(s.t.Context())
 				require.NoError(s.t, err)
@@ -334,7 +332,7 @@ func (s *soak) settle() {
 	})
 }
 
-// explainRows looks for rows that the books do not explain.
+// explainRows looks for rows that the records do not explain.
 func (s *soak) explainRows() {
 	s.t.Helper()
 	rows, err := s.extra.Query(s.t.Context(), `
@@ -359,7 +357,7 @@ func (s *soak) explainRows() {
 	require.NoError(s.t, err)
 }
 
-// violate notes that something was found that must not be, and ends the run.
+// violate records a violation, and ends the run.
 func (s *soak) violate(format string, args ...any) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -393,13 +391,13 @@ func (s *soak) totals() string {
 	return text.String()
 }
 
-// waitUntil waits for what is certain to come.
+// waitUntil waits for something that is certain to come.
 func (s *soak) waitUntil(what string, condition func() bool) {
 	s.t.Helper()
 	testkit.WaitUntil(s.t, condition, "what does not happen: %s", what)
 }
 
-// soakWait waits, or until the context ends, and tells whether it has not.
+// soakWait waits for a time or until the context ends. It returns whether the time is over.
 func soakWait(ctx context.Context, d time.Duration) bool {
 	timer := time.NewTimer(d)
 	defer timer.Stop()

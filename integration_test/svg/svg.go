@@ -1,18 +1,18 @@
-// Package svg holds what the charts and the tables in docs/ share.
+// Package svg has code for the charts and tables in docs/.
 package svg
 
 import "strconv"
 
-// Left is the margin of a chart, and Gap what lies between two of its panels.
+// Left is the margin of a chart, and Gap the distance between two of its panels.
 const (
 	Left = 24
 	Gap  = 16
 )
 
-// Head begins a chart. The colours are readable on white and on black; where the reader's system says which, the
-// text is clearer.
+// Head begins a chart. The colours are readable on white and on black. Text is lighter if the reader's system asks for
+// a dark theme.
 //
-//nolint:lll // the line stands so in every chart
+//nolint:lll // every chart has exactly this line
 const Head = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {{.Width}} {{.Height}}" width="{{.Width}}" height="{{.Height}}" role="img" aria-labelledby="title desc" font-family="sans-serif" font-size="13">
 <title id="title">{{.Title}}</title>
 <desc id="desc">{{.Description}}</desc>
