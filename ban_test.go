@@ -163,7 +163,7 @@ func TestBansOfACrowd(t *testing.T) {
 	}
 	deny := func(l *Limiter, key string, times int) {
 		for range times {
-			l.countDenial(key, 1, &Result{}, nil)
+			l.view.Strike(key)
 		}
 	}
 	for i := range 2 * policytable.MaxBans {
@@ -210,7 +210,7 @@ func TestBanThatIsRefused(t *testing.T) {
 		Ban: &Ban{Denials: 1, Within: time.Hour, First: 90 * time.Minute},
 	})
 	for _, key := range []string{"a", "secret", "b"} {
-		l.countDenial(key, 1, &Result{}, nil)
+		l.view.Strike(key)
 	}
 	p.run(t)
 	testkit.WaitUntil(t, func() bool { return counted(l.view.Strikes, "secret") == 0 && journal.String() != "" })
@@ -248,9 +248,14 @@ func TestBanConfig(t *testing.T) {
 	p, err := NewPolicies(pgtest.New(t).Pool, PoliciesConfig{Logger: slog.Default()})
 	require.NoError(t, err)
 	good := &Ban{Denials: 1, Within: 1, First: time.Millisecond}
-	require.NoError(t, good.validate(p))
-	require.NoError(t, (*Ban)(nil).validate(nil))
-	require.Error(t, (&Ban{}).validate(p))
+	db := unusedPool(t)
+	try := func(ban *Ban, p *Policies) error {
+		_, err := New(db, Config{Name: "login", Policy: FixedWindow{1, time.Hour}, Policies: p, Ban: ban})
+		return err
+	}
+	require.NoError(t, try(good, p))
+	require.NoError(t, try(nil, nil))
+	require.Error(t, try(&Ban{}, p))
 	for field, change := range map[string]func(*Ban){
 		"Config.Ban.Denials":       func(b *Ban) { b.Denials = 0 },
 		"Config.Ban.Within":        func(b *Ban) { b.Within = 0 },
@@ -260,9 +265,9 @@ func TestBanConfig(t *testing.T) {
 	} {
 		bad := *good
 		change(&bad)
-		config, ok := errors.AsType[*ConfigError](bad.validate(p))
+		config, ok := errors.AsType[*ConfigError](try(&bad, p))
 		require.True(t, ok, field)
 		require.Equal(t, field, config.Field)
 	}
-	require.ErrorContains(t, good.validate(nil), "needs Config.Policies")
+	require.ErrorContains(t, try(good, nil), "needs Config.Policies")
 }

@@ -104,16 +104,13 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 					add(k.limiter, -k.units, k.takes)
 					refunds++
 				case kind == 2:
-					var set []Request
+					set := client.engine.NewSet()
+					q = set.Request
 					for _, i := range r.Perm(6)[:2+r.IntN(3)] {
 						l := limiters[i][r.IntN(2)]
-						set = append(set, l.Request(key, 1+r.Int64N(min(l.model.Limit, 3))))
-					}
-					of, err := newSet(t.Context(), set, false)
-					require.NoError(t, err)
-					q = of.asked.Request
-					for _, one := range set {
-						asked[q] = append(asked[q], kept{limiter: one.limiter, key: key, units: one.cost})
+						cost := 1 + r.Int64N(min(l.model.Limit, 3))
+						require.True(t, set.Add(engine.Ask{Space: l.space, Policy: l.model, Key: key, Cost: cost}))
+						asked[q] = append(asked[q], kept{limiter: l, key: key, units: cost})
 					}
 					sets++
 				default:

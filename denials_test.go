@@ -421,7 +421,7 @@ func TestDenialsStayBounded(t *testing.T) {
 
 //nolint:paralleltest // AllocsPerRun counts everybody's
 func TestCachedDenialNeedsNoMemory(t *testing.T) {
-	l := deniedLimiter(t, SlidingWindow{Limit: 10, Window: time.Hour})
+	l := deniedLimiter(t, SlidingWindow{Limit: 10, Window: time.Hour}, nil)
 	require.Zero(t, testing.AllocsPerRun(100, func() {
 		if result, err := l.Allow(context.Background(), "user:123"); err != nil || result.Allowed {
 			t.Error("not denied")
@@ -430,8 +430,9 @@ func TestCachedDenialNeedsNoMemory(t *testing.T) {
 }
 
 // deniedLimiter returns a limiter without a database that remembers a denial of user:123.
-func deniedLimiter(t testing.TB, policy single) *Limiter {
-	l := newLimiter(t, &pgxpool.Pool{}, Config{Name: "test", Policy: policy}, ClientConfig{DenialMaxAge: time.Hour})
+func deniedLimiter(t testing.TB, policy single, observer *Observer) *Limiter {
+	l := newLimiter(t, &pgxpool.Pool{}, Config{Name: "test", Policy: policy},
+		ClientConfig{DenialMaxAge: time.Hour, Observer: observer})
 	rememberDenied(testDenials{l.client.engine.Denials, policy.one(), l.space}, "user:123", &setClock{at: time.Now()})
 	return l
 }
@@ -445,7 +446,7 @@ func BenchmarkCachedDenial(b *testing.B) {
 		CalendarWindow{Limit: 10, Unit: CalendarDay},
 	} {
 		b.Run(fmt.Sprintf("%T", policy), func(b *testing.B) {
-			l := deniedLimiter(b, policy)
+			l := deniedLimiter(b, policy, nil)
 			b.ReportAllocs()
 			for b.Loop() {
 				if result, err := l.Allow(context.Background(), "user:123"); err != nil || result.Allowed {
@@ -454,7 +455,7 @@ func BenchmarkCachedDenial(b *testing.B) {
 			}
 		})
 		b.Run(fmt.Sprintf("%T/parallel", policy), func(b *testing.B) {
-			l := deniedLimiter(b, policy)
+			l := deniedLimiter(b, policy, nil)
 			b.ReportAllocs()
 			b.RunParallel(func(pb *testing.PB) {
 				for pb.Next() {

@@ -133,6 +133,7 @@ func TestSentinelsSayWhoseTheyAre(t *testing.T) {
 		require.Equal(t, 1, strings.Count(err.Error(), "ratelimit: "), name)
 		require.True(t, strings.HasPrefix(err.Error(), "ratelimit: "), name)
 	}
+	require.True(t, strings.HasPrefix(errAcrossShards.Error(), ErrSharded.Error()))
 	require.EqualError(t, pg.NewError(io.EOF, ErrTimeout, ErrOutcomeUnknown),
 		"ratelimit: the database did not decide within ClientConfig.Timeout: "+
 			"the outcome is unknown; the request may or may not have counted: EOF")

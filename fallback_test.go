@@ -46,7 +46,8 @@ func TestFallbackOfSeveralPolicies(t *testing.T) {
 			require.NoError(t, err)
 			require.Equal(t, SourceFallback, result.Source)
 			require.Equal(t, time.Now(), result.DecidedAt)
-			result.DecidedAt, result.each = time.Time{}, nil
+			result = utc(result)
+			result.DecidedAt = time.Time{}
 			return result
 		}
 		require.Equal(

@@ -22,7 +22,7 @@ func TestDenialsAreForgottenElsewhere(t *testing.T) {
 		limiters[i] = newLimiter(t, db.Pool, Config{
 			Name: "api", Policy: FixedWindow{1, time.Hour}, Policies: runningPolicies(t, db.Pool, PoliciesConfig{}),
 		}, ClientConfig{DenialMaxAge: time.Hour})
-		testkit.WaitUntil(t, func() bool { return limiters[i].policies.Status().Listening })
+		testkit.WaitUntil(t, func() bool { return limiters[i].Config().Policies.Status().Listening })
 	}
 	for name, give := range map[string]func(key string, taken Result) error{
 		"reset":  func(key string, _ Result) error { return limiters[1].Reset(t.Context(), key) },

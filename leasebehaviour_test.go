@@ -311,7 +311,7 @@ func TestLeasesByWhatWasKnownLongAgo(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
 		other := newLimiter(t, l.db, Config{
-			Name: "api", Policy: l.policy,
+			Name: "api", Policy: l.Config().Policy,
 		})
 		for l.held("key") != 512 {
 			l.allow("key", 1)
@@ -337,7 +337,7 @@ func TestLeasesAreAShareOfWhatIsLeft(t *testing.T) {
 		l.allow("key", 1+5+9+17)
 		require.Equal(t, 1, l.allow("key", 1))
 		require.EqualValues(t, 32, l.held("key"))
-		other := newLimiter(t, l.db, Config{Name: "api", Policy: l.policy})
+		other := newLimiter(t, l.db, Config{Name: "api", Policy: l.Config().Policy})
 		_, err := other.AllowN(t.Context(), "key", l.left("key")-1000)
 		require.NoError(t, err)
 		require.Equal(t, 1, l.allow("key", 32+1)-1) // it asks, and gives back

@@ -27,7 +27,7 @@ func holdsTwo(t *testing.T) (*leaseWorld, *leaser) {
 }
 
 // held is how much of the key the process holds.
-func (p *leaser) held() int64 { return p.leases.Held(p.limiter.space, p.limiter.model, "key") }
+func (p *leaser) held() int64 { return p.leases.Held(p.space, p.rules, "key") }
 
 // No lease outlasts its length by the database's clock, whatever the process's clocks do.
 func TestLeasesEndByTheDatabasesClock(t *testing.T) {
@@ -48,8 +48,8 @@ func TestLeaseEndsWhenTheClockIsSetForward(t *testing.T) {
 	t.Parallel()
 	w, p := holdsTwo(t)
 	hear := func() { // by a call that asked before the lease was there
-		p.request = &engine.Request{Space: p.limiter.space, Policy: p.limiter.model, Count: 1, Place: 1}
-		p.request.Add(p.limiter.space, p.limiter.model, "key", 1, nil)
+		p.request = &engine.Request{Space: p.space, Policy: p.rules, Count: 1, Place: 1}
+		p.request.Add(p.space, p.rules, "key", 1, nil)
 		p.decided = false
 		w.call(p, 1)
 		w.call(p, 1)
@@ -93,15 +93,15 @@ func TestResetWhileALeaseIsOnItsWayInAFlood(t *testing.T) {
 	w.call(p, 1)
 	clear(w.rows)
 	w.pass(1, nil)
-	p.leases.Drop(p.limiter.space, "key", p.at)
+	p.leases.Drop(p.space, "key", p.at)
 	for i := range 2 * engine.MaxLeased {
-		r := &engine.Request{Space: p.limiter.space, Policy: p.limiter.model, Count: 1, Place: 1}
-		r.Add(p.limiter.space, p.limiter.model, fmt.Sprint("flood ", i), 1, nil)
+		r := &engine.Request{Space: p.space, Policy: p.rules, Count: 1, Place: 1}
+		r.Add(p.space, p.rules, fmt.Sprint("flood ", i), 1, nil)
 		w.decide(r)
 		p.leases.Learn(r, nil, p.at, p.at)
 	}
 	w.call(p, 1)
-	require.Zero(t, p.leases.Held(p.limiter.space, p.limiter.model, "key"))
+	require.Zero(t, p.leases.Held(p.space, p.rules, "key"))
 }
 
 // While one call takes ahead, the others of the process ask for themselves alone.
@@ -160,10 +160,10 @@ func TestWhatGoesBackFromLeasesIsNotAnnounced(t *testing.T) {
 		require.NoError(t, err)
 		require.NoError(t, l.client.ReturnLeases(t.Context()))
 		require.EqualValues(t, 3, l.told().Returned)
-		require.Empty(t, l.policies.table.Telling)
+		require.Empty(t, l.Config().Policies.table.Telling)
 		_, err = l.Refund(t.Context(), leased)
 		require.NoError(t, err)
-		require.Len(t, l.policies.table.Telling, 1)
+		require.Len(t, l.Config().Policies.table.Telling, 1)
 	})
 }
 

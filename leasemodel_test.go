@@ -31,7 +31,8 @@ type leaseWorld struct {
 // leaser is a process.
 type leaser struct {
 	leases  *engine.Leases
-	limiter *Limiter
+	space   *engine.Space
+	rules   *model.Policy
 	at      engine.Instant // by its own clocks
 	slow    int64          // how many microseconds its clocks lose in 1,000
 	request *engine.Request
@@ -93,13 +94,15 @@ func newLeaseWorld(policy model.Rules, processes int, mistake leaseMistake) *lea
 }
 
 func (w *leaseWorld) newProcess() *leaser {
-	p := &leaser{at: engine.Instant{Elapsed: time.Hour, Wall: model.Duration(w.clock)}}
-	space := &engine.Space{Name: "api", Lease: &engine.LeaseTerms{MaxShare: 1, MaxLength: time.Minute}}
+	p := &leaser{
+		at:    engine.Instant{Elapsed: time.Hour, Wall: model.Duration(w.clock)},
+		space: &engine.Space{Name: "api", Lease: &engine.LeaseTerms{MaxShare: 1, MaxLength: time.Minute}},
+	}
 	rules := w.policy
 	if w.mistake == survivesItsWindow || w.mistake == fullBucket {
 		rules = carelessModel{w.policy, w.mistake}
 	}
-	p.limiter = &Limiter{space: space, model: model.NewPolicy(rules)}
+	p.rules = model.NewPolicy(rules)
 	p.leases = engine.NewLeases(nil, 0, nil)
 	w.readClocks(p)
 	return p
@@ -154,19 +157,18 @@ func (w *leaseWorld) clone() *leaseWorld {
 
 // call has a process do the next step of a call: spend or ask, have the database decide, or hear the answer.
 func (w *leaseWorld) call(p *leaser, n int64) {
-	l := p.limiter
 	switch {
 	case p.request == nil:
 		var result engine.Outcome
-		if p.leases.Spend(l.space, l.model, "key", n, &result) {
+		if p.leases.Spend(p.space, p.rules, "key", n, &result) {
 			told := result.DecidedAt.UnixMicro()
 			w.leased += n
 			w.use(p, leaseUse{at: w.clock, told: told, receipt: result.Claim.Receipt, first: result.Claim.First, n: n})
 			return
 		}
-		ahead := p.leases.Ahead(l.space, l.model, "key", n)
-		p.request = &engine.Request{Space: l.space, Policy: l.model, Count: 1 + ahead, Ahead: ahead, Place: 1}
-		p.request.Add(l.space, l.model, "key", n, nil)
+		ahead := p.leases.Ahead(p.space, p.rules, "key", n)
+		p.request = &engine.Request{Space: p.space, Policy: p.rules, Count: 1 + ahead, Ahead: ahead, Place: 1}
+		p.request.Add(p.space, p.rules, "key", n, nil)
 		p.asked, p.decided = w.read(p), false
 	case !p.decided:
 		w.decide(p.request)

@@ -180,7 +180,7 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 func (w *leaseWorld) takeAll(r *rand.Rand) {
 	for round := range 60 {
 		for _, p := range w.processes {
-			held := p.leases.Held(p.limiter.space, p.limiter.model, "key")
+			held := p.leases.Held(p.space, p.rules, "key")
 			w.call(p, max(held, 1+r.Int64N(100)>>(round/8)))
 		}
 	}
@@ -223,7 +223,7 @@ func TestLeasesOfABucketThatOthersGiveBackTo(t *testing.T) {
 				w.giveBack(first, true)
 			}
 			w.pass(95_000, nil)
-			held := second.leases.Held(second.limiter.space, second.limiter.model, "key")
+			held := second.leases.Held(second.space, second.rules, "key")
 			require.Positive(t, held)
 			w.call(second, held)
 			for n := int64(512); n > 0; n /= 2 {
@@ -252,13 +252,13 @@ func TestResetWhileALeaseIsOnItsWay(t *testing.T) {
 			w.call(p, 1)
 		}
 		w.pass(1, nil)
-		p.leases.Drop(p.limiter.space, "key", p.at)
+		p.leases.Drop(p.space, "key", p.at)
 		w.call(p, 1) // it hears of it
-		require.Zero(t, p.leases.Held(p.limiter.space, p.limiter.model, "key"))
+		require.Zero(t, p.leases.Held(p.space, p.rules, "key"))
 		require.Len(t, p.outbox, 1)
 		w.giveBack(p, false)
-		left := &engine.Request{Space: p.limiter.space, Policy: p.limiter.model, Count: 1, Place: 1}
-		left.Add(p.limiter.space, p.limiter.model, "key", 0, nil)
+		left := &engine.Request{Space: p.space, Policy: p.rules, Count: 1, Place: 1}
+		left.Add(p.space, p.rules, "key", 0, nil)
 		left.DecideIn(w.database(), w.clock)
 		require.Equal(t, map[bool]int64{false: 2, true: 3}[before], left.Parts[0].Decision.Remaining)
 	}
@@ -270,14 +270,14 @@ func TestLeasesKnowTheLatest(t *testing.T) {
 	w := newLeaseWorld(model.FixedWindow{Limit: 1000, Window: time.Hour}, 1, noMistake)
 	p := w.processes[0]
 	hear := func(later time.Duration, remaining int64) int64 {
-		r := &engine.Request{Space: p.limiter.space, Policy: p.limiter.model, Count: 1, Place: 1}
-		r.Add(p.limiter.space, p.limiter.model, "key", 1, nil)
+		r := &engine.Request{Space: p.space, Policy: p.rules, Count: 1, Place: 1}
+		r.Add(p.space, p.rules, "key", 1, nil)
 		r.Parts[0].Decision = model.Decision{
 			Granted: 1, Remaining: remaining, DecidedAt: time.UnixMicro(w.clock).Add(later),
 			State: model.State{WindowStart: w.clock, ExpiresAt: model.Never},
 		}
 		p.leases.Learn(r, nil, p.at, p.at)
-		return p.leases.Stripe("key").Keys[engine.DenialKey{Space: p.limiter.space, Key: "key"}].Known.Remaining
+		return p.leases.Stripe("key").Keys[engine.DenialKey{Space: p.space, Key: "key"}].Known.Remaining
 	}
 	require.EqualValues(t, 900, hear(time.Second, 900))
 	require.EqualValues(t, 900, hear(0, 950))
@@ -290,13 +290,13 @@ func TestLeasesRememberWhatIsLeased(t *testing.T) {
 	w := newLeaseWorld(model.TokenBucket{Capacity: 1000, Refill: 1, Every: time.Second}, 1, noMistake)
 	p := w.processes[0]
 	hear := func(ahead int64, log model.Entries) model.Entries {
-		r := &engine.Request{Space: p.limiter.space, Policy: p.limiter.model, Count: 1 + ahead, Ahead: ahead, Place: 1}
-		r.Add(p.limiter.space, p.limiter.model, "key", 1, nil)
+		r := &engine.Request{Space: p.space, Policy: p.rules, Count: 1 + ahead, Ahead: ahead, Place: 1}
+		r.Add(p.space, p.rules, "key", 1, nil)
 		r.Parts[0].Decision = model.Decision{
 			Granted: 1 + ahead, Remaining: 900, DecidedAt: time.UnixMicro(w.clock), State: model.State{Log: log, ExpiresAt: model.Never},
 		}
 		p.leases.Learn(r, nil, p.at, p.at)
-		return p.leases.Stripe("key").Keys[engine.DenialKey{Space: p.limiter.space, Key: "key"}].Known.States[0].Log
+		return p.leases.Stripe("key").Keys[engine.DenialKey{Space: p.space, Key: "key"}].Known.States[0].Log
 	}
 	leased := model.NewEntries([]int64{w.clock, 7, 0})
 	require.Empty(t, hear(0, ""))

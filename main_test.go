@@ -258,15 +258,17 @@ func storedRows(t *testing.T, db pgtest.Executor, durable bool) map[modeltest.Ro
 
 // newRequest returns a request for a key.
 func (l *Limiter) newRequest(key string, cost int64) *engine.Request {
-	q := l.question(l.model, key, cost)
-	return l.client.engine.Request(&q)
+	return l.client.engine.Request(&engine.Ask{Space: l.space, Policy: l.model, Key: key, Cost: cost})
 }
 
 // newShadow returns the shadow of a request.
 func (l *Limiter) newShadow(row *policytable.Row, key string, cost int64) *engine.Shadow {
-	q := l.question(l.model, key, cost)
-	q.Beside = &engine.Beside{Space: l.beside, Policy: row.Value.Policy}
-	return engine.NewShadow(&q)
+	beside := *l.space
+	beside.Name += policytable.ShadowSuffix
+	return engine.NewShadow(&engine.Ask{
+		Space: l.space, Policy: l.model, Key: key, Cost: cost,
+		Beside: &engine.Beside{Space: &beside, Policy: row.Value.Policy},
+	})
 }
 
 // under is With for a policy of any kind.

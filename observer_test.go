@@ -331,9 +331,9 @@ func TestFailureModes(t *testing.T) {
 
 // What it costs to have decisions observed, beside BenchmarkCachedDenial.
 func BenchmarkObservedDenial(b *testing.B) {
-	l := deniedLimiter(b, SlidingWindow{Limit: 10, Window: time.Hour})
 	calls := 0
-	l.client.observer = &Observer{Decision: func(DecisionEvent) { calls++ }}
+	observer := &Observer{Decision: func(DecisionEvent) { calls++ }}
+	l := deniedLimiter(b, SlidingWindow{Limit: 10, Window: time.Hour}, observer)
 	b.ReportAllocs()
 	for b.Loop() {
 		if result, err := l.Allow(context.Background(), "user:123"); err != nil || result.Allowed {

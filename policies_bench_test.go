@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/memory"
@@ -22,8 +23,10 @@ func BenchmarkPolicies(b *testing.B) {
 	}
 	for _, with := range []bool{false, true} {
 		var p *Policies
+		var err error
 		if with {
-			p = &Policies{policytable.NewTable(nil, policytable.TableConfig{})}
+			p, err = NewPolicies(&pgxpool.Pool{}, PoliciesConfig{}) // which is not asked
+			require.NoError(b, err)
 			close(p.table.Ready)
 			p.table.Clock.Store(&policytable.DatabaseClock{Micros: t0.UnixMicro(), At: time.Now()})
 			var rules []*policytable.Row
@@ -37,7 +40,7 @@ func BenchmarkPolicies(b *testing.B) {
 				}
 				rules = append(rules, r)
 			}
-			require.Zero(b, p.table.Book.Update(rules, nil, true, defaultMaxRows))
+			require.Zero(b, p.table.Book.Update(rules, nil, true, len(rules)))
 			rules = nil
 			b.Logf("%d bytes for each row", (heap()-before)/101_000)
 		}

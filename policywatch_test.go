@@ -266,7 +266,8 @@ func TestLimitersOfRowsAreMadeOnce(t *testing.T) {
 	p.table.Mu.Unlock()
 	p.knows(t, db.Pool)
 	for i := range 4 {
-		in, _, err := limiters[i%2].inForce(t.Context(), "key")
+		l := limiters[i%2]
+		in, _, err := l.view.InForce(t.Context(), amply, l.model, "key")
 		require.NoError(t, err)
 		require.EqualValues(t, 20, in.Limit)
 		inForce = append(inForce, in)
@@ -283,7 +284,7 @@ func TestStalenessIsToldOnce(t *testing.T) {
 	p := runningPolicies(t, db.Pool, PoliciesConfig{})
 	l := newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
 	p.knows(t, db.Pool)
-	stale := l.staleness("key", l.model, nil)
+	stale := Staleness(l, "key")
 	require.False(t, stale())
 	for _, change := range []string{
 		"INSERT INTO rate_limit_policy (name, policy, comment) VALUES ('api', 'fixed 5/1h', 'test')",

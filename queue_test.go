@@ -45,8 +45,10 @@ func modelResultsFrom(p model.Rules, s model.State, at time.Time, costs ...int64
 
 // utc makes results comparable: a time in another zone is another time.Time, and what was taken stands in no literal.
 func utc(r Result) Result {
-	r.DecidedAt, r.taken.Receipt, r.each = r.DecidedAt.UTC(), nil, nil
-	return r
+	return Result{
+		Allowed: r.Allowed, Source: r.Source, Limit: r.Limit, Remaining: r.Remaining, RetryAfter: r.RetryAfter,
+		ResetAfter: r.ResetAfter, DecidedAt: r.DecidedAt.UTC(), Shadow: r.Shadow,
+	}
 }
 
 func tally(results []Result) map[Result]int {
@@ -140,7 +142,7 @@ func outcomes(batch []*engine.Request) (results []Result, errs []error) {
 			o := c.Outcome()
 			result = resultOf(&o)
 		}
-		results, errs = append(results, result), append(errs, publicError(c.Err))
+		results, errs = append(results, result), append(errs, c.Err)
 	}
 	return results, errs
 }
