@@ -168,7 +168,7 @@ func TestCancelledWaitForATurn(t *testing.T) {
 	require.NoError(t, conn.Close(t.Context()))
 	limiter = newLimiter(t, conn, Config{Name: "test", Policy: hourly})
 	_, err = limiter.Allow(t.Context(), "key")
-	requireKinds(t, err, "key", ErrUnavailable)
+	requireKinds(t, err, ErrUnavailable)
 }
 
 // The turn of a connection is of that connection alone, and a connection that cannot be told has its own.

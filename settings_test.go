@@ -235,7 +235,7 @@ func TestFaultsOfTheSetup(t *testing.T) {
 					} {
 						err := call()
 						require.Error(t, err, "%s, %v", method, source)
-						requireKinds(t, err, "personal key", c.want...)
+						requireKinds(t, err, c.want...)
 						require.False(t, l.client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 					}
 				}

@@ -282,7 +282,7 @@ func TestSchemaWithoutUsage(t *testing.T) {
 			}, ClientConfig{Schema: schema, Logger: log.Logger()})
 			for range 2 * engine.BreakerFailures {
 				_, err := l.Allow(t.Context(), "personal key")
-				requireKinds(t, err, "personal key", want)
+				requireKinds(t, err, want)
 			}
 			require.Len(t, log.Lines(), 1)
 		}
