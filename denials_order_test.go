@@ -377,16 +377,17 @@ func (o *orders) give() {
 }
 
 // requests are some that can be asked for together.
-func (o *orders) requests() []Request {
-	requests := []Request{o.tier().Request("a", 1), o.tier().Request("b", 1)}[o.random.IntN(2):]
+func (o *orders) requests() (requests []Request, keys []string) {
+	from := o.random.IntN(2)
+	requests, keys = []Request{o.tier().Request("a", 1), o.tier().Request("b", 1)}[from:], []string{"a", "b"}[from:]
 	if o.random.IntN(2) == 0 {
-		requests = append([]Request{o.lead.Request("all", 1)}, requests...)
+		requests, keys = append([]Request{o.lead.Request("all", 1)}, requests...), append(keys, "all")
 	}
-	return requests
+	return requests, keys
 }
 
 func (o *orders) allowAll() {
-	requests := o.requests()
+	requests, _ := o.requests()
 	o.start(func() (Result, error) {
 		_, err := AllowAll(context.Background(), requests...)
 		return Result{}, err
@@ -473,11 +474,11 @@ func (o *orders) transact() {
 			changed = result.Allowed
 		case 2:
 			var results Results
-			requests := o.requests()
+			requests, keys := o.requests()
 			results, err = allowAllTx(ctx, tx, requests...)
 			changed = false
-			for _, r := range requests {
-				o.held[r.key] = o.held[r.key] || results.Allowed
+			for _, key := range keys {
+				o.held[key] = o.held[key] || results.Allowed
 			}
 		case 3:
 			var result Result
