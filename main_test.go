@@ -22,12 +22,10 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-const (
-	// amply is a Timeout that no call comes near, however slow the machine is.
-	amply = testkit.Amply
+// amply is a Timeout that no call comes near, however slow the machine is.
+const amply = testkit.Amply
 
-	year = 365 * 24 * time.Hour
-)
+const year = 365 * 24 * time.Hour
 
 // rounds is how many times as long as usual tests of random events go on.
 func rounds(t *testing.T) int {
