@@ -113,7 +113,7 @@ func TestPolicyOutsideTheExactRangeIsRefused(t *testing.T) {
 func requireRefused(t *testing.T, p single, name, field, reason string) {
 	t.Helper()
 	var err *ConfigError
-	require.ErrorAs(t, p.validate(), &err, "%T, %s", p, name)
+	require.ErrorAs(t, validatePolicy(p), &err, "%T, %s", p, name)
 	require.Equal(t, "Config."+field, err.Field, "%T, %s", p, name)
 	require.Contains(t, err.Reason, reason, "%T, %s", p, name)
 	require.True(t, strings.HasPrefix(err.Error(), "ratelimit: Config."+field+" is "), err.Error())
@@ -131,7 +131,7 @@ func TestPolicyAtTheEdgeOfTheExactRangeIsAccepted(t *testing.T) {
 		TokenBucket{2 * model.MaxSpan, 2, time.Microsecond}, TokenBucket{1, 1, longest}, TokenBucket{2048, math.MaxInt64, longest},
 		TokenBucket{model.MaxProduct, 2048, time.Microsecond}, TokenBucket{model.MaxProduct, math.MaxInt64, time.Microsecond},
 	} {
-		require.NoError(t, p.validate(), "%T%+v", p, p)
+		require.NoError(t, validatePolicy(p), "%T%+v", p, p)
 	}
 }
 
@@ -152,7 +152,7 @@ func FuzzPolicyValidate(f *testing.F) {
 			FixedWindow{limit, span}, SlidingWindow{limit, span}, SlidingLog{limit, span}, TokenBucket{limit, refill, span},
 			CalendarWindow{limit, Unit(algorithm.UnitName(span)), ""},
 		} {
-			err := p.validate()
+			err := validatePolicy(p)
 			if modeltest.InRange(p.one()) {
 				require.NoError(t, err, "%T%+v", p, p)
 				continue
