@@ -144,9 +144,9 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 					continue
 				}
 				n, count := modeltest.RandomTake(r, l.real.model.Limit), 1+r.Int64N(5)
-				on, err := l.real.together(t.Context(), key, n, count)
+				on, err := l.real.decideTogether(t.Context(), key, n, count)
 				require.NoError(t, err, title)
-				in, err := l.memory.together(t.Context(), key, n, count)
+				in, err := l.memory.decideTogether(t.Context(), key, n, count)
 				require.NoError(t, err, title)
 				require.Equal(t, on, in, title)
 				if on[0].Granted > 0 && on[0].Granted < count {
@@ -193,9 +193,9 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 	}
 }
 
-// together is what is decided about the rows of a key if several callers ask at the same time. The rows' state is told
+// decideTogether is what is decided about the rows of a key if several callers ask at the same time. The rows' state is told
 // for denials alone, which are remembered.
-func (l *Limiter) together(ctx context.Context, key string, n, count int64) ([]model.Decision, error) {
+func (l *Limiter) decideTogether(ctx context.Context, key string, n, count int64) ([]model.Decision, error) {
 	r := l.newRequest(key, n)
 	r.Count = count
 	if err := l.client.engine.Batcher.Decide(ctx, l.client.engine.Database.DB, []*engine.Request{r}, engine.Transaction{}); err != nil {
