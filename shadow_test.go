@@ -67,7 +67,8 @@ func TestShadow(t *testing.T) {
 
 // plainly is a result without what tells sources apart and without its shadow.
 func plainly(r Result) Result {
-	r.taken, r.Shadow = engine.Claim{}, nil
+	r = utc(r)
+	r.Shadow = nil
 	if r.Source == SourceCachedDenial {
 		r.Source = SourceDatabase
 	}
