@@ -174,7 +174,7 @@ func TestFaultsOfTheSetup(t *testing.T) {
 		pool func(t *testing.T) *pgxpool.Pool
 		want []error
 	}{
-		"no such role":     {with(server.URL(), func(c *pgxpool.Config) { c.ConnConfig.User = "personal" }), []error{ErrSetup}},
+		"no such role":     {with(server.URL(), func(c *pgxpool.Config) { c.ConnConfig.User = "nobody" }), []error{ErrSetup}},
 		"no log-in":        {with(server.URL(), func(c *pgxpool.Config) { c.ConnConfig.User = "nobody" }), []error{ErrSetup}},
 		"no such database": {with(server.URL(), func(c *pgxpool.Config) { c.ConnConfig.Database = "missing" }), []error{ErrSetup}},
 		"no right to connect": {with(server.URL(), func(c *pgxpool.Config) {
