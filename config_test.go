@@ -256,7 +256,7 @@ func TestWrappedConnectionIsRefused(t *testing.T) {
 		rows, err := conn.Query(t.Context(), "SELECT generate_series(1, 9)")
 		require.NoError(t, err)
 		_, err = limiter.Allow(t.Context(), "personal")
-		requireKinds(t, err, "personal", ErrSetup)
+		requireKinds(t, err, ErrSetup)
 		require.ErrorContains(t, err, "a *pgxpool.Pool")
 		rows.Close()
 		result, err := limiter.Allow(t.Context(), "personal")
