@@ -14,7 +14,7 @@ test/race: ## Run the tests of what services import under the race detector, whi
 	bash .ci/race
 
 test/mistakes: ## See whether tests notice mistakes that are made on purpose, most of them in SQL
-	go test -count=1 -timeout 20m -run '^TestMistakes' . ./sql
+	go test -count=1 -timeout 20m -run '^TestMistakes' ./sql ./internal/engine
 
 test/integration: ## Run the tests with heavy dependencies; those in containers need a Docker engine
 	@go run ./internal/runtests integration_test

@@ -1,4 +1,4 @@
-package ratelimit
+package ratelimit_test
 
 import (
 	"fmt"
@@ -8,8 +8,10 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/engine"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/migrations"
 )
@@ -37,13 +39,13 @@ func TestEveryAlgorithmIsComplete(t *testing.T) {
 		require.NoError(t, err)
 		require.Len(t, all, 1)
 		require.Equal(t, a.Code, all[0].Algorithm)
-		policy := policyOf(all[0])
-		require.Equal(t, all[0], policy.one().Numbers())
+		policy := limitertest.Policy(all[0])
+		require.Equal(t, all[0], limitertest.Rule(policy).Numbers())
 		require.Equal(t, a.Example, policy.String())
-		require.Equal(t, []model.Rules{policy.one()}, policy.rules())
-		parsed, err := ParsePolicy(a.Example)
+		require.Equal(t, []model.Rules{limitertest.Rule(policy)}, limitertest.Model(policy).Rules)
+		parsed, err := ratelimit.ParsePolicy(a.Example)
 		require.NoError(t, err)
-		require.Equal(t, Policy(policy), parsed)
+		require.Equal(t, policy, parsed)
 		require.Len(t, engine.ArgumentsOf(all[0]), len(a.Arguments))
 
 		// Its files.

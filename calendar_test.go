@@ -1,4 +1,4 @@
-package ratelimit
+package ratelimit_test
 
 import (
 	"context"
@@ -8,6 +8,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/memory"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -18,15 +20,15 @@ import (
 func TestUnknownTimeZone(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
-	client := newClient(t, db.Pool, ClientConfig{})
-	good := client.limiter(t, Config{Name: "good", Policy: slowCalendar(1000)})
-	bad := client.limiter(t, Config{
-		Name: "bad", Policy: CalendarWindow{Limit: 1000, Unit: CalendarMonth, Zone: "Mars/Phobos"}, OnFailure: FailOpen(),
+	client := limitertest.NewClient(t, db.Pool, ratelimit.ClientConfig{})
+	good := limitertest.Of(t, client, ratelimit.Config{Name: "good", Policy: limitertest.SlowCalendar(1000)})
+	bad := limitertest.Of(t, client, ratelimit.Config{
+		Name: "bad", Policy: ratelimit.CalendarWindow{Limit: 1000, Unit: ratelimit.CalendarMonth, Zone: "Mars/Phobos"}, OnFailure: ratelimit.FailOpen(),
 	})
-	plain := client.limiter(t, Config{Name: "plain", Policy: FixedWindow{Limit: 1000, Window: year}})
+	plain := limitertest.Of(t, client, ratelimit.Config{Name: "plain", Policy: ratelimit.FixedWindow{Limit: 1000, Window: limitertest.Year}})
 	requireUnknown := func(err error) {
 		t.Helper()
-		var refused *ConfigError
+		var refused *ratelimit.ConfigError
 		require.ErrorAs(t, err, &refused)
 		require.Equal(t, "Config.Policy.Zone", refused.Field)
 		require.Contains(t, refused.Reason, `"Mars/Phobos"`)
@@ -34,7 +36,7 @@ func TestUnknownTimeZone(t *testing.T) {
 	testkit.Together(48, func(g int) {
 		ctx, key := context.Background(), fmt.Sprint(g)
 		for i := range 10 {
-			switch l := []*Limiter{good, bad, plain}[g%3]; {
+			switch l := []*ratelimit.Limiter{good, bad, plain}[g%3]; {
 			case i%2 == 0:
 				result, err := l.Allow(ctx, key)
 				if l == bad {
@@ -43,23 +45,23 @@ func TestUnknownTimeZone(t *testing.T) {
 				}
 				require.NoError(t, err)
 				require.True(t, result.Allowed)
-				require.Equal(t, SourceDatabase, result.Source)
+				require.Equal(t, ratelimit.SourceDatabase, result.Source)
 			case l == bad:
-				_, err := AllowAll(ctx, plain.Request("{"+key+"}all", 1), bad.Request(key, 1))
+				_, err := ratelimit.AllowAll(ctx, plain.Request("{"+key+"}all", 1), bad.Request(key, 1))
 				requireUnknown(err)
 			default:
-				results, err := AllowAll(ctx, plain.Request("{"+key+"}all", 1), good.Request(key, 1))
+				results, err := ratelimit.AllowAll(ctx, plain.Request("{"+key+"}all", 1), good.Request(key, 1))
 				require.NoError(t, err)
 				require.True(t, results.Allowed)
 			}
 		}
 	})
-	for name, call := range everyCall(bad, "key") {
+	for name, call := range limitertest.Calls(bad, "key") {
 		if !strings.Contains(name, "Reset") { // which needs no window
 			requireUnknown(call())
 		}
 	}
-	_, err := good.under(CalendarWindow{Limit: 1000, Unit: CalendarMonth, Zone: "Mars/Phobos"}).Allow(t.Context(), "0")
+	_, err := limitertest.Under(good, ratelimit.CalendarWindow{Limit: 1000, Unit: ratelimit.CalendarMonth, Zone: "Mars/Phobos"}).Allow(t.Context(), "0")
 	requireUnknown(err) // although the key's window is known
 	require.Equal(t, int64(0), pgtest.Scalar[int64](t, db.Pool,
 		"SELECT count(*) FROM rate_limit_ephemeral WHERE prefix = 'bad'"))
@@ -73,9 +75,9 @@ func TestUnknownTimeZone(t *testing.T) {
 // In memory, the time zones are those that this process knows.
 func TestUnknownTimeZoneInMemory(t *testing.T) {
 	t.Parallel()
-	client := newClient(t, &memory.DB{}, ClientConfig{})
-	bad := client.limiter(t, Config{Name: "bad", Policy: CalendarWindow{Limit: 10, Unit: CalendarDay, Zone: "Mars/Phobos"}})
-	good := client.limiter(t, Config{Name: "good", Policy: CalendarWindow{Limit: 10, Unit: CalendarDay, Zone: "Asia/Tokyo"}})
+	client := limitertest.NewClient(t, &memory.DB{}, ratelimit.ClientConfig{})
+	bad := limitertest.Of(t, client, ratelimit.Config{Name: "bad", Policy: ratelimit.CalendarWindow{Limit: 10, Unit: ratelimit.CalendarDay, Zone: "Mars/Phobos"}})
+	good := limitertest.Of(t, client, ratelimit.Config{Name: "good", Policy: ratelimit.CalendarWindow{Limit: 10, Unit: ratelimit.CalendarDay, Zone: "Asia/Tokyo"}})
 	testkit.Together(20, func(g int) {
 		if g%2 == 0 {
 			result, err := good.Allow(context.Background(), fmt.Sprint(g))
@@ -84,7 +86,7 @@ func TestUnknownTimeZoneInMemory(t *testing.T) {
 			return
 		}
 		_, err := bad.Allow(context.Background(), fmt.Sprint(g))
-		var refused *ConfigError
+		var refused *ratelimit.ConfigError
 		require.ErrorAs(t, err, &refused)
 		require.Equal(t, "Config.Policy.Zone", refused.Field)
 		require.Contains(t, refused.Reason, `"Mars/Phobos"`)

@@ -1,4 +1,4 @@
-package ratelimit
+package ratelimit_test
 
 import (
 	"context"
@@ -8,32 +8,13 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
-
-// smallPools are several pools of one database, as several processes have.
-func smallPools(t *testing.T, db *pgtest.DB, n int) []*pgxpool.Pool {
-	t.Helper()
-	// The pools' statements wait for a row for 25 ms at most. So deadlocks are looked for earlier than that, where the
-	// role may say so.
-	pgtest.Exec(t, db.Pool, `DO $$ BEGIN
-		IF (SELECT rolsuper FROM pg_roles WHERE rolname = session_user) THEN
-			EXECUTE format('ALTER DATABASE %I SET deadlock_timeout = ''5ms''', current_database());
-		END IF;
-	END $$`)
-	pools := make([]*pgxpool.Pool, n)
-	for i := range pools {
-		pools[i] = db.NewPool(t, func(config *pgxpool.Config) {
-			config.MaxConns = 4
-			config.ConnConfig.RuntimeParams["application_name"] = "limiter"
-		})
-	}
-	return pools
-}
 
 // Many callers ask for a new key at once, over several pools and limiters. Exactly Limit are admitted, each with
 // another Remaining.
@@ -41,21 +22,21 @@ func TestExactlyLimitAreAdmitted(t *testing.T) {
 	t.Parallel()
 
 	const limit, goroutines = 120, 200
-	eachSlowPolicyAndTable(t, limit, func(t *testing.T, config Config) {
+	limitertest.EachSlowPolicyAndTable(t, limit, func(t *testing.T, config ratelimit.Config) {
 		db := pgtest.New(t)
-		pools := smallPools(t, db, 4)
-		for variant, client := range map[string]ClientConfig{
+		pools := limitertest.SmallPools(t, db, 4)
+		for variant, client := range map[string]ratelimit.ClientConfig{
 			"coalesced": {}, "one call in each statement": {MaxBatch: 1, MaxInFlight: 16},
 		} {
 			config := config
 			config.NoDenialCache = client.MaxBatch == 1
-			limiters := make([]*Limiter, 2*len(pools))
+			limiters := make([]*ratelimit.Limiter, 2*len(pools))
 			for i := range limiters {
-				limiters[i] = newLimiter(t, pools[i%len(pools)], config, client)
+				limiters[i] = limitertest.New(t, pools[i%len(pools)], config, client)
 			}
-			for round := range 2 * rounds(t) {
+			for round := range 2 * limitertest.Rounds(t) {
 				key := fmt.Sprint(variant, " ", round)
-				results, errs := make([]Result, goroutines), make([]error, goroutines)
+				results, errs := make([]ratelimit.Result, goroutines), make([]error, goroutines)
 				testkit.Together(
 					goroutines,
 					func(i int) { results[i], errs[i] = limiters[i%len(limiters)].Allow(t.Context(), key) },
@@ -76,7 +57,7 @@ func TestExactlyLimitAreAdmitted(t *testing.T) {
 				require.Len(t, remaining, limit)
 				require.Equal(t, int64(0), remaining[0])
 				require.Len(t, slices.Compact(remaining), limit)
-				require.EqualValues(t, limit, taken(t, db.Pool, config, key))
+				require.EqualValues(t, limit, limitertest.Taken(t, db.Pool, config, key))
 			}
 		}
 	})
@@ -87,10 +68,10 @@ func TestCostsAddUpToTheLimit(t *testing.T) {
 	t.Parallel()
 
 	const limit = 1000
-	eachSlowPolicyAndTable(t, limit, func(t *testing.T, config Config) {
+	limitertest.EachSlowPolicyAndTable(t, limit, func(t *testing.T, config ratelimit.Config) {
 		db := pgtest.New(t)
-		pools := smallPools(t, db, 2)
-		limiters := []*Limiter{newLimiter(t, pools[0], config), newLimiter(t, pools[1], config)}
+		pools := limitertest.SmallPools(t, db, 2)
+		limiters := []*ratelimit.Limiter{limitertest.New(t, pools[0], config), limitertest.New(t, pools[1], config)}
 		var mu sync.Mutex
 		var granted int64
 		errs := make([]error, 100)
@@ -106,7 +87,7 @@ func TestCostsAddUpToTheLimit(t *testing.T) {
 			}
 		})
 		require.NoError(t, errors.Join(errs...))
-		require.Equal(t, granted, taken(t, db.Pool, config, "key"))
+		require.Equal(t, granted, limitertest.Taken(t, db.Pool, config, "key"))
 		require.Greater(t, granted, int64(limit-9)) // or the largest cost would have fitted
 
 		// What is left can still be had, and nothing more.
@@ -123,15 +104,15 @@ func TestRowDeletedWhileWeWaitForIt(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
-	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
 		db := pgtest.New(t)
-		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		limiter := limitertest.New(t, db.NewPool(t, nil), config)
 		_, err := limiter.AllowN(t.Context(), "key", 4)
 		require.NoError(t, err)
 
 		sweeper := pgtest.Begin(t, db)
 		pgtest.Exec(t, sweeper, "DELETE FROM "+pgtest.Table(config.Durable))
-		wait := testkit.Later(func() (Result, error) { return limiter.AllowN(context.Background(), "key", 3) })
+		wait := testkit.Later(func() (ratelimit.Result, error) { return limiter.AllowN(context.Background(), "key", 3) })
 		pgtest.WaitUntilBlocked(t, db.Pool, 1)
 		require.NoError(t, sweeper.Commit(t.Context()))
 
@@ -139,7 +120,7 @@ func TestRowDeletedWhileWeWaitForIt(t *testing.T) {
 		require.NoError(t, err)
 		require.True(t, result.Allowed)
 		require.EqualValues(t, 7, result.Remaining)
-		require.EqualValues(t, 3, taken(t, db.Pool, config, "key"))
+		require.EqualValues(t, 3, limitertest.Taken(t, db.Pool, config, "key"))
 	})
 }
 
@@ -147,9 +128,9 @@ func TestRowDeletedAndMadeAgainWhileWeWaitForIt(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
-	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
 		db := pgtest.New(t)
-		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		limiter := limitertest.New(t, db.NewPool(t, nil), config)
 		_, err := limiter.AllowN(t.Context(), "key", 9)
 		require.NoError(t, err)
 
@@ -158,7 +139,7 @@ func TestRowDeletedAndMadeAgainWhileWeWaitForIt(t *testing.T) {
 		require.NoError(t, limiter.WithTx(somebody).Reset(t.Context(), "key"))
 		_, err = limiter.WithTx(somebody).AllowN(t.Context(), "key", 2)
 		require.NoError(t, err)
-		wait := testkit.Later(func() (Result, error) { return limiter.AllowN(context.Background(), "key", 3) })
+		wait := testkit.Later(func() (ratelimit.Result, error) { return limiter.AllowN(context.Background(), "key", 3) })
 		pgtest.WaitUntilBlocked(t, db.Pool, 1)
 		require.NoError(t, somebody.Commit(t.Context()))
 
@@ -166,51 +147,7 @@ func TestRowDeletedAndMadeAgainWhileWeWaitForIt(t *testing.T) {
 		require.NoError(t, err)
 		require.True(t, result.Allowed)
 		require.EqualValues(t, 5, result.Remaining)
-		require.EqualValues(t, 5, taken(t, db.Pool, config, "key"))
-	})
-}
-
-// The look finds "a" missing and stops there. While the INSERT waits for somebody else's "a", the row of "m" is
-// deleted, which the look has not reached. The row of "n" is deleted too, and made again.
-func TestRowDeletedBetweenLookAndInsert(t *testing.T) {
-	t.Parallel()
-	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
-
-	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
-		for _, commit := range []bool{true, false} {
-			db := pgtest.New(t)
-			limiter := newLimiter(t, db.NewPool(t, nil), config)
-			for _, key := range []string{"m", "n", "z"} {
-				_, err := limiter.AllowN(t.Context(), key, 4)
-				require.NoError(t, err)
-			}
-
-			somebody := pgtest.Begin(t, db)
-			_, err := limiter.WithTx(somebody).AllowN(t.Context(), "a", 5)
-			require.NoError(t, err)
-			wait := limiter.takeLater("z", "n", "m", "a")
-			pgtest.WaitUntilBlocked(t, db.Pool, 1)
-			pgtest.Exec(t, db.Pool, "DELETE FROM "+pgtest.Table(config.Durable)+" WHERE key IN ('m', 'n')")
-			_, err = limiter.AllowN(t.Context(), "n", 2)
-			require.NoError(t, err)
-			if commit {
-				require.NoError(t, somebody.Commit(t.Context()))
-			} else {
-				require.NoError(t, somebody.Rollback(t.Context()))
-			}
-
-			elements, err := wait()
-			require.NoError(t, err)
-			want := map[string]int64{"a": 1, "m": 1, "n": 3, "z": 5}
-			if commit {
-				want["a"] += 5
-			}
-			for _, e := range elements {
-				require.EqualValues(t, 1, e.Decision.Granted, e.Key)
-				require.Equal(t, 10-want[e.Key], e.Decision.Remaining, e.Key)
-				require.Equal(t, want[e.Key], taken(t, db.Pool, config, e.Key), e.Key)
-			}
-		}
+		require.EqualValues(t, 5, limitertest.Taken(t, db.Pool, config, "key"))
 	})
 }
 
@@ -221,10 +158,10 @@ func TestSweeperAtFullSpeed(t *testing.T) {
 
 	const limit, calls, keys = 3, 150, 3
 	db := pgtest.New(t)
-	pools := smallPools(t, db, 3)
-	config := Config{
+	pools := limitertest.SmallPools(t, db, 3)
+	config := ratelimit.Config{
 		Name:          "test",
-		Policy:        FixedWindow{Limit: limit, Window: year},
+		Policy:        ratelimit.FixedWindow{Limit: limit, Window: limitertest.Year},
 		NoDenialCache: true,
 	}
 
@@ -250,9 +187,9 @@ func TestSweeperAtFullSpeed(t *testing.T) {
 	var granted int64
 	errs := make([]error, 12)
 	testkit.Together(12, func(i int) {
-		limiter, err := newLimiter(t, pools[i%len(pools)], config, ClientConfig{MaxBatch: 4}), error(nil)
+		limiter, err := limitertest.New(t, pools[i%len(pools)], config, ratelimit.ClientConfig{MaxBatch: 4}), error(nil)
 		for call := 0; call < calls && err == nil; call++ {
-			var result Result
+			var result ratelimit.Result
 			if result, err = limiter.Allow(context.Background(), fmt.Sprint((i+call)%keys)); result.Allowed {
 				mu.Lock()
 				granted++
@@ -272,29 +209,29 @@ func TestTwoTransactionsMakeTheSameNewKey(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
-	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
 		for _, commit := range []bool{true, false} {
 			db := pgtest.New(t)
-			limiter := newLimiter(t, db.NewPool(t, nil), config)
+			limiter := limitertest.New(t, db.NewPool(t, nil), config)
 			first, second := pgtest.Begin(t, db), pgtest.Begin(t, db)
 			_, err := limiter.WithTx(first).AllowN(t.Context(), "key", 8)
 			require.NoError(t, err)
-			inTx := testkit.Later(func() (Result, error) { return limiter.WithTx(second).AllowN(context.Background(), "key", 3) })
+			inTx := testkit.Later(func() (ratelimit.Result, error) { return limiter.WithTx(second).AllowN(context.Background(), "key", 3) })
 			pgtest.WaitUntilBlocked(t, db.Pool, 1)
 
-			var want Result
+			var want ratelimit.Result
 			if commit {
 				require.NoError(t, first.Commit(t.Context()))
-				want = Result{Allowed: false, Limit: 10, Remaining: 2}
+				want = ratelimit.Result{Allowed: false, Limit: 10, Remaining: 2}
 			} else {
 				require.NoError(t, first.Rollback(t.Context()))
-				want = Result{Allowed: true, Limit: 10, Remaining: 7}
+				want = ratelimit.Result{Allowed: true, Limit: 10, Remaining: 7}
 			}
 			got, err := inTx()
 			require.NoError(t, err)
-			require.Equal(t, want, Result{Allowed: got.Allowed, Limit: got.Limit, Remaining: got.Remaining})
+			require.Equal(t, want, ratelimit.Result{Allowed: got.Allowed, Limit: got.Limit, Remaining: got.Remaining})
 			require.NoError(t, second.Commit(t.Context()))
-			require.Equal(t, 10-want.Remaining, taken(t, db.Pool, config, "key"))
+			require.Equal(t, 10-want.Remaining, limitertest.Taken(t, db.Pool, config, "key"))
 		}
 	})
 }

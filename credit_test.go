@@ -1,4 +1,4 @@
-package ratelimit
+package ratelimit_test
 
 import (
 	"context"
@@ -11,6 +11,8 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -18,18 +20,18 @@ import (
 
 func TestGrantMakesARowAndIsWritten(t *testing.T) {
 	t.Parallel()
-	eachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config Config) {
+	limitertest.EachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
 		db := pgtest.New(t)
-		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		limiter := limitertest.New(t, db.NewPool(t, nil), config)
 		balance, err := limiter.Grant(t.Context(), "key", 5)
 		require.NoError(t, err)
 		require.EqualValues(t, 15, balance.Remaining)
 		require.EqualValues(t, 10, balance.Limit)
 		require.Positive(t, balance.ResetAfter)
-		require.Len(t, storedRows(t, db.Pool, config.Durable), len(limiter.model.Rules))
+		require.Len(t, pgtest.StoredRows(t, db.Pool, config.Durable), len(limitertest.Model(limiter.Config().Policy).Rules))
 
 		_, err = limiter.AllowN(t.Context(), "key", 11)
-		require.ErrorIs(t, err, ErrCostExceedsLimit)
+		require.ErrorIs(t, err, ratelimit.ErrCostExceedsLimit)
 		for _, want := range []int64{8, 1} {
 			result, err := limiter.AllowN(t.Context(), "key", 7)
 			require.NoError(t, err)
@@ -61,9 +63,9 @@ func TestGrantMakesARowAndIsWritten(t *testing.T) {
 func TestGrantIsKeptOrUndoneWithTheTransaction(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
-	eachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config Config) {
+	limitertest.EachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
 		db := pgtest.New(t)
-		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		limiter := limitertest.New(t, db.NewPool(t, nil), config)
 		grant := func(tx pgx.Tx, n, remaining int64) {
 			balance, err := limiter.WithTx(tx).Grant(t.Context(), "key", n)
 			require.NoError(t, err)
@@ -77,16 +79,16 @@ func TestGrantIsKeptOrUndoneWithTheTransaction(t *testing.T) {
 		tx := pgtest.Begin(t, db)
 		grant(tx, 5, 15)
 		require.NoError(t, tx.Rollback(t.Context()))
-		require.Empty(t, storedRows(t, db.Pool, config.Durable))
+		require.Empty(t, pgtest.StoredRows(t, db.Pool, config.Durable))
 
 		tx = pgtest.Begin(t, db)
 		grant(tx, 5, 15)
-		inner := savepoint(t, tx)
+		inner := limitertest.Savepoint(t, tx)
 		grant(inner, 7, 22)
 		require.NoError(t, inner.Rollback(t.Context()))
 		grant(tx, 1, 16)
 		require.EqualValues(t, 10, remaining())
-		other := testkit.Later(func() (Result, error) { return limiter.AllowN(context.Background(), "key", 10) })
+		other := testkit.Later(func() (ratelimit.Result, error) { return limiter.AllowN(context.Background(), "key", 10) })
 		pgtest.WaitUntilBlocked(t, db.Pool, 1)
 		require.NoError(t, tx.Commit(t.Context()))
 		result, err := other()
@@ -98,10 +100,10 @@ func TestGrantIsKeptOrUndoneWithTheTransaction(t *testing.T) {
 // Many callers grant, take and refund at once. Each unit is spent once.
 func TestCreditIsExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
-	eachSlowPolicyAllAndTable(t, 20, func(t *testing.T, config Config) {
+	limitertest.EachSlowPolicyAllAndTable(t, 20, func(t *testing.T, config ratelimit.Config) {
 		const callers, calls = 16, 60
 		db := pgtest.New(t)
-		limiters := []*Limiter{newLimiter(t, db.NewPool(t, nil), config), newLimiter(t, db.NewPool(t, nil), config)}
+		limiters := []*ratelimit.Limiter{limitertest.New(t, db.NewPool(t, nil), config), limitertest.New(t, db.NewPool(t, nil), config)}
 		var allowance, out atomic.Int64
 		allowance.Store(20)
 		errs := make([]error, callers)
@@ -114,7 +116,7 @@ func TestCreditIsExactUnderConcurrency(t *testing.T) {
 					_, errs[i] = limiter.Grant(t.Context(), "key", n)
 					continue
 				}
-				var result Result
+				var result ratelimit.Result
 				if result, errs[i] = limiter.AllowN(t.Context(), "key", n); result.Allowed {
 					if now := out.Add(n); now > allowance.Load() {
 						errs[i] = fmt.Errorf("%d of %d are taken", now, allowance.Load())
@@ -133,17 +135,17 @@ func TestCreditIsExactUnderConcurrency(t *testing.T) {
 func TestGrantOfABadAmount(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
-	limiter := newLimiter(t, db.Pool, Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}})
+	limiter := limitertest.New(t, db.Pool, ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year}})
 	tx := pgtest.Begin(t, db)
 	for n, want := range map[int64]error{
-		0: ErrInvalidCost, -1: ErrInvalidCost, math.MinInt64: ErrInvalidCost, model.MaxCredit + 1: ErrCostExceedsLimit, math.MaxInt64: ErrCostExceedsLimit,
+		0: ratelimit.ErrInvalidCost, -1: ratelimit.ErrInvalidCost, math.MinInt64: ratelimit.ErrInvalidCost, model.MaxCredit + 1: ratelimit.ErrCostExceedsLimit, math.MaxInt64: ratelimit.ErrCostExceedsLimit,
 	} {
 		result, err := limiter.Grant(t.Context(), "personal", n)
 		require.Zero(t, result)
 		_, errTx := limiter.WithTx(tx).Grant(t.Context(), "personal", n)
 		for _, err := range []error{err, errTx} {
 			require.ErrorIs(t, err, want)
-			require.NotEqual(t, errors.Is(err, ErrInvalidCost), errors.Is(err, ErrCostExceedsLimit))
+			require.NotEqual(t, errors.Is(err, ratelimit.ErrInvalidCost), errors.Is(err, ratelimit.ErrCostExceedsLimit))
 			require.NotContains(t, err.Error(), "personal")
 		}
 		if n > model.MaxCredit {
@@ -156,5 +158,5 @@ func TestGrantOfABadAmount(t *testing.T) {
 		}
 	}
 	require.NoError(t, tx.Commit(t.Context()))
-	require.Empty(t, storedRows(t, db.Pool, false))
+	require.Empty(t, pgtest.StoredRows(t, db.Pool, false))
 }

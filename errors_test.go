@@ -1,4 +1,4 @@
-package ratelimit
+package ratelimit_test
 
 import (
 	"context"
@@ -18,90 +18,17 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
-	"github.com/pgratelimit/ratelimit/internal/engine"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/migrations"
 )
-
-// kinds are all errors that a StoreError can be.
-var kinds = []error{
-	ErrNotMigrated,
-	ErrNewerSchema,
-	ErrNotPermitted,
-	ErrPreparedStatements,
-	ErrSetup,
-	ErrUnavailable,
-	ErrReadOnly,
-	ErrTimeout,
-	ErrPoolExhausted,
-	ErrOutcomeUnknown,
-}
-
-// calls are all methods that ask the database, each in words, for a key.
-func everyCall(l *Limiter, key string) map[string]func() error {
-	allowed := func(r Result, err error) error {
-		if err == nil && !r.Allowed {
-			return errors.New("denied")
-		}
-		return err
-	}
-	return map[string]func() error{
-		"Allow":  func() error { return allowed(l.Allow(context.Background(), key)) },
-		"AllowN": func() error { return allowed(l.AllowN(context.Background(), key, 2)) },
-		"Peek":   func() error { return allowed(l.Peek(context.Background(), key)) },
-		"Reset":  func() error { return l.Reset(context.Background(), key) },
-		"Refund": func() error { return allowed(asResult(l.Refund(context.Background(), forged(l, key, 2)))) },
-		"Grant":  func() error { return allowed(asResult(l.Grant(context.Background(), key, 2))) },
-	}
-}
-
-// everyTxCall are all methods that take a transaction, each for a key.
-func everyTxCall(l *Limiter, tx pgx.Tx, key string) map[string]func() error {
-	ctx := context.Background()
-	return map[string]func() error{
-		"AllowTx":    func() error { _, err := l.WithTx(tx).Allow(ctx, key); return err },
-		"AllowNTx":   func() error { _, err := l.WithTx(tx).AllowN(ctx, key, 2); return err },
-		"AllowAllTx": func() error { _, err := allowAllTx(ctx, tx, l.Request(key, 1)); return err },
-		"RefundTx":   func() error { _, err := l.WithTx(tx).Refund(ctx, forged(l, key, 2)); return err },
-		"RefundNTx":  func() error { _, err := l.WithTx(tx).RefundN(ctx, forged(l, key, 2), 1); return err },
-		"GrantTx":    func() error { _, err := l.WithTx(tx).Grant(ctx, key, 2); return err },
-		"ResetTx":    func() error { return l.WithTx(tx).Reset(ctx, key) },
-	}
-}
-
-// forged is a result of a take that there was not.
-func forged(l *Limiter, key string, n int64) Result {
-	r := engine.NewReceipt(l.space, l.model, key, n)
-	for i := range r.Parts {
-		r.Parts[i].Units = n
-	}
-	return Result{Allowed: true, taken: engine.Claim{Receipt: r}}
-}
-
-// requireKinds requires a StoreError of exactly these kinds. It does not show a key with personal in it.
-func requireKinds(t testing.TB, err error, want ...error) {
-	const key = "personal"
-	t.Helper()
-	var store *StoreError
-	require.ErrorAs(t, err, &store)
-	for _, kind := range kinds {
-		require.Equal(t, slices.Contains(want, kind), errors.Is(err, kind), "%v: %v", kind, err)
-	}
-	require.True(t, strings.HasPrefix(err.Error(), "ratelimit: "), err)
-	require.Equal(t, 1, strings.Count(err.Error(), "ratelimit: "), err)
-	require.NotContains(t, err.Error(), key)
-	require.NotContains(t, fmt.Sprintf("%+v", err), key)
-	for _, kind := range want {
-		require.Contains(t, err.Error(), strings.TrimPrefix(kind.Error(), "ratelimit: "))
-	}
-}
 
 // Whoever wraps or logs a sentinel by itself sees whose it is.
 func TestSentinelsSayWhoseTheyAre(t *testing.T) {
@@ -122,20 +49,20 @@ func TestSentinelsSayWhoseTheyAre(t *testing.T) {
 		return true
 	})
 	all := map[string]error{
-		"ErrInvalidKey": ErrInvalidKey, "ErrInvalidCost": ErrInvalidCost, "ErrNothingToRefund": ErrNothingToRefund, "ErrNoReceipt": ErrNoReceipt,
-		"ErrCostExceedsLimit": ErrCostExceedsLimit, "ErrWouldExceedDeadline": ErrWouldExceedDeadline,
-		"ErrNotMigrated": ErrNotMigrated, "ErrNewerSchema": ErrNewerSchema, "ErrNotPermitted": ErrNotPermitted, "ErrSharded": ErrSharded,
-		"ErrPreparedStatements": ErrPreparedStatements, "ErrSetup": ErrSetup, "ErrUnavailable": ErrUnavailable,
-		"ErrReadOnly": ErrReadOnly, "ErrTimeout": ErrTimeout, "ErrKeyHeld": ErrKeyHeld,
-		"ErrPoolExhausted": ErrPoolExhausted, "ErrOutcomeUnknown": ErrOutcomeUnknown,
+		"ErrInvalidKey": ratelimit.ErrInvalidKey, "ErrInvalidCost": ratelimit.ErrInvalidCost, "ErrNothingToRefund": ratelimit.ErrNothingToRefund, "ErrNoReceipt": ratelimit.ErrNoReceipt,
+		"ErrCostExceedsLimit": ratelimit.ErrCostExceedsLimit, "ErrWouldExceedDeadline": ratelimit.ErrWouldExceedDeadline,
+		"ErrNotMigrated": ratelimit.ErrNotMigrated, "ErrNewerSchema": ratelimit.ErrNewerSchema, "ErrNotPermitted": ratelimit.ErrNotPermitted, "ErrSharded": ratelimit.ErrSharded,
+		"ErrPreparedStatements": ratelimit.ErrPreparedStatements, "ErrSetup": ratelimit.ErrSetup, "ErrUnavailable": ratelimit.ErrUnavailable,
+		"ErrReadOnly": ratelimit.ErrReadOnly, "ErrTimeout": ratelimit.ErrTimeout, "ErrKeyHeld": ratelimit.ErrKeyHeld,
+		"ErrPoolExhausted": ratelimit.ErrPoolExhausted, "ErrOutcomeUnknown": ratelimit.ErrOutcomeUnknown,
 	}
 	require.ElementsMatch(t, slices.Collect(maps.Keys(all)), exported, "the list is complete")
 	for name, err := range all {
 		require.Equal(t, 1, strings.Count(err.Error(), "ratelimit: "), name)
 		require.True(t, strings.HasPrefix(err.Error(), "ratelimit: "), name)
 	}
-	require.True(t, strings.HasPrefix(errAcrossShards.Error(), ErrSharded.Error()))
-	require.EqualError(t, pg.NewError(io.EOF, ErrTimeout, ErrOutcomeUnknown),
+	require.True(t, strings.HasPrefix(ratelimit.ErrAcrossShards.Error(), ratelimit.ErrSharded.Error()))
+	require.EqualError(t, pg.NewError(io.EOF, ratelimit.ErrTimeout, ratelimit.ErrOutcomeUnknown),
 		"ratelimit: the database did not decide within ClientConfig.Timeout: "+
 			"the outcome is unknown; the request may or may not have counted: EOF")
 }
@@ -144,10 +71,10 @@ func TestInvalidKeys(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	limiter := newLimiter(
+	limiter := limitertest.New(
 		t,
 		db.Pool,
-		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}},
+		ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year}},
 	)
 	tx := pgtest.Begin(t, db)
 	for _, c := range []struct{ key, says string }{
@@ -161,7 +88,7 @@ func TestInvalidKeys(t *testing.T) {
 		{"personal \xf4\x90\x80\x80", "UTF-8"}, // beyond Unicode
 		{"\xc0\x80", "UTF-8"},                  // another NUL
 	} {
-		all := everyCall(limiter, c.key)
+		all := limitertest.Calls(limiter, c.key)
 		all["AllowTx"] = func() error { _, err := limiter.WithTx(tx).Allow(t.Context(), c.key); return err }
 		all["AllowNTx"] = func() error { _, err := limiter.WithTx(tx).AllowN(t.Context(), c.key, 1); return err }
 		delete(all, "Refund") // whose key is that of a take
@@ -169,8 +96,8 @@ func TestInvalidKeys(t *testing.T) {
 		all["ResetTx"] = func() error { return limiter.WithTx(tx).Reset(t.Context(), c.key) }
 		for name, call := range all {
 			err := call()
-			require.ErrorIs(t, err, ErrInvalidKey, name)
-			var keyErr *KeyError
+			require.ErrorIs(t, err, ratelimit.ErrInvalidKey, name)
+			var keyErr *ratelimit.KeyError
 			require.ErrorAs(t, err, &keyErr, name)
 			require.Contains(t, err.Error(), "ratelimit: invalid key: ")
 			require.Contains(t, err.Error(), c.says)
@@ -181,7 +108,7 @@ func TestInvalidKeys(t *testing.T) {
 	require.Equal(t, "T", string(tx.Conn().PgConn().TxStatus()))
 	require.Zero(t, pgtest.Scalar[int](t, tx, "SELECT count(*) FROM rate_limit_ephemeral"))
 	require.NoError(t, tx.Rollback(t.Context()))
-	require.Empty(t, storedRows(t, db.Pool, false))
+	require.Empty(t, pgtest.StoredRows(t, db.Pool, false))
 
 	for _, key := range []string{"x", strings.Repeat("ä", 256), "\x01\n\\'\"{}, NULL $1", "\U0010ffff", "﷐", " "} {
 		for _, want := range []int64{9, 8} {
@@ -190,18 +117,18 @@ func TestInvalidKeys(t *testing.T) {
 			require.Equal(t, want, result.Remaining)
 		}
 	}
-	require.Len(t, storedRows(t, db.Pool, false), 6)
+	require.Len(t, pgtest.StoredRows(t, db.Pool, false), 6)
 }
 
 func TestInvalidCosts(t *testing.T) {
 	t.Parallel()
 
-	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
 		db := pgtest.New(t)
-		limiter := newLimiter(t, db.Pool, config)
+		limiter := limitertest.New(t, db.Pool, config)
 		tx := pgtest.Begin(t, db)
 		for cost, want := range map[int64]error{
-			-1: ErrInvalidCost, -1 << 63: ErrInvalidCost, 11: ErrCostExceedsLimit, 1<<63 - 1: ErrCostExceedsLimit,
+			-1: ratelimit.ErrInvalidCost, -1 << 63: ratelimit.ErrInvalidCost, 11: ratelimit.ErrCostExceedsLimit, 1<<63 - 1: ratelimit.ErrCostExceedsLimit,
 		} {
 			for range 2 {
 				result, err := limiter.AllowN(t.Context(), "personal", cost)
@@ -209,10 +136,10 @@ func TestInvalidCosts(t *testing.T) {
 				_, errTx := limiter.WithTx(tx).AllowN(t.Context(), "personal", cost)
 				for _, err := range []error{err, errTx} {
 					require.ErrorIs(t, err, want)
-					require.NotEqual(t, errors.Is(err, ErrInvalidCost), errors.Is(err, ErrCostExceedsLimit))
-					var costErr *CostError
+					require.NotEqual(t, errors.Is(err, ratelimit.ErrInvalidCost), errors.Is(err, ratelimit.ErrCostExceedsLimit))
+					var costErr *ratelimit.CostError
 					require.ErrorAs(t, err, &costErr)
-					require.Equal(t, CostError{Cost: cost, Limit: 10}, *costErr)
+					require.Equal(t, ratelimit.CostError{Cost: cost, Limit: 10}, *costErr)
 					require.Contains(t, err.Error(), fmt.Sprint(cost))
 					require.Contains(t, err.Error(), want.Error())
 					require.NotContains(t, err.Error(), "personal")
@@ -224,18 +151,18 @@ func TestInvalidCosts(t *testing.T) {
 			if n > 0 {
 				says = fmt.Sprintf("ratelimit: invalid cost: %d is more than the 2 that are left to give back", n)
 			}
-			result, err := limiter.RefundN(t.Context(), forged(limiter, "personal", 2), n)
+			result, err := limiter.RefundN(t.Context(), limitertest.Forged(limiter, "personal", 2), n)
 			require.Zero(t, result)
-			_, errTx := limiter.WithTx(tx).RefundN(t.Context(), forged(limiter, "personal", 2), n)
+			_, errTx := limiter.WithTx(tx).RefundN(t.Context(), limitertest.Forged(limiter, "personal", 2), n)
 			for _, err := range []error{err, errTx} {
-				require.ErrorIs(t, err, ErrInvalidCost)
-				require.NotErrorIs(t, err, ErrCostExceedsLimit)
+				require.ErrorIs(t, err, ratelimit.ErrInvalidCost)
+				require.NotErrorIs(t, err, ratelimit.ErrCostExceedsLimit)
 				require.EqualError(t, err, says)
 			}
 		}
 		require.Equal(t, "T", string(tx.Conn().PgConn().TxStatus()))
 		require.NoError(t, tx.Rollback(t.Context()))
-		require.Empty(t, storedRows(t, db.Pool, config.Durable))
+		require.Empty(t, pgtest.StoredRows(t, db.Pool, config.Durable))
 		result, err := limiter.AllowN(t.Context(), "personal", 10)
 		require.NoError(t, err)
 		require.True(t, result.Allowed)
@@ -246,11 +173,11 @@ func TestNotMigrated(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.Empty(t)
-	for _, policy := range slowPolicies(10) {
-		limiter := newLimiter(t, db.Pool, Config{Name: "test", Policy: policy})
-		for _, call := range everyCall(limiter, "personal") {
+	for _, policy := range limitertest.SlowPolicies(10) {
+		limiter := limitertest.New(t, db.Pool, ratelimit.Config{Name: "test", Policy: policy})
+		for _, call := range limitertest.Calls(limiter, "personal") {
 			err := call()
-			requireKinds(t, err, ErrNotMigrated)
+			limitertest.RequireKinds(t, err, ratelimit.ErrNotMigrated)
 			require.Contains(t, err.Error(), "call migrations.Up(ctx, pool), or run 'pgratelimit migrate up'")
 			require.NotContains(t, err.Error(), "goose") // which needs a table that is not its default
 		}
@@ -259,8 +186,8 @@ func TestNotMigrated(t *testing.T) {
 
 	// A connection is as good as before, and so is the limiter once somebody migrates.
 	require.NoError(t, migrations.Up(t.Context(), db.Pool))
-	for _, policy := range slowPolicies(10) {
-		for name, call := range everyCall(newLimiter(t, db.Pool, Config{Name: "test", Policy: policy}), "personal") {
+	for _, policy := range limitertest.SlowPolicies(10) {
+		for name, call := range limitertest.Calls(limitertest.New(t, db.Pool, ratelimit.Config{Name: "test", Policy: policy}), "personal") {
 			require.NoError(t, call(), name)
 		}
 	}
@@ -271,20 +198,20 @@ func TestMigratedAndRolledBack(t *testing.T) {
 	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
-	limiter := newLimiter(
+	limiter := limitertest.New(
 		t,
 		db.Pool,
-		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}},
+		ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year}},
 	)
-	for name, call := range everyCall(limiter, "personal") {
+	for name, call := range limitertest.Calls(limiter, "personal") {
 		require.NoError(t, call(), name)
 	}
 	require.NoError(t, migrations.DownTo(t.Context(), db.Pool, 0))
-	for _, call := range everyCall(limiter, "personal") { // on connections that had it prepared
-		requireKinds(t, call(), ErrNotMigrated)
+	for _, call := range limitertest.Calls(limiter, "personal") { // on connections that had it prepared
+		limitertest.RequireKinds(t, call(), ratelimit.ErrNotMigrated)
 	}
 	require.NoError(t, migrations.Up(t.Context(), db.Pool))
-	for name, call := range everyCall(limiter, "personal") {
+	for name, call := range limitertest.Calls(limiter, "personal") {
 		require.NoError(t, call(), name)
 	}
 }
@@ -299,10 +226,10 @@ func TestVersionOfTheSchema(t *testing.T) {
 	require.Len(t, all, pg.SchemaVersion)
 
 	db := pgtest.New(t)
-	limiter := newLimiter(
+	limiter := limitertest.New(
 		t,
 		db.Pool,
-		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}},
+		ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year}},
 	)
 	// One that is newer and has all that is called goes on to work.
 	version := func(n int) {
@@ -316,7 +243,7 @@ func TestVersionOfTheSchema(t *testing.T) {
 		)
 	}
 	version(pg.SchemaVersion + 1)
-	for name, call := range everyCall(limiter, "personal") {
+	for name, call := range limitertest.Calls(limiter, "personal") {
 		require.NoError(t, call(), name)
 	}
 
@@ -331,14 +258,14 @@ func TestVersionOfTheSchema(t *testing.T) {
 		kind error
 		says string
 	}{
-		pg.SchemaVersion - 1: {ErrNotMigrated, "version 2 of the migrations, and what is missing came later; this release was made for version 3"},
-		pg.SchemaVersion:     {ErrNotMigrated, "version 3 of the migrations, which has what is missing"},
-		pg.SchemaVersion + 1: {ErrNewerSchema, "version 4 of the migrations, which has it no longer; this release was made for version 3"},
+		pg.SchemaVersion - 1: {ratelimit.ErrNotMigrated, "version 2 of the migrations, and what is missing came later; this release was made for version 3"},
+		pg.SchemaVersion:     {ratelimit.ErrNotMigrated, "version 3 of the migrations, which has what is missing"},
+		pg.SchemaVersion + 1: {ratelimit.ErrNewerSchema, "version 4 of the migrations, which has it no longer; this release was made for version 3"},
 	} {
 		version(n)
-		for name, call := range everyCall(limiter, "personal") {
+		for name, call := range limitertest.Calls(limiter, "personal") {
 			err := call()
-			requireKinds(t, err, want.kind)
+			limitertest.RequireKinds(t, err, want.kind)
 			require.Contains(t, err.Error(), want.says, name)
 		}
 	}
@@ -356,26 +283,26 @@ func TestNotPermitted(t *testing.T) {
 			config.ConnConfig.RuntimeParams["role"] = "pg_monitor"
 		}
 	})
-	for _, policy := range slowPolicies(10) {
-		for _, call := range everyCall(newLimiter(t, pool, Config{Name: "test", Policy: policy}), "personal") {
+	for _, policy := range limitertest.SlowPolicies(10) {
+		for _, call := range limitertest.Calls(limitertest.New(t, pool, ratelimit.Config{Name: "test", Policy: policy}), "personal") {
 			err := call()
-			requireKinds(t, err, ErrNotPermitted)
+			limitertest.RequireKinds(t, err, ratelimit.ErrNotPermitted)
 			require.Contains(t, err.Error(), "GRANT")
 		}
 		// Nor without USAGE on the schema.
-		for _, call := range everyCall(newLimiter(t, pool, Config{Name: "test", Policy: policy}, ClientConfig{Schema: "pg_toast"}), "personal") {
-			requireKinds(t, call(), ErrNotPermitted)
+		for _, call := range limitertest.Calls(limitertest.New(t, pool, ratelimit.Config{Name: "test", Policy: policy}, ratelimit.ClientConfig{Schema: "pg_toast"}), "personal") {
+			limitertest.RequireKinds(t, call(), ratelimit.ErrNotPermitted)
 		}
 	}
-	require.Empty(t, storedRows(t, db.Pool, false))
+	require.Empty(t, pgtest.StoredRows(t, db.Pool, false))
 
 	// EXECUTE on the functions is all that a role needs. The tables stay closed to it.
 	if !superuser {
 		return
 	}
 	pgtest.Exec(t, db.Pool, "GRANT EXECUTE ON FUNCTION "+strings.Join(algorithm.Functions(), ", ")+" TO pg_monitor")
-	for _, policy := range slowPolicies(10) {
-		for name, call := range everyCall(newLimiter(t, pool, Config{Name: "test", Policy: policy}), "personal") {
+	for _, policy := range limitertest.SlowPolicies(10) {
+		for name, call := range limitertest.Calls(limitertest.New(t, pool, ratelimit.Config{Name: "test", Policy: policy}), "personal") {
 			require.NoError(t, call(), name)
 		}
 	}
@@ -393,24 +320,24 @@ func TestStatementTimeout(t *testing.T) {
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
 
 	db := pgtest.New(t)
-	config := Config{
+	config := ratelimit.Config{
 		Name:   "test",
-		Policy: FixedWindow{Limit: 10, Window: year},
+		Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year},
 	}
-	clientConfig := ClientConfig{Timeout: 8 * time.Second}
+	clientConfig := ratelimit.ClientConfig{Timeout: 8 * time.Second}
 	pool := db.NewPool(
 		t,
 		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["statement_timeout"] = "100ms" },
 	)
-	limiter := newLimiter(t, pool, config, clientConfig)
-	_, err := newLimiter(t, db.Pool, config, clientConfig).Allow(t.Context(), "personal")
+	limiter := limitertest.New(t, pool, config, clientConfig)
+	_, err := limitertest.New(t, db.Pool, config, clientConfig).Allow(t.Context(), "personal")
 	require.NoError(t, err)
-	holder := hold(t, db, config, "personal")
+	holder := limitertest.Hold(t, db, config, "personal")
 	_, err = limiter.Allow(t.Context(), "personal")
-	requireKinds(t, err, ErrTimeout, ErrKeyHeld)
-	requireKinds(t, limiter.Reset(t.Context(), "personal"), ErrTimeout)
+	limitertest.RequireKinds(t, err, ratelimit.ErrTimeout, ratelimit.ErrKeyHeld)
+	limitertest.RequireKinds(t, limiter.Reset(t.Context(), "personal"), ratelimit.ErrTimeout)
 	require.NoError(t, holder.Rollback(t.Context()))
-	require.EqualValues(t, 1, taken(t, db.Pool, config, "personal"))
+	require.EqualValues(t, 1, limitertest.Taken(t, db.Pool, config, "personal"))
 }
 
 func TestStoreErrors(t *testing.T) {
@@ -426,54 +353,54 @@ func TestStoreErrors(t *testing.T) {
 		codes string
 		want  []error
 	}{
-		{"42P01 42883 3F000 42704 42703", []error{ErrNotMigrated}},
-		{"42501", []error{ErrNotPermitted}},
-		{"26000 42P05", []error{ErrPreparedStatements}},
-		{"28000 28P01 3D000 22P02", []error{ErrSetup}},
-		{"25006", []error{ErrUnavailable, ErrReadOnly}},
-		{"55P03 57014", []error{ErrTimeout}},
-		{"08000 08003 08006 53000 53100 53200 53300 53400 58000 58030 54000 57P01 57P02 57P03", []error{ErrUnavailable}},
+		{"42P01 42883 3F000 42704 42703", []error{ratelimit.ErrNotMigrated}},
+		{"42501", []error{ratelimit.ErrNotPermitted}},
+		{"26000 42P05", []error{ratelimit.ErrPreparedStatements}},
+		{"28000 28P01 3D000 22P02", []error{ratelimit.ErrSetup}},
+		{"25006", []error{ratelimit.ErrUnavailable, ratelimit.ErrReadOnly}},
+		{"55P03 57014", []error{ratelimit.ErrTimeout}},
+		{"08000 08003 08006 53000 53100 53200 53300 53400 58000 58030 54000 57P01 57P02 57P03", []error{ratelimit.ErrUnavailable}},
 		{"40001 40P01 22023 23502 23505 XX000 57P04 25P02 42601 0 00000", nil},
 		{"", nil},
 	} {
 		for code := range strings.SplitSeq(c.codes, " ") {
 			for _, sent := range []bool{false, true} {
 				failed, fatal := c.want, c.want
-				switch other := failed == nil || slices.Equal(failed, []error{ErrUnavailable}); {
+				switch other := failed == nil || slices.Equal(failed, []error{ratelimit.ErrUnavailable}); {
 				case other && sent:
-					fatal = []error{ErrUnavailable, ErrOutcomeUnknown}
+					fatal = []error{ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown}
 				case other:
-					failed, fatal = []error{ErrUnavailable}, []error{ErrUnavailable}
+					failed, fatal = []error{ratelimit.ErrUnavailable}, []error{ratelimit.ErrUnavailable}
 				}
 				tests = append(
 					tests,
-					test{code, "ERROR", sent, failed},
-					test{code, "FATAL", sent, fatal},
-					test{code, "PANIC", sent, fatal},
+					test{code: code, severity: "ERROR", sent: sent, want: failed},
+					test{code: code, severity: "FATAL", sent: sent, want: fatal},
+					test{code: code, severity: "PANIC", sent: sent, want: fatal},
 				)
 			}
 		}
 	}
 	for _, sent := range []bool{false, true} {
-		tests = append(tests, test{"08P01", "ERROR", sent, []error{ErrPreparedStatements}}) // of Postgres
+		tests = append(tests, test{code: "08P01", severity: "ERROR", sent: sent, want: []error{ratelimit.ErrPreparedStatements}}) // of Postgres
 	}
 	// At connecting, a setting that the server does not know, or a value that it does not take.
 	for i := range tests {
 		if c := &tests[i]; !c.sent && c.code != "42501" &&
 			(strings.HasPrefix(c.code, "42") || strings.HasPrefix(c.code, "22")) {
-			c.want = []error{ErrSetup}
+			c.want = []error{ratelimit.ErrSetup}
 		}
 	}
 	tests = append(
 		tests, // of PgBouncer
 		test{
-			"08P01",
-			"FATAL",
-			false,
-			[]error{ErrUnavailable},
+			code:     "08P01",
+			severity: "FATAL",
+			sent:     false,
+			want:     []error{ratelimit.ErrUnavailable},
 		},
-		test{"08P01", "FATAL", true, []error{ErrUnavailable, ErrOutcomeUnknown}},
-		test{"0A000", "FATAL", false, []error{ErrSetup}}, // client_encoding is one that the server does not convert
+		test{code: "08P01", severity: "FATAL", sent: true, want: []error{ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown}},
+		test{code: "0A000", severity: "FATAL", sent: false, want: []error{ratelimit.ErrSetup}}, // client_encoding is one that the server does not convert
 	)
 	for _, c := range tests {
 		pgErr := &pgconn.PgError{
@@ -483,8 +410,8 @@ func TestStoreErrors(t *testing.T) {
 			Message:             "words of the database",
 			Detail:              "Key (key)=(personal)",
 		}
-		err := publicError(pg.Translate(fmt.Errorf("driver: %w", pgErr), c.sent))
-		requireKinds(t, err, c.want...)
+		err := ratelimit.PublicError(pg.Translate(fmt.Errorf("driver: %w", pgErr), c.sent))
+		limitertest.RequireKinds(t, err, c.want...)
 		require.Contains(t, err.Error(), "words of the database")
 		var got *pgconn.PgError
 		require.ErrorAs(t, err, &got)
@@ -496,17 +423,17 @@ func TestStoreErrors(t *testing.T) {
 		sent bool
 		want []error
 	}{
-		{io.ErrUnexpectedEOF, false, []error{ErrUnavailable}},
-		{io.ErrUnexpectedEOF, true, []error{ErrUnavailable, ErrOutcomeUnknown}},
-		{net.ErrClosed, true, []error{ErrUnavailable, ErrOutcomeUnknown}},
-		{context.DeadlineExceeded, false, []error{ErrTimeout}},
-		{context.DeadlineExceeded, true, []error{ErrTimeout, ErrOutcomeUnknown}},
-		{os.ErrDeadlineExceeded, false, []error{ErrUnavailable}},
-		{notSent{}, true, []error{ErrUnavailable}},
-		{notSent{}, false, []error{ErrUnavailable}},
+		{io.ErrUnexpectedEOF, false, []error{ratelimit.ErrUnavailable}},
+		{io.ErrUnexpectedEOF, true, []error{ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown}},
+		{net.ErrClosed, true, []error{ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown}},
+		{context.DeadlineExceeded, false, []error{ratelimit.ErrTimeout}},
+		{context.DeadlineExceeded, true, []error{ratelimit.ErrTimeout, ratelimit.ErrOutcomeUnknown}},
+		{os.ErrDeadlineExceeded, false, []error{ratelimit.ErrUnavailable}},
+		{limitertest.NotSent{}, true, []error{ratelimit.ErrUnavailable}},
+		{limitertest.NotSent{}, false, []error{ratelimit.ErrUnavailable}},
 	} {
-		err := publicError(pg.Translate(fmt.Errorf("driver: %w", c.err), c.sent))
-		requireKinds(t, err, c.want...)
+		err := ratelimit.PublicError(pg.Translate(fmt.Errorf("driver: %w", c.err), c.sent))
+		limitertest.RequireKinds(t, err, c.want...)
 		require.ErrorIs(t, err, c.err)
 	}
 }

@@ -1,4 +1,4 @@
-package ratelimit
+package ratelimit_test
 
 import (
 	"testing"
@@ -6,6 +6,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
@@ -14,10 +16,10 @@ func TestExplain(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	p := runningPolicies(t, db.Pool, PoliciesConfig{})
-	policy := FixedWindow{10, time.Hour}
-	l := newLimiter(t, db.Pool, Config{Name: "api", Policy: policy, Policies: p})
-	explain := func(key string) Explanation {
+	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{})
+	policy := ratelimit.FixedWindow{Limit: 10, Window: time.Hour}
+	l := limitertest.New(t, db.Pool, ratelimit.Config{Name: "api", Policy: policy, Policies: p})
+	explain := func(key string) ratelimit.Explanation {
 		e, err := l.Explain(t.Context(), key)
 		require.NoError(t, err)
 		require.Positive(t, e.Age)
@@ -26,53 +28,53 @@ func TestExplain(t *testing.T) {
 		if e.Row != 0 {
 			require.WithinDuration(t, e.State.DecidedAt, e.Learnt, time.Minute)
 		}
-		e.Age, e.State, e.Learnt = 0, Result{}, time.Time{}
+		e.Age, e.State, e.Learnt = 0, ratelimit.Result{}, time.Time{}
 		return e
 	}
-	require.Equal(t, Explanation{Mode: "enforce", Policy: policy}, explain("key"))
-	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "", "enforce", "fixed 20/1h")
-	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "ke", "off", "")
+	require.Equal(t, ratelimit.Explanation{Mode: "enforce", Policy: policy}, explain("key"))
+	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "", "", "enforce", "fixed 20/1h")
+	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "", "ke", "off", "")
 	until := pgtest.Scalar[time.Time](t, db.Pool, `INSERT INTO rate_limit_policy (name, key, mode, valid_until, comment)
 		VALUES ('api', 'key', 'deny', now() + interval '1 hour', 'test') RETURNING valid_until`)
-	p.knows(t, db.Pool)
-	require.Equal(t, Explanation{Origin: OriginEverybody, Row: 1, Mode: "enforce", Policy: FixedWindow{20, time.Hour}},
+	limitertest.WaitUntilKnown(t, p, db.Pool)
+	require.Equal(t, ratelimit.Explanation{Origin: ratelimit.OriginEverybody, Row: 1, Mode: "enforce", Policy: ratelimit.FixedWindow{Limit: 20, Window: time.Hour}},
 		explain("other"))
-	require.Equal(t, Explanation{Origin: OriginPrefix, Row: 2, Prefix: "ke", Mode: "off"}, explain("kept"))
+	require.Equal(t, ratelimit.Explanation{Origin: ratelimit.OriginPrefix, Row: 2, Prefix: "ke", Mode: "off"}, explain("kept"))
 	e := explain("key")
 	require.True(t, until.Equal(e.Until))
 	e.Until = time.Time{}
-	require.Equal(t, Explanation{Origin: OriginKey, Row: 3, Mode: "deny"}, e)
+	require.Equal(t, ratelimit.Explanation{Origin: ratelimit.OriginKey, Row: 3, Mode: "deny"}, e)
 
-	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "oth", "shadow", "log 5/1h")
-	p.knows(t, db.Pool)
+	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "", "oth", "shadow", "log 5/1h")
+	limitertest.WaitUntilKnown(t, p, db.Pool)
 	beside := explain("other")
-	require.Equal(t, Policy(SlidingLog{5, time.Hour}), beside.Shadow)
+	require.Equal(t, ratelimit.Policy(ratelimit.SlidingLog{Limit: 5, Window: time.Hour}), beside.Shadow)
 	require.EqualValues(t, 4, beside.ShadowRow)
 	require.EqualValues(t, 1, beside.Row)
 
 	// To read all again is no news, and another policy is.
 	first, err := l.Explain(t.Context(), "other")
 	require.NoError(t, err)
-	p.table.Mu.Lock()
-	p.table.Version = nil
-	p.table.Mu.Unlock()
-	p.knows(t, db.Pool)
+	limitertest.Table(p).Mu.Lock()
+	limitertest.Table(p).Version = nil
+	limitertest.Table(p).Mu.Unlock()
+	limitertest.WaitUntilKnown(t, p, db.Pool)
 	again, err := l.Explain(t.Context(), "other")
 	require.NoError(t, err)
 	require.Equal(t, first.Learnt, again.Learnt)
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET policy = 'fixed 21/1h' WHERE id = 1")
-	p.knows(t, db.Pool)
+	limitertest.WaitUntilKnown(t, p, db.Pool)
 	again, err = l.Explain(t.Context(), "other")
 	require.NoError(t, err)
 	require.True(t, again.Learnt.After(first.Learnt))
 
-	without, err := newLimiter(t, db.Pool, Config{Name: "without", Policy: policy}).Explain(t.Context(), "key")
+	without, err := limitertest.New(t, db.Pool, ratelimit.Config{Name: "without", Policy: policy}).Explain(t.Context(), "key")
 	require.NoError(t, err)
 	require.Equal(t, policy, without.Policy)
 	require.Zero(t, without.Age)
 
-	for origin, text := range map[Origin]string{
-		OriginCode: "code", OriginEverybody: "everybody", OriginPrefix: "prefix", OriginKey: "key", 9: "Origin(9)",
+	for origin, text := range map[ratelimit.Origin]string{
+		ratelimit.OriginCode: "code", ratelimit.OriginEverybody: "everybody", ratelimit.OriginPrefix: "prefix", ratelimit.OriginKey: "key", 9: "Origin(9)",
 	} {
 		written, err := origin.MarshalText()
 		require.NoError(t, err)

@@ -1,8 +1,10 @@
-package ratelimit
+package ratelimit_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"math"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -10,17 +12,48 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
+func TestLeaseConfig(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	window := ratelimit.FixedWindow{Limit: 1, Window: time.Second}
+	for _, c := range []struct {
+		field  string
+		db     ratelimit.DBTX
+		lease  ratelimit.Lease
+		policy ratelimit.Policy
+	}{
+		{"Config.Lease", pgtest.Connect(t, db), ratelimit.Lease{}, window},
+		{"Config.Lease", db.Pool, ratelimit.Lease{}, ratelimit.SlidingLog{Limit: 1, Window: time.Second}},
+		{"Config.Lease", db.Pool, ratelimit.Lease{}, ratelimit.All(window, ratelimit.SlidingLog{Limit: 1, Window: time.Second})},
+		{"Config.Lease.MaxShare", db.Pool, ratelimit.Lease{MaxShare: 0.11}, window},
+		{"Config.Lease.MaxShare", db.Pool, ratelimit.Lease{MaxShare: -1}, window},
+		{"Config.Lease.MaxShare", db.Pool, ratelimit.Lease{MaxShare: math.NaN()}, window},
+		{"Config.Lease.MaxLength", db.Pool, ratelimit.Lease{MaxLength: time.Microsecond}, window},
+		{"Config.Lease.MaxLength", db.Pool, ratelimit.Lease{MaxLength: -time.Second}, window},
+	} {
+		_, err := ratelimit.New(c.db, ratelimit.Config{Name: "api", Policy: c.policy, Lease: &c.lease})
+		wrong, ok := errors.AsType[*ratelimit.ConfigError](err)
+		require.True(t, ok, "%v", err)
+		require.Equal(t, c.field, wrong.Field)
+	}
+	l, err := ratelimit.New(db.Pool, ratelimit.Config{Name: "api", Policy: window, Lease: &ratelimit.Lease{}})
+	require.NoError(t, err)
+	require.Equal(t, &ratelimit.Lease{MaxShare: 1.0 / 2048, MaxLength: 30 * time.Second}, l.Config().Lease)
+}
+
 // leasePolicies are policies of a limit that is large enough to be leased from.
-func leasePolicies(limit int64) map[string]Policy {
-	return map[string]Policy{
-		"fixed":    FixedWindow{Limit: limit, Window: time.Hour},
-		"sliding":  SlidingWindow{Limit: limit, Window: time.Hour},
-		"bucket":   TokenBucket{Capacity: limit, Refill: 1, Every: 71 * 365 * 24 * time.Hour / 100_000},
-		"calendar": slowCalendar(limit),
-		"all":      All(FixedWindow{Limit: limit + 5, Window: time.Hour}, SlidingWindow{Limit: limit, Window: time.Hour}),
+func leasePolicies(limit int64) map[string]ratelimit.Policy {
+	return map[string]ratelimit.Policy{
+		"fixed":    ratelimit.FixedWindow{Limit: limit, Window: time.Hour},
+		"sliding":  ratelimit.SlidingWindow{Limit: limit, Window: time.Hour},
+		"bucket":   ratelimit.TokenBucket{Capacity: limit, Refill: 1, Every: 71 * 365 * 24 * time.Hour / 100_000},
+		"calendar": limitertest.SlowCalendar(limit),
+		"all":      ratelimit.All(ratelimit.FixedWindow{Limit: limit + 5, Window: time.Hour}, ratelimit.SlidingWindow{Limit: limit, Window: time.Hour}),
 	}
 }
 
@@ -34,22 +67,22 @@ func TestLeasesAddUpToTheLimit(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
 			var leased, admitted, taken, returned, stranded atomic.Int64
-			observer := &Observer{
-				Decision: func(e DecisionEvent) {
-					if e.Result.Source == SourceLease {
+			observer := &ratelimit.Observer{
+				Decision: func(e ratelimit.DecisionEvent) {
+					if e.Result.Source == ratelimit.SourceLease {
 						leased.Add(e.Cost)
 					}
 				},
-				Lease: func(e LeaseEvent) {
+				Lease: func(e ratelimit.LeaseEvent) {
 					taken.Add(e.Taken)
 					returned.Add(e.Returned)
 					stranded.Add(e.Stranded)
 				},
 			}
-			limiters := make([]*Limiter, processes)
+			limiters := make([]*ratelimit.Limiter, processes)
 			for i := range limiters {
-				limiters[i] = newClient(t, db.Pool, ClientConfig{Observer: observer}).limiter(t, Config{
-					Name: "api", Policy: policy, Lease: &Lease{MaxShare: 1.0 / 64},
+				limiters[i] = limitertest.Of(t, limitertest.NewClient(t, db.Pool, ratelimit.ClientConfig{Observer: observer}), ratelimit.Config{
+					Name: "api", Policy: policy, Lease: &ratelimit.Lease{MaxShare: 1.0 / 64},
 				})
 			}
 			takeAll := func() {
@@ -74,7 +107,7 @@ func TestLeasesAddUpToTheLimit(t *testing.T) {
 				}
 				running.Wait()
 				for _, l := range limiters {
-					require.NoError(t, l.client.ReturnLeases(context.Background()))
+					require.NoError(t, limitertest.Client(l).ReturnLeases(context.Background()))
 				}
 			}
 			takeAll()
@@ -88,9 +121,9 @@ func TestLeasesAddUpToTheLimit(t *testing.T) {
 
 func BenchmarkLease(b *testing.B) {
 	db := pgtest.New(b)
-	client, err := NewClient(db.Pool, ClientConfig{})
+	client, err := ratelimit.NewClient(db.Pool, ratelimit.ClientConfig{})
 	require.NoError(b, err)
-	l, err := client.Limiter(Config{Name: "api", Policy: FixedWindow{Limit: 1e9, Window: time.Hour}, Lease: &Lease{}})
+	l, err := client.Limiter(ratelimit.Config{Name: "api", Policy: ratelimit.FixedWindow{Limit: 1e9, Window: time.Hour}, Lease: &ratelimit.Lease{}})
 	require.NoError(b, err)
 	ctx := context.Background()
 	for range 100 {

@@ -1,4 +1,4 @@
-package ratelimit
+package ratelimit_test
 
 import (
 	"testing"
@@ -8,6 +8,8 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/migrations"
 )
@@ -16,56 +18,56 @@ func TestNamesAndTablesKeepLimitersApart(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	base := Config{Name: "a", Policy: FixedWindow{Limit: 3, Window: year}}
+	base := ratelimit.Config{Name: "a", Policy: ratelimit.FixedWindow{Limit: 3, Window: limitertest.Year}}
 	durable, other, swapped, same := base, base, base, base
 	durable.Durable = true
 	other.Name = "b"
 	swapped.Name = "key"
-	one := newLimiter(t, db.Pool, base)
-	for _, config := range []Config{durable, other, swapped} {
+	one := limitertest.New(t, db.Pool, base)
+	for _, config := range []ratelimit.Config{durable, other, swapped} {
 		_, err := one.Allow(t.Context(), "key")
 		require.NoError(t, err)
 		key := "key"
 		if config.Name == "key" {
 			key = "a"
 		}
-		result, err := newLimiter(t, db.Pool, config).Allow(t.Context(), key)
+		result, err := limitertest.New(t, db.Pool, config).Allow(t.Context(), key)
 		require.NoError(t, err)
 		require.EqualValues(t, 2, result.Remaining)
 	}
-	result, err := newLimiter(t, db.Pool, same).Allow(t.Context(), "key")
+	result, err := limitertest.New(t, db.Pool, same).Allow(t.Context(), "key")
 	require.NoError(t, err)
 	require.False(t, result.Allowed)
-	require.Len(t, storedRows(t, db.Pool, false), 3)
-	require.Len(t, storedRows(t, db.Pool, true), 1)
+	require.Len(t, pgtest.StoredRows(t, db.Pool, false), 3)
+	require.Len(t, pgtest.StoredRows(t, db.Pool, true), 1)
 }
 
 func TestNowReplacesTheDatabaseClock(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	now := t0
-	limiter := newLimiter(t, db.Pool, Config{
-		Name: "test", Policy: SlidingWindow{Limit: 10, Window: time.Minute}, NoDenialCache: true,
-	}, ClientConfig{Test: TestConfig{Now: func() time.Time { return now }}})
+	now := limitertest.T0
+	limiter := limitertest.New(t, db.Pool, ratelimit.Config{
+		Name: "test", Policy: ratelimit.SlidingWindow{Limit: 10, Window: time.Minute}, NoDenialCache: true,
+	}, ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: func() time.Time { return now }}})
 	for _, step := range []struct {
 		at   time.Duration
 		n    int64
-		want Result
+		want ratelimit.Result
 	}{
 		// The example of Result's comments.
-		{0, 3, Result{Allowed: true, Remaining: 7, ResetAfter: 2 * time.Minute}},
-		{0, 7, Result{Allowed: true, Remaining: 0, ResetAfter: 2 * time.Minute}},
-		{5 * time.Second, 1, Result{RetryAfter: 61 * time.Second, ResetAfter: 115 * time.Second}},
-		{66*time.Second - time.Microsecond, 1, Result{RetryAfter: time.Microsecond, ResetAfter: 54*time.Second + time.Microsecond}},
-		{66 * time.Second, 1, Result{Allowed: true, Remaining: 0, ResetAfter: 114 * time.Second}},
-		{180 * time.Second, 0, Result{Allowed: true, Remaining: 10}},
+		{0, 3, ratelimit.Result{Allowed: true, Remaining: 7, ResetAfter: 2 * time.Minute}},
+		{0, 7, ratelimit.Result{Allowed: true, Remaining: 0, ResetAfter: 2 * time.Minute}},
+		{5 * time.Second, 1, ratelimit.Result{RetryAfter: 61 * time.Second, ResetAfter: 115 * time.Second}},
+		{66*time.Second - time.Microsecond, 1, ratelimit.Result{RetryAfter: time.Microsecond, ResetAfter: 54*time.Second + time.Microsecond}},
+		{66 * time.Second, 1, ratelimit.Result{Allowed: true, Remaining: 0, ResetAfter: 114 * time.Second}},
+		{180 * time.Second, 0, ratelimit.Result{Allowed: true, Remaining: 10}},
 	} {
-		now = t0.Add(step.at)
+		now = limitertest.T0.Add(step.at)
 		got, err := limiter.AllowN(t.Context(), "key", step.n)
 		require.NoError(t, err)
 		step.want.Limit, step.want.DecidedAt = 10, now
-		require.Equal(t, step.want, utc(got), step.at)
+		require.Equal(t, step.want, limitertest.Plain(got), step.at)
 	}
 }
 
@@ -73,10 +75,10 @@ func TestDatabaseClockDecides(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	limiter := newLimiter(
+	limiter := limitertest.New(
 		t,
 		db.Pool,
-		Config{Name: "test", Policy: FixedWindow{Limit: 1, Window: year}},
+		ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 1, Window: limitertest.Year}},
 	)
 	for _, n := range []int64{1, 0} {
 		before := pgtest.Scalar[time.Time](t, db.Pool, "SELECT clock_timestamp()")
@@ -110,14 +112,14 @@ func TestSchema(t *testing.T) {
 	migrateInto(t, db, odd)
 	migrateInto(t, db, alike)
 	oddPath := withSearchPath(t, db, `"$user", nowhere, `+pgx.Identifier{odd}.Sanitize())
-	for name, policy := range slowPolicies(10) {
-		config := Config{Name: name, Policy: policy}
-		in := func(schema string) ClientConfig { return ClientConfig{Schema: schema} }
-		limiters := []*Limiter{
-			newLimiter(t, db.Pool, config, in(odd)),
-			newLimiter(t, oddPath, config, in("")),
-			newLimiter(t, oddPath, config, in(odd)),
-			newLimiter(t, db.Pool, config, in(alike)),
+	for name, policy := range limitertest.SlowPolicies(10) {
+		config := ratelimit.Config{Name: name, Policy: policy}
+		in := func(schema string) ratelimit.ClientConfig { return ratelimit.ClientConfig{Schema: schema} }
+		limiters := []*ratelimit.Limiter{
+			limitertest.New(t, db.Pool, config, in(odd)),
+			limitertest.New(t, oddPath, config, in("")),
+			limitertest.New(t, oddPath, config, in(odd)),
+			limitertest.New(t, db.Pool, config, in(alike)),
 		}
 		for i, want := range []int64{9, 8, 7, 9} {
 			result, err := limiters[i].Allow(t.Context(), "key")
@@ -135,9 +137,9 @@ func TestSchema(t *testing.T) {
 		for _, schema := range []string{
 			"", "public", "nowhere", `limits; of "us", $1`, `rate_limit_"; DROP SCHEMA rate_limit_ CASCADE; --`, `x'); DROP SCHEMA rate_limit_ CASCADE; --`,
 		} {
-			_, err := newLimiter(t, db.Pool, config, in(schema)).Allow(t.Context(), "key")
-			require.ErrorIs(t, err, ErrNotMigrated, schema)
-			require.ErrorIs(t, newLimiter(t, db.Pool, config, in(schema)).Reset(t.Context(), "key"), ErrNotMigrated, schema)
+			_, err := limitertest.New(t, db.Pool, config, in(schema)).Allow(t.Context(), "key")
+			require.ErrorIs(t, err, ratelimit.ErrNotMigrated, schema)
+			require.ErrorIs(t, limitertest.New(t, db.Pool, config, in(schema)).Reset(t.Context(), "key"), ratelimit.ErrNotMigrated, schema)
 		}
 	}
 	require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)", alike))

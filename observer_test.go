@@ -1,4 +1,4 @@
-package ratelimit
+package ratelimit_test
 
 import (
 	"context"
@@ -12,6 +12,9 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/engine"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
@@ -19,30 +22,30 @@ import (
 func TestObserver(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		var decisions []DecisionEvent
-		var batches []StatementEvent
-		db := newModelDB()
+		var decisions []ratelimit.DecisionEvent
+		var batches []ratelimit.StatementEvent
+		db := limitertest.NewModelDB()
 		slow := func(context.Context) error {
-			elapse(3 * time.Millisecond)
+			limitertest.Elapse(3 * time.Millisecond)
 			return nil
 		}
-		db.set(slow)
-		l := newLimiter(
+		db.Set(slow)
+		l := limitertest.New(
 			t,
 			db,
-			Config{
+			ratelimit.Config{
 				Name:      "test",
-				Policy:    FixedWindow{Limit: 2, Window: time.Hour},
-				OnFailure: FailOpen(),
+				Policy:    ratelimit.FixedWindow{Limit: 2, Window: time.Hour},
+				OnFailure: ratelimit.FailOpen(),
 			},
-			ClientConfig{
-				Observer: &Observer{
-					Decision:  func(e DecisionEvent) { decisions = append(decisions, e) },
-					Statement: func(e StatementEvent) { batches = append(batches, e) },
+			ratelimit.ClientConfig{
+				Observer: &ratelimit.Observer{
+					Decision:  func(e ratelimit.DecisionEvent) { decisions = append(decisions, e) },
+					Statement: func(e ratelimit.StatementEvent) { batches = append(batches, e) },
 				},
 			},
 		)
-		next := func(outcome string, source Source, cost int64, latency time.Duration) DecisionEvent {
+		next := func(outcome string, source ratelimit.Source, cost int64, latency time.Duration) ratelimit.DecisionEvent {
 			t.Helper()
 			require.NotEmpty(t, decisions)
 			e := decisions[0]
@@ -57,31 +60,31 @@ func TestObserver(t *testing.T) {
 			return e
 		}
 		_, _ = l.AllowN(t.Context(), "personal", 2)
-		next("allowed", SourceDatabase, 2, 3*time.Millisecond)
+		next("allowed", ratelimit.SourceDatabase, 2, 3*time.Millisecond)
 		_, _ = l.Allow(t.Context(), "personal")
-		next("denied", SourceDatabase, 1, 3*time.Millisecond)
+		next("denied", ratelimit.SourceDatabase, 1, 3*time.Millisecond)
 		_, _ = l.Allow(t.Context(), "personal")
-		next("denied", SourceCachedDenial, 1, 0)
+		next("denied", ratelimit.SourceCachedDenial, 1, 0)
 		_, _ = l.Peek(t.Context(), "personal")
-		next("denied", SourceDatabase, 0, 3*time.Millisecond)
+		next("denied", ratelimit.SourceDatabase, 0, 3*time.Millisecond)
 		_, _ = l.Allow(t.Context(), "")
-		require.ErrorIs(t, next("error", SourceDatabase, 1, 0).Err, ErrInvalidKey)
-		db.set(turnedAway)
+		require.ErrorIs(t, next("error", ratelimit.SourceDatabase, 1, 0).Err, ratelimit.ErrInvalidKey)
+		db.Set(limitertest.TurnedAway)
 		_, _ = l.Allow(t.Context(), "personal 2")
-		next("allowed", SourceFailedOpen, 1, 0)
-		db.set(sqlState("42883"))
+		next("allowed", ratelimit.SourceFailedOpen, 1, 0)
+		db.Set(limitertest.SQLState("42883"))
 		_, _ = l.Allow(t.Context(), "personal 2")
-		require.ErrorIs(t, next("error", SourceDatabase, 1, 0).Err, ErrNotMigrated)
+		require.ErrorIs(t, next("error", ratelimit.SourceDatabase, 1, 0).Err, ratelimit.ErrNotMigrated)
 		require.Empty(t, decisions)
 
 		require.Len(t, batches, 5)
 		for i, b := range batches {
 			if i < 3 {
-				require.Equal(t, StatementEvent{Limiter: "test", Size: 1, Latency: 3 * time.Millisecond}, b)
+				require.Equal(t, ratelimit.StatementEvent{Limiter: "test", Size: 1, Latency: 3 * time.Millisecond}, b)
 			}
 		}
-		require.ErrorIs(t, batches[3].Err, ErrUnavailable)
-		require.ErrorIs(t, batches[4].Err, ErrNotMigrated)
+		require.ErrorIs(t, batches[3].Err, ratelimit.ErrUnavailable)
+		require.ErrorIs(t, batches[4].Err, ratelimit.ErrNotMigrated)
 	})
 }
 
@@ -89,18 +92,18 @@ func TestObserver(t *testing.T) {
 func TestObserverOfBatches(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		var batches []StatementEvent
-		db := newModelDB()
+		var batches []ratelimit.StatementEvent
+		db := limitertest.NewModelDB()
 		release := make(chan struct{})
-		db.set(func(context.Context) error {
+		db.Set(func(context.Context) error {
 			<-release
 			return nil
 		})
-		l := newLimiter(t, db, Config{Name: "test", Policy: hourly}, ClientConfig{
+		l := limitertest.New(t, db, ratelimit.Config{Name: "test", Policy: limitertest.Hourly}, ratelimit.ClientConfig{
 			MaxInFlight: 1,
 			MaxBatch:    10,
-			Observer: &Observer{
-				Statement: func(e StatementEvent) { batches = append(batches, e) }, // and no other
+			Observer: &ratelimit.Observer{
+				Statement: func(e ratelimit.StatementEvent) { batches = append(batches, e) }, // and no other
 			},
 		})
 		for i := range 26 {
@@ -109,7 +112,7 @@ func TestObserverOfBatches(t *testing.T) {
 		}
 		close(release)
 		synctest.Wait()
-		for i, want := range []StatementEvent{{Size: 1, Queued: 0}, {Size: 10, Queued: 15}, {Size: 10, Queued: 5}, {Size: 5, Queued: 0}} {
+		for i, want := range []ratelimit.StatementEvent{{Size: 1, Queued: 0}, {Size: 10, Queued: 15}, {Size: 10, Queued: 5}, {Size: 5, Queued: 0}} {
 			want.Limiter = "test"
 			require.Equal(t, want, batches[i])
 		}
@@ -120,11 +123,11 @@ func TestObserverOfBatches(t *testing.T) {
 func TestObserverOfTransactions(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
-	var decisions []DecisionEvent
+	var decisions []ratelimit.DecisionEvent
 	db := pgtest.New(t)
-	l := newLimiter(t, db.Pool, Config{Name: "test", Policy: hourly}, ClientConfig{
-		Observer: &Observer{
-			Decision: func(e DecisionEvent) { decisions = append(decisions, e) },
+	l := limitertest.New(t, db.Pool, ratelimit.Config{Name: "test", Policy: limitertest.Hourly}, ratelimit.ClientConfig{
+		Observer: &ratelimit.Observer{
+			Decision: func(e ratelimit.DecisionEvent) { decisions = append(decisions, e) },
 		},
 	})
 	tx := pgtest.Begin(t, db)
@@ -146,15 +149,15 @@ func TestObserverOfTransactions(t *testing.T) {
 func TestObserverOfSeveralLimits(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
-	var decisions []DecisionEvent
+	var decisions []ratelimit.DecisionEvent
 	db := pgtest.New(t)
-	observer := &Observer{Decision: func(e DecisionEvent) { decisions = append(decisions, e) }}
-	client := newClient(t, db.Pool, ClientConfig{Observer: observer})
-	address := client.limiter(t, Config{Name: "address", Policy: FixedWindow{Limit: 9, Window: year}})
-	user := client.limiter(t, Config{Name: "user", Policy: FixedWindow{Limit: 4, Window: year}})
-	both := []Request{address.Request("personal", 2), user.Request("personal", 3)}
+	observer := &ratelimit.Observer{Decision: func(e ratelimit.DecisionEvent) { decisions = append(decisions, e) }}
+	client := limitertest.NewClient(t, db.Pool, ratelimit.ClientConfig{Observer: observer})
+	address := limitertest.Of(t, client, ratelimit.Config{Name: "address", Policy: ratelimit.FixedWindow{Limit: 9, Window: limitertest.Year}})
+	user := limitertest.Of(t, client, ratelimit.Config{Name: "user", Policy: ratelimit.FixedWindow{Limit: 4, Window: limitertest.Year}})
+	both := []ratelimit.Request{address.Request("personal", 2), user.Request("personal", 3)}
 	// requireTold requires one event of each limiter, and returns them.
-	requireTold := func() (ofAddress, ofUser DecisionEvent) {
+	requireTold := func() (ofAddress, ofUser ratelimit.DecisionEvent) {
 		t.Helper()
 		require.Len(t, decisions, 2)
 		ofAddress, ofUser = decisions[0], decisions[1]
@@ -166,11 +169,13 @@ func TestObserverOfSeveralLimits(t *testing.T) {
 		require.NotContains(t, fmt.Sprintf("%+v", ofAddress)+fmt.Sprintf("%+v", ofUser), "personal")
 		return ofAddress, ofUser
 	}
-	calls := map[string]func(requests ...Request) (Results, error){
-		"AllowAll": func(requests ...Request) (Results, error) { return AllowAll(t.Context(), requests...) },
-		"AllowAllTx": func(requests ...Request) (results Results, err error) {
+	calls := map[string]func(requests ...ratelimit.Request) (ratelimit.Results, error){
+		"AllowAll": func(requests ...ratelimit.Request) (ratelimit.Results, error) {
+			return ratelimit.AllowAll(t.Context(), requests...)
+		},
+		"AllowAllTx": func(requests ...ratelimit.Request) (results ratelimit.Results, err error) {
 			tx := pgtest.Begin(t, db)
-			results, err = allowAllTx(t.Context(), tx, requests...)
+			results, err = limitertest.AllowAllTx(t.Context(), tx, requests...)
 			require.NoError(t, tx.Commit(t.Context()))
 			return results, err
 		},
@@ -182,7 +187,7 @@ func TestObserverOfSeveralLimits(t *testing.T) {
 		require.Equal(t, "allowed", ofAddress.Outcome())
 		require.Equal(t, "allowed", ofUser.Outcome())
 		require.Equal(t, []int64{2, 3}, []int64{ofAddress.Cost, ofUser.Cost})
-		require.Equal(t, []Result{ofAddress.Result, ofUser.Result}, results.Each)
+		require.Equal(t, []ratelimit.Result{ofAddress.Result, ofUser.Result}, results.Each)
 		taken := results.Each[1]
 
 		results, err = allowAll(both...)
@@ -194,10 +199,10 @@ func TestObserverOfSeveralLimits(t *testing.T) {
 		require.EqualValues(t, 3, ofUser.Cost)
 		require.False(t, results.Each[0].Allowed)
 		ofAddress.Result.Allowed = false
-		require.Equal(t, []Result{ofAddress.Result, ofUser.Result}, results.Each)
+		require.Equal(t, []ratelimit.Result{ofAddress.Result, ofUser.Result}, results.Each)
 
-		_, err = allowAll(address.Request("personal", 1), user.Request("", 2), Request{})
-		require.ErrorIs(t, err, ErrInvalidKey)
+		_, err = allowAll(address.Request("personal", 1), user.Request("", 2), ratelimit.Request{})
+		require.ErrorIs(t, err, ratelimit.ErrInvalidKey)
 		ofAddress, ofUser = requireTold()
 		require.Equal(t, []int64{1, 2}, []int64{ofAddress.Cost, ofUser.Cost})
 		require.Equal(t, err, ofAddress.Err)
@@ -219,15 +224,15 @@ func TestObserverOfSeveralLimits(t *testing.T) {
 func TestObserverOfWaiters(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		var decisions []DecisionEvent
-		db := newModelDB()
-		l := newLimiter(
+		var decisions []ratelimit.DecisionEvent
+		db := limitertest.NewModelDB()
+		l := limitertest.New(
 			t,
 			db,
-			Config{Name: "test", Policy: FixedWindow{Limit: 3, Window: time.Hour}},
-			ClientConfig{
-				Observer: &Observer{
-					Decision: func(e DecisionEvent) { decisions = append(decisions, e) },
+			ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 3, Window: time.Hour}},
+			ratelimit.ClientConfig{
+				Observer: &ratelimit.Observer{
+					Decision: func(e ratelimit.DecisionEvent) { decisions = append(decisions, e) },
 				},
 			},
 		)
@@ -237,7 +242,7 @@ func TestObserverOfWaiters(t *testing.T) {
 			go func() { _, _ = l.Wait(t.Context(), "personal") }()
 			synctest.Wait()
 		}
-		elapse(2 * time.Hour)
+		limitertest.Elapse(2 * time.Hour)
 		synctest.Wait()
 		var outcomes []string
 		taken := int64(0)
@@ -258,42 +263,42 @@ func TestErrorKinds(t *testing.T) {
 	broken := pg.Translate(errors.New("broken"), true)
 	for kind, err := range map[string]error{
 		"":                      nil,
-		"invalid_key":           &KeyError{},
-		"invalid_cost":          &CostError{Cost: 5, Limit: 3},
-		"invalid_request":       &RequestError{Err: errSameKey},
-		"would_exceed_deadline": &WaitError{},
-		"not_migrated":          pg.Translate(sqlState("42P01")(nil), true),
-		"not_permitted":         pg.Translate(sqlState("42501")(nil), true),
-		"prepared_statements":   pg.Translate(sqlState("26000")(nil), true),
-		"setup":                 pg.Translate(fatal("28P01")(nil), false),
-		"read_only":             pg.Translate(sqlState("25006")(nil), true),
+		"invalid_key":           &ratelimit.KeyError{},
+		"invalid_cost":          &ratelimit.CostError{Cost: 5, Limit: 3},
+		"invalid_request":       &ratelimit.RequestError{Err: ratelimit.ErrSameKey},
+		"would_exceed_deadline": &ratelimit.WaitError{},
+		"not_migrated":          pg.Translate(limitertest.SQLState("42P01")(nil), true),
+		"not_permitted":         pg.Translate(limitertest.SQLState("42501")(nil), true),
+		"prepared_statements":   pg.Translate(limitertest.SQLState("26000")(nil), true),
+		"setup":                 pg.Translate(limitertest.Fatal("28P01")(nil), false),
+		"read_only":             pg.Translate(limitertest.SQLState("25006")(nil), true),
 		"timeout":               pg.Translate(context.DeadlineExceeded, true),
 		"unavailable":           broken,
-		"context":               gaveUp(context.DeadlineExceeded),
-		"other":                 pg.Translate(sqlState("XX000")(nil), true),
+		"context":               engine.GaveUp(context.DeadlineExceeded),
+		"other":                 pg.Translate(limitertest.SQLState("XX000")(nil), true),
 	} {
-		require.Equal(t, kind, ErrorKind(err), "%v", err)
-		require.Equal(t, kind, ErrorKind(wrapped(err)), "%v", err)
+		require.Equal(t, kind, ratelimit.ErrorKind(err), "%v", err)
+		require.Equal(t, kind, ratelimit.ErrorKind(wrapped(err)), "%v", err)
 	}
-	require.Equal(t, "invalid_cost", ErrorKind(&CostError{Cost: -1, Limit: 3}))
-	require.Equal(t, "context", ErrorKind(gaveUp(context.Canceled)))
-	require.Equal(t, "invalid_key", ErrorKind(&RequestError{Err: &KeyError{}}))
-	require.Equal(t, "invalid_cost", ErrorKind(&RequestError{Err: &CostError{Cost: 5, Limit: 3}}))
+	require.Equal(t, "invalid_cost", ratelimit.ErrorKind(&ratelimit.CostError{Cost: -1, Limit: 3}))
+	require.Equal(t, "context", ratelimit.ErrorKind(engine.GaveUp(context.Canceled)))
+	require.Equal(t, "invalid_key", ratelimit.ErrorKind(&ratelimit.RequestError{Err: &ratelimit.KeyError{}}))
+	require.Equal(t, "invalid_cost", ratelimit.ErrorKind(&ratelimit.RequestError{Err: &ratelimit.CostError{Cost: 5, Limit: 3}}))
 }
 
 // A Result in JSON says in words how it came about.
 func TestResultInJSON(t *testing.T) {
 	t.Parallel()
-	for source := SourceDatabase; source <= SourcePolicy; source++ {
-		text, err := json.Marshal(Result{Source: source})
+	for source := ratelimit.SourceDatabase; source <= ratelimit.SourcePolicy; source++ {
+		text, err := json.Marshal(ratelimit.Result{Source: source})
 		require.NoError(t, err)
 		require.Contains(t, string(text), fmt.Sprintf(`"Source":%q`, source))
-		var back Result
+		var back ratelimit.Result
 		require.NoError(t, json.Unmarshal(text, &back))
 		require.Equal(t, source, back.Source)
 	}
-	require.ErrorContains(t, json.Unmarshal([]byte(`{"Source":"hearsay"}`), &Result{}), `"hearsay" is no Source`)
-	text, err := json.Marshal(Result{Source: SourceCachedDenial})
+	require.ErrorContains(t, json.Unmarshal([]byte(`{"Source":"hearsay"}`), &ratelimit.Result{}), `"hearsay" is no Source`)
+	text, err := json.Marshal(ratelimit.Result{Source: ratelimit.SourceCachedDenial})
 	require.NoError(t, err)
 	require.Contains(t, string(text), `"Source":"cached denial"`)
 }
@@ -307,37 +312,24 @@ func wrapped(err error) error {
 
 func TestFailureModes(t *testing.T) {
 	t.Parallel()
-	for mode, text := range map[FailureMode]string{
-		{}:                 "return error",
-		ReturnError():      "return error",
-		FailOpen():         "fail open",
-		FailClosed():       "fail closed",
-		FallbackLocal(0.2): "fall back to 0.2 of the limit in each process",
+	for mode, text := range map[ratelimit.FailureMode]string{
+		{}:                           "return error",
+		ratelimit.ReturnError():      "return error",
+		ratelimit.FailOpen():         "fail open",
+		ratelimit.FailClosed():       "fail closed",
+		ratelimit.FallbackLocal(0.2): "fall back to 0.2 of the limit in each process",
 	} {
 		require.Equal(t, text, mode.String())
-		l := newLimiter(t, newModelDB(), Config{Name: "test", Policy: hourly, OnFailure: mode})
+		l := limitertest.New(t, limitertest.NewModelDB(), ratelimit.Config{Name: "test", Policy: limitertest.Hourly, OnFailure: mode})
 		require.Equal(t, mode, l.Config().OnFailure)
 	}
-	require.NotEqual(t, FailureMode{}, ReturnError(), "a choice can be told from none")
+	require.NotEqual(t, ratelimit.FailureMode{}, ratelimit.ReturnError(), "a choice can be told from none")
 
 	seen := map[string]bool{}
-	for source := SourceDatabase; source <= SourcePolicy; source++ {
+	for source := ratelimit.SourceDatabase; source <= ratelimit.SourcePolicy; source++ {
 		seen[source.String()] = true
 		require.False(t, strings.HasPrefix(source.String(), "Source("))
 	}
 	require.Len(t, seen, 6)
-	require.Equal(t, "Source(9)", Source(9).String())
-}
-
-// What it costs to have decisions observed, beside BenchmarkCachedDenial.
-func BenchmarkObservedDenial(b *testing.B) {
-	calls := 0
-	observer := &Observer{Decision: func(DecisionEvent) { calls++ }}
-	l := deniedLimiter(b, SlidingWindow{Limit: 10, Window: time.Hour}, observer)
-	b.ReportAllocs()
-	for b.Loop() {
-		if result, err := l.Allow(context.Background(), "user:123"); err != nil || result.Allowed {
-			b.Fatal("not denied")
-		}
-	}
+	require.Equal(t, "Source(9)", ratelimit.Source(9).String())
 }

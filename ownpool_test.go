@@ -1,4 +1,4 @@
-package ratelimit
+package ratelimit_test
 
 import (
 	"context"
@@ -13,7 +13,9 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/engine"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -31,8 +33,8 @@ func poolOfSize(t *testing.T, db *pgtest.DB, n int32) *pgxpool.Pool {
 func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
-	all := map[Source]FailureMode{SourceDatabase: ReturnError()}
-	maps.Copy(all, modes)
+	all := map[ratelimit.Source]ratelimit.FailureMode{ratelimit.SourceDatabase: ratelimit.ReturnError()}
+	maps.Copy(all, limitertest.Modes)
 	for source, mode := range all {
 		for _, size := range []int32{1, 4} {
 			t.Run(fmt.Sprint(mode, ", ", size), func(t *testing.T) {
@@ -40,37 +42,37 @@ func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 				db := pgtest.New(t)
 				pool := poolOfSize(t, db, size)
 				for range size - 1 {
-					defer acquire(t, pool).Release()
+					defer limitertest.Acquire(t, pool).Release()
 				}
 				var log testkit.Journal
-				var decisions []DecisionEvent
-				var breakers []BreakerEvent
-				l := newLimiter(t, pool, Config{Name: "test", Policy: hourly, OnFailure: mode}, ClientConfig{
+				var decisions []ratelimit.DecisionEvent
+				var breakers []ratelimit.BreakerEvent
+				l := limitertest.New(t, pool, ratelimit.Config{Name: "test", Policy: limitertest.Hourly, OnFailure: mode}, ratelimit.ClientConfig{
 					Timeout: 100 * time.Millisecond,
 					Logger:  log.Logger(),
-					Observer: &Observer{
-						Decision: func(e DecisionEvent) { decisions = append(decisions, e) },
-						Breaker:  func(e BreakerEvent) { breakers = append(breakers, e) },
+					Observer: &ratelimit.Observer{
+						Decision: func(e ratelimit.DecisionEvent) { decisions = append(decisions, e) },
+						Breaker:  func(e ratelimit.BreakerEvent) { breakers = append(breakers, e) },
 					},
 				})
 				tx, err := pool.Begin(t.Context())
 				require.NoError(t, err)
 				for range engine.BreakerFailures {
 					result, err := l.Allow(t.Context(), "personal")
-					if source == SourceDatabase {
-						requireKinds(t, err, ErrPoolExhausted, ErrTimeout)
+					if source == ratelimit.SourceDatabase {
+						limitertest.RequireKinds(t, err, ratelimit.ErrPoolExhausted, ratelimit.ErrTimeout)
 						require.Contains(t, err.Error(), "WithTx")
-						require.Equal(t, "pool_exhausted", ErrorKind(decisions[len(decisions)-1].Err))
+						require.Equal(t, "pool_exhausted", ratelimit.ErrorKind(decisions[len(decisions)-1].Err))
 					} else {
 						require.NoError(t, err)
 						require.Equal(t, source, result.Source)
 					}
 				}
-				requireKinds(t, l.Reset(t.Context(), "personal"), ErrPoolExhausted, ErrTimeout)
-				_, err = AllowAll(t.Context(), l.Request("personal", 1))
+				limitertest.RequireKinds(t, l.Reset(t.Context(), "personal"), ratelimit.ErrPoolExhausted, ratelimit.ErrTimeout)
+				_, err = ratelimit.AllowAll(t.Context(), l.Request("personal", 1))
 				require.Error(t, err)
 				require.Len(t, breakers, 1)
-				require.ErrorIs(t, breakers[0].Err, ErrPoolExhausted)
+				require.ErrorIs(t, breakers[0].Err, ratelimit.ErrPoolExhausted)
 				lines := log.Lines()
 				require.Len(t, lines, 1)
 				require.Contains(t, lines[0], `level=WARN msg="ratelimit: the pool has no connection to spare"`)
@@ -79,8 +81,8 @@ func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 				require.NotContains(t, log.String(), "personal")
 
 				// What it should have called needs no second connection.
-				patient := newLimiter(t, pool, Config{
-					Name: "test", Policy: hourly,
+				patient := limitertest.New(t, pool, ratelimit.Config{
+					Name: "test", Policy: limitertest.Hourly,
 				})
 				result, err := patient.WithTx(tx).Allow(t.Context(), "personal")
 				require.NoError(t, err)
@@ -88,7 +90,7 @@ func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 				require.NoError(t, tx.Commit(t.Context()))
 				testkit.WaitUntil(t, func() bool {
 					result, err := l.Peek(t.Context(), "personal")
-					return err == nil && result.Source == SourceDatabase && result.Remaining == 99
+					return err == nil && result.Source == ratelimit.SourceDatabase && result.Remaining == 99
 				})
 				require.Contains(t, log.String(), "trouble=pool_exhausted")
 			})
@@ -101,16 +103,16 @@ func TestCallsBehindAnExhaustedPool(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	pool := poolOfSize(t, db, 1)
-	defer acquire(t, pool).Release()
+	defer limitertest.Acquire(t, pool).Release()
 	var log testkit.Journal
-	l := newLimiter(t, pool, Config{Name: "test", Policy: hourly}, ClientConfig{
+	l := limitertest.New(t, pool, ratelimit.Config{Name: "test", Policy: limitertest.Hourly}, ratelimit.ClientConfig{
 		Timeout: 200 * time.Millisecond, MaxInFlight: 1, MaxBatch: 1, Logger: log.Logger(),
 	})
 	errs := make([]error, 20)
 	testkit.Together(len(errs), func(i int) { _, errs[i] = l.Allow(context.Background(), fmt.Sprint("personal ", i)) })
 	notAsked := 0
 	for _, err := range errs {
-		requireKinds(t, err, ErrPoolExhausted, ErrTimeout)
+		limitertest.RequireKinds(t, err, ratelimit.ErrPoolExhausted, ratelimit.ErrTimeout)
 		if errors.Is(err, engine.ErrNoConnection) {
 			notAsked++
 		}
@@ -129,11 +131,11 @@ func TestSlowConnectionIsNoExhaustedPool(t *testing.T) {
 			return ctx.Err()
 		}
 	})
-	l := newLimiter(t, pool, Config{
-		Name: "test", Policy: hourly,
-	}, ClientConfig{Timeout: 100 * time.Millisecond})
+	l := limitertest.New(t, pool, ratelimit.Config{
+		Name: "test", Policy: limitertest.Hourly,
+	}, ratelimit.ClientConfig{Timeout: 100 * time.Millisecond})
 	_, err := l.Allow(t.Context(), "personal")
-	requireKinds(t, err, ErrTimeout)
+	limitertest.RequireKinds(t, err, ratelimit.ErrTimeout)
 }
 
 // Postgres freezes under connections that are about to be used. They are all of the pool's, and yet it is not the
@@ -145,18 +147,18 @@ func TestFrozenServerIsNoExhaustedPool(t *testing.T) {
 	require.NoError(t, err)
 	t.Cleanup(pool.Close)
 	require.NoError(t, migrations.Up(t.Context(), pool))
-	own, err := OwnPool(pool)
+	own, err := ratelimit.OwnPool(pool)
 	require.NoError(t, err)
 	t.Cleanup(own.Close)
 	var open []*pgxpool.Conn
-	for range ownConns {
-		open = append(open, acquire(t, own))
+	for range ratelimit.OwnConns {
+		open = append(open, limitertest.Acquire(t, own))
 	}
 	for _, conn := range open {
 		conn.Release()
 	}
 	var log testkit.Journal
-	l := newLimiter(t, own, Config{Name: "test", Policy: hourly}, ClientConfig{
+	l := limitertest.New(t, own, ratelimit.Config{Name: "test", Policy: limitertest.Hourly}, ratelimit.ClientConfig{
 		Timeout: 100 * time.Millisecond, Logger: log.Logger(),
 	})
 	one := pool.Config()
@@ -165,21 +167,21 @@ func TestFrozenServerIsNoExhaustedPool(t *testing.T) {
 	pinging, err := pgxpool.NewWithConfig(t.Context(), one)
 	require.NoError(t, err)
 	t.Cleanup(pinging.Close)
-	acquire(t, pinging).Release()
+	limitertest.Acquire(t, pinging).Release()
 	require.NoError(t, server.Freeze())
 	defer func() { require.NoError(t, server.Thaw()) }()
 	// pgxpool tries an idle connection before it hands it out. That is the only one of this pool.
-	_, err = newLimiter(t, pinging, Config{
-		Name: "test", Policy: hourly,
-	}, ClientConfig{Timeout: 100 * time.Millisecond, Logger: log.Logger()}).Allow(t.Context(), "personal")
-	requireKinds(t, err, ErrTimeout)
+	_, err = limitertest.New(t, pinging, ratelimit.Config{
+		Name: "test", Policy: limitertest.Hourly,
+	}, ratelimit.ClientConfig{Timeout: 100 * time.Millisecond, Logger: log.Logger()}).Allow(t.Context(), "personal")
+	limitertest.RequireKinds(t, err, ratelimit.ErrTimeout)
 	require.Len(t, log.Lines(), 1)
 	for range 10 { // of which the later ones find nothing but connections that are being closed
 		errs := make([]error, 64)
 		testkit.Together(len(errs), func(i int) { _, errs[i] = l.Allow(context.Background(), fmt.Sprint("personal ", i)) })
 		for _, err := range errs {
-			require.ErrorIs(t, err, ErrTimeout)
-			require.NotErrorIs(t, err, ErrPoolExhausted)
+			require.ErrorIs(t, err, ratelimit.ErrTimeout)
+			require.NotErrorIs(t, err, ratelimit.ErrPoolExhausted)
 		}
 	}
 	lines := log.Lines()
@@ -194,19 +196,19 @@ func TestOwnPoolDecidesWhileThePoolIsExhausted(t *testing.T) {
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 	db := pgtest.New(t)
 	pool := poolOfSize(t, db, 4)
-	own, err := OwnPool(pool)
+	own, err := ratelimit.OwnPool(pool)
 	require.NoError(t, err)
 	t.Cleanup(own.Close)
-	config := Config{
-		Name: "test", Policy: FixedWindow{Limit: 50, Window: year}, OnFailure: FailOpen(),
+	config := ratelimit.Config{
+		Name: "test", Policy: ratelimit.FixedWindow{Limit: 50, Window: limitertest.Year}, OnFailure: ratelimit.FailOpen(),
 	}
-	l := newLimiter(t, own, config)
+	l := limitertest.New(t, own, config)
 	var allowed atomic.Int64
 	errs := make([]error, 200)
 	testkit.Together(len(errs), func(i int) {
 		errs[i] = pgx.BeginFunc(context.Background(), pool, func(pgx.Tx) error {
 			result, err := l.Allow(context.Background(), "key")
-			if err == nil && result.Source != SourceDatabase && result.Source != SourceCachedDenial {
+			if err == nil && result.Source != ratelimit.SourceDatabase && result.Source != ratelimit.SourceCachedDenial {
 				err = errors.New(result.Source.String())
 			}
 			if result.Allowed {
@@ -229,8 +231,8 @@ func TestOwnPoolDecidesWhileThePoolIsExhausted(t *testing.T) {
 
 func TestOwnPool(t *testing.T) {
 	t.Parallel()
-	_, err := OwnPool(nil)
-	var configErr *ConfigError
+	_, err := ratelimit.OwnPool(nil)
+	var configErr *ratelimit.ConfigError
 	require.ErrorAs(t, err, &configErr)
 	require.Equal(t, "pool", configErr.Field)
 
@@ -239,9 +241,9 @@ func TestOwnPool(t *testing.T) {
 		c.MaxConns, c.MinConns, c.MinIdleConns = 20, 10, 10
 		c.ConnConfig.RuntimeParams["application_name"] = "the application"
 	})
-	own, err := OwnPool(pool)
+	own, err := ratelimit.OwnPool(pool)
 	require.NoError(t, err)
-	require.EqualValues(t, ownConns, own.Config().MaxConns)
+	require.EqualValues(t, ratelimit.OwnConns, own.Config().MaxConns)
 	require.Zero(t, own.Config().MinConns+own.Config().MinIdleConns)
 	require.Zero(t, own.Stat().TotalConns())
 	require.EqualValues(t, 20, pool.Config().MaxConns, "the application's pool is as it was")

@@ -1,4 +1,4 @@
-package ratelimit
+package ratelimit_test
 
 import (
 	"math/rand/v2"
@@ -7,140 +7,21 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 )
-
-// policyTexts are texts as String writes them.
-func policyTexts() map[string]Policy {
-	return map[string]Policy{
-		"fixed 100/1m":                  FixedWindow{Limit: 100, Window: time.Minute},
-		"sliding 100/1m":                SlidingWindow{Limit: 100, Window: time.Minute},
-		"log 100/1m":                    SlidingLog{Limit: 100, Window: time.Minute},
-		"bucket 20 5/10s":               TokenBucket{Capacity: 20, Refill: 5, Every: 10 * time.Second},
-		"fixed 1/1h":                    FixedWindow{Limit: 1, Window: time.Hour},
-		"fixed 1/1h30m":                 FixedWindow{Limit: 1, Window: 90 * time.Minute},
-		"fixed 1/1h0m30s":               FixedWindow{Limit: 1, Window: time.Hour + 30*time.Second},
-		"fixed 1/10m30s":                FixedWindow{Limit: 1, Window: 10*time.Minute + 30*time.Second},
-		"fixed 1/1d":                    FixedWindow{Limit: 1, Window: 24 * time.Hour},
-		"fixed 1/30d":                   FixedWindow{Limit: 1, Window: 30 * 24 * time.Hour},
-		"fixed 1/36h":                   FixedWindow{Limit: 1, Window: 36 * time.Hour},
-		"fixed 1/1µs":                   FixedWindow{Limit: 1, Window: time.Microsecond},
-		"sliding 1/1.5s":                SlidingWindow{Limit: 1, Window: 1500 * time.Millisecond},
-		"sliding 1/20ms":                SlidingWindow{Limit: 1, Window: 20 * time.Millisecond},
-		"fixed 4611686018427387904/1µs": FixedWindow{Limit: model.MaxProduct, Window: time.Microsecond},
-
-		"every 1000/month Europe/Berlin":                 CalendarWindow{Limit: 1000, Unit: CalendarMonth, Zone: "Europe/Berlin"},
-		"every 1000/month":                               CalendarWindow{Limit: 1000, Unit: CalendarMonth},
-		"every 1/week America/Argentina/San_Juan":        CalendarWindow{1, CalendarWeek, "America/Argentina/San_Juan"},
-		"every 1/day America/Port-au-Prince":             CalendarWindow{1, CalendarDay, "America/Port-au-Prince"},
-		"every 4611686018427387904/hour Pacific/Chatham": CalendarWindow{model.MaxProduct, CalendarHour, "Pacific/Chatham"},
-		"every 1/minute Etc/UTC":                         CalendarWindow{1, CalendarMinute, "Etc/UTC"},
-	}
-}
-
-// otherPolicyTexts are texts that are read, with what String writes.
-func otherPolicyTexts() map[string]string {
-	return map[string]string{
-		" fixed\t100/60s ":       "fixed 100/1m",
-		"sliding 100/1m0s":       "sliding 100/1m",
-		"sliding 0100/1us":       "sliding 100/1µs",
-		"bucket  20   5/10000ms": "bucket 20 5/10s",
-		"fixed 1/1d12h":          "fixed 1/36h",
-		"fixed 1/24h":            "fixed 1/1d",
-		"every 5/day UTC":        "every 5/day",
-		" every  05/week\tUTC ":  "every 5/week",
-	}
-}
-
-// unreadablePolicyTexts are texts that cannot be read, with what the error says.
-func unreadablePolicyTexts() map[string]string {
-	return map[string]string{
-		"":                             "is empty",
-		"  ":                           "is empty",
-		"100/1m":                       `"100/1m" is no algorithm`,
-		"Fixed 100/1m":                 `"Fixed" is no algorithm`,
-		"leaky 100/1m":                 `"leaky" is no algorithm`,
-		"fixed":                        "has 0 words",
-		"fixed 100 1m":                 "has 2 words",
-		"fixed 100":                    "no slash",
-		"fixed 100/m":                  `"m" is not a duration`,
-		"fixed 100/":                   `"" is not a duration`,
-		"fixed 100/60":                 `"60" is not a duration`,
-		"fixed 100/d":                  `"d" is not a duration`,
-		"fixed 100/1.5d":               `"1.5d" is not a duration`,
-		"fixed 100/-1d":                `"-1d" is not a duration`,
-		"fixed 100/1d-1h":              `"1d-1h" is not a duration`,
-		"fixed 100/1h1d":               `"1h1d" is not a duration`,
-		"fixed 100/106752d":            "at most 292 years",
-		"fixed 100/106751d24h":         "at most 292 years",
-		"fixed 1/99999999999h":         "at most 292 years",
-		"fixed 1e3/1m":                 `"1e3" is not a whole number`,
-		"fixed 9223372036854775808/1m": "at most 9223372036854775807",
-		"fixed 1/1m/1m":                `"1m/1m" is not a duration`,
-		"sliding 100/1m 5":             "has 2 words",
-		"log 100":                      "no slash",
-		"bucket 20":                    "has 1 words",
-		"bucket x 5/10s":               `"x" is not a whole number`,
-		"bucket 20 x/10s":              `"x" is not a whole number`,
-		"every":                        "has 0 words",
-		"every 5/day Europe/Berlin x":  "has 3 words",
-		"every 5":                      "no slash",
-		"every x/day":                  `"x" is not a whole number`,
-		"every 5/1d":                   `"1d" is not "minute", "hour", "day", "week" or "month"`,
-		"every 5/Day":                  `"Day" is not "minute"`,
-		"every day":                    "no slash",
-		"fixed 5/day":                  `is not a duration`,
-		"fixed 5/1d UTC":               "has 2 words",
-	}
-}
-
-// impossiblePolicyTexts can be read, and New would refuse them for that field.
-func impossiblePolicyTexts() map[string]string {
-	return map[string]string{
-		"fixed 0/1m":                     "Policy.Limit",
-		"sliding -5/1m":                  "Policy.Limit",
-		"fixed 100/0s":                   "Policy.Window",
-		"fixed 100/1ns":                  "Policy.Window",
-		"fixed 1/-1h":                    "Policy.Window",
-		"fixed 1/30000d":                 "Policy.Window",
-		"sliding 9223372036854775807/1m": "Policy.Limit",
-		"log 1001/1m":                    "Policy.Limit",
-		"bucket 0 5/10s":                 "Policy.Capacity",
-		"bucket 20 0/10s":                "Policy.Refill",
-		"every 0/day":                    "Policy.Limit",
-		"every 4611686018427387905/day":  "Policy.Limit",
-		"every 5/day CET":                "Policy.Zone",
-		"every 5/day EST5EDT":            "Policy.Zone",
-		"every 5/day <+03>-3":            "Policy.Zone",
-		"every 5/day Etc/GMT+3":          "Policy.Zone",
-		"every 5/day Japan":              "Policy.Zone",
-		"every 5/day Europe/Berlin3":     "Policy.Zone",
-		"every 5/day europe/berlin":      "Policy.Zone",
-		"every 5/day Local":              "Policy.Zone",
-	}
-}
-
-// fuzzedPolicyTexts are where FuzzParsePolicy begins.
-func fuzzedPolicyTexts() []string {
-	return []string{
-		"fixed 100/1m", "sliding 100/1h30m", "log 1000/1h30m", "bucket 20 5/10s", "fixed 1/30d", "fixed 1/1d12h", "sliding 1/1.000001s",
-		"fixed 1/.5s", "every 1000/month Europe/Berlin", "every 5/day", "every 5/hour America/Port-au-Prince", "every 1/minute UTC",
-		"", "bucket", "fixed /", "fixed 1/d", "fixed 100/106751d23h47m16.854775807s", "fixed -1/-1s",
-		"fixed 4611686018427387904/1µs",
-	}
-}
 
 func TestPolicyTextIsReadAndWritten(t *testing.T) {
 	t.Parallel()
 
-	for text, want := range policyTexts() {
+	for text, want := range limitertest.PolicyTexts() {
 		require.Equal(t, text, want.String())
-		got, err := ParsePolicy(text)
+		got, err := ratelimit.ParsePolicy(text)
 		require.NoError(t, err)
 		require.Equal(t, want, got)
 	}
-	for text, want := range otherPolicyTexts() {
-		got, err := ParsePolicy(text)
+	for text, want := range limitertest.OtherPolicyTexts() {
+		got, err := ratelimit.ParsePolicy(text)
 		require.NoError(t, err)
 		require.Equal(t, want, got.String())
 	}
@@ -152,17 +33,17 @@ func TestEveryPolicyIsReadAsItWasWritten(t *testing.T) {
 
 	r := rand.New(rand.NewPCG(1, 2))
 	for range 20_000 {
-		var want Policy = randomPolicy(r)
+		want := limitertest.RandomPolicy(r)
 		if r.IntN(4) == 0 {
-			want = All(want, randomPolicy(r), randomPolicy(r))
+			want = ratelimit.All(want, limitertest.RandomPolicy(r), limitertest.RandomPolicy(r))
 		}
-		got, err := ParsePolicy(want.String())
+		got, err := ratelimit.ParsePolicy(want.String())
 		require.NoError(t, err, want)
 		require.Equal(t, want, got)
 	}
 	for seconds := range 3 * 24 * 60 * 6 { // with all the zeros that a text may end in
-		want := FixedWindow{Limit: 1, Window: time.Duration(seconds+1) * 10 * time.Second}
-		got, err := ParsePolicy(want.String())
+		want := ratelimit.FixedWindow{Limit: 1, Window: time.Duration(seconds+1) * 10 * time.Second}
+		got, err := ratelimit.ParsePolicy(want.String())
 		require.NoError(t, err, want)
 		require.Equal(t, want, got)
 	}
@@ -171,23 +52,23 @@ func TestEveryPolicyIsReadAsItWasWritten(t *testing.T) {
 func TestPolicyTextThatIsNotAccepted(t *testing.T) {
 	t.Parallel()
 
-	for text, words := range unreadablePolicyTexts() {
-		policy, err := ParsePolicy(text)
+	for text, words := range limitertest.UnreadablePolicyTexts() {
+		policy, err := ratelimit.ParsePolicy(text)
 		require.Nil(t, policy, text)
-		var policyErr *PolicyError
+		var policyErr *ratelimit.PolicyError
 		require.ErrorAs(t, err, &policyErr, text)
 		require.Equal(t, text, policyErr.Text)
 		require.ErrorContains(t, err, words)
-		require.ErrorContains(t, err, policyForms())
+		require.ErrorContains(t, err, ratelimit.PolicyForms())
 	}
 
-	for text, field := range impossiblePolicyTexts() {
-		policy, err := ParsePolicy(text)
+	for text, field := range limitertest.ImpossiblePolicyTexts() {
+		policy, err := ratelimit.ParsePolicy(text)
 		require.Nil(t, policy, text)
-		var configErr *ConfigError
+		var configErr *ratelimit.ConfigError
 		require.ErrorAs(t, err, &configErr, text)
 		require.Equal(t, "Config."+field, configErr.Field, text)
-		require.ErrorAs(t, err, new(*PolicyError))
+		require.ErrorAs(t, err, new(*ratelimit.PolicyError))
 	}
 }
 
@@ -196,33 +77,33 @@ func TestThePolicyFormsAreAccepted(t *testing.T) {
 	t.Parallel()
 
 	for _, text := range []string{"fixed 100/1m", "sliding 100/1m", "log 100/1m", "bucket 20 5/10s"} {
-		_, err := ParsePolicy(text + "," + text)
+		_, err := ratelimit.ParsePolicy(text + "," + text)
 		require.NoError(t, err)
-		require.Contains(t, policyForms(), `"`+text+`"`)
-		_, err = ParsePolicy(text)
+		require.Contains(t, ratelimit.PolicyForms(), `"`+text+`"`)
+		_, err = ratelimit.ParsePolicy(text)
 		require.NoError(t, err)
 	}
-	_, err := ParsePolicy("fixed 1/1m,")
+	_, err := ratelimit.ParsePolicy("fixed 1/1m,")
 	require.ErrorContains(t, err, "is empty")
-	_, err = ParsePolicy(
+	_, err = ratelimit.ParsePolicy(
 		"fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m",
 	)
 	require.ErrorContains(t, err, "needs 2 to 8")
 }
 
 func FuzzParsePolicy(f *testing.F) {
-	for _, text := range fuzzedPolicyTexts() {
+	for _, text := range limitertest.FuzzedPolicyTexts() {
 		f.Add(text)
 	}
 	f.Fuzz(func(t *testing.T, text string) {
-		policy, err := ParsePolicy(text)
+		policy, err := ratelimit.ParsePolicy(text)
 		if err != nil {
 			require.Nil(t, policy)
-			require.ErrorAs(t, err, new(*PolicyError))
+			require.ErrorAs(t, err, new(*ratelimit.PolicyError))
 			return
 		}
-		require.NoError(t, validatePolicy(policy))
-		again, err := ParsePolicy(policy.String())
+		require.NoError(t, ratelimit.ValidatePolicy(policy))
+		again, err := ratelimit.ParsePolicy(policy.String())
 		require.NoError(t, err)
 		require.Equal(t, policy, again)
 		require.LessOrEqual(t, len(policy.String()), 100)

@@ -1,4 +1,4 @@
-package ratelimit
+package ratelimit_test
 
 import (
 	"context"
@@ -11,36 +11,13 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 	"github.com/pgratelimit/ratelimit/migrations"
 )
-
-// bouncer is a PgBouncer in transaction mode, in front of a test's database.
-type bouncer struct{ url string }
-
-// startBouncer starts a PgBouncer with a given number of connections to the database for all its clients.
-func startBouncer(t *testing.T, db *pgtest.DB, connections int) bouncer {
-	t.Helper()
-	return bouncer{pgtest.PgBouncer(t, db, "transaction", connections)}
-}
-
-// pool returns a pool of PgBouncer's clients.
-func (b bouncer) pool(t *testing.T, mode pgx.QueryExecMode, configure ...func(*pgxpool.Config)) *pgxpool.Pool {
-	t.Helper()
-	config, err := pgxpool.ParseConfig(b.url)
-	require.NoError(t, err)
-	config.MaxConns = 8
-	config.ConnConfig.DefaultQueryExecMode = mode
-	for _, change := range configure {
-		change(config)
-	}
-	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
-	return pool
-}
 
 // The clients of several pools share two connections to the database. All that a limiter can do works, and exactly
 // Limit are admitted.
@@ -49,18 +26,18 @@ func TestPgBouncer(t *testing.T) {
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
-	b := startBouncer(t, db, 2)
+	b := limitertest.StartBouncer(t, db, 2)
 	for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol} {
-		pools := []*pgxpool.Pool{b.pool(t, mode), b.pool(t, mode)}
-		for name, policy := range slowPolicies(40) {
-			for _, durable := range tablesFor(t, name) {
-				config := Config{
+		pools := []*pgxpool.Pool{b.Pool(t, mode), b.Pool(t, mode)}
+		for name, policy := range limitertest.SlowPolicies(40) {
+			for _, durable := range limitertest.TablesFor(t, name) {
+				config := ratelimit.Config{
 					Name:              fmt.Sprint(mode, name),
 					Policy:            policy,
 					Durable:           durable,
 					SynchronousCommit: durable,
 				}
-				limiters := []*Limiter{newLimiter(t, pools[0], config), newLimiter(t, pools[1], config)}
+				limiters := []*ratelimit.Limiter{limitertest.New(t, pools[0], config), limitertest.New(t, pools[1], config)}
 				admitted, errs := make([]bool, 150), make([]error, 150)
 				testkit.Together(len(errs), func(i int) {
 					result, err := limiters[i%2].Allow(t.Context(), fmt.Sprint("key ", i%3))
@@ -75,10 +52,10 @@ func TestPgBouncer(t *testing.T) {
 						}
 					}
 					require.Equal(t, 40, count)
-					require.EqualValues(t, 40, taken(t, db.Pool, config, fmt.Sprint("key ", key)))
+					require.EqualValues(t, 40, limitertest.Taken(t, db.Pool, config, fmt.Sprint("key ", key)))
 				}
 
-				for name, call := range everyCall(limiters[0], "another") {
+				for name, call := range limitertest.Calls(limiters[0], "another") {
 					require.NoError(t, call(), name)
 				}
 				require.NoError(t, pgx.BeginFunc(t.Context(), pools[0], func(tx pgx.Tx) error {
@@ -87,7 +64,7 @@ func TestPgBouncer(t *testing.T) {
 					require.True(t, result.Allowed)
 					return err
 				}))
-				require.EqualValues(t, 7, taken(t, db.Pool, config, "key 0"))
+				require.EqualValues(t, 7, limitertest.Taken(t, db.Pool, config, "key 0"))
 			}
 		}
 	}
@@ -99,33 +76,35 @@ func TestPgBouncerWithoutPreparedStatements(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	config := Config{
+	config := ratelimit.Config{
 		Name:          "test",
-		Policy:        FixedWindow{Limit: 10, Window: year},
+		Policy:        ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year},
 		NoDenialCache: true,
 	}
 	for _, method := range []string{"Allow", "AllowN", "Peek", "Reset"} {
-		b := startBouncer(t, db, 1)
-		limiter := func() *Limiter { return newLimiter(t, b.pool(t, pgx.QueryExecModeCacheStatement), config) }
-		first := everyCall(limiter(), "personal")[method]
+		b := limitertest.StartBouncer(t, db, 1)
+		limiter := func() *ratelimit.Limiter {
+			return limitertest.New(t, b.Pool(t, pgx.QueryExecModeCacheStatement), config)
+		}
+		first := limitertest.Calls(limiter(), "personal")[method]
 		require.NoError(t, first())
-		before := taken(t, db.Pool, config, "personal")
+		before := limitertest.Taken(t, db.Pool, config, "personal")
 
-		err := everyCall(limiter(), "personal")[method]()
-		requireKinds(t, err, ErrPreparedStatements)
+		err := limitertest.Calls(limiter(), "personal")[method]()
+		limitertest.RequireKinds(t, err, ratelimit.ErrPreparedStatements)
 		require.Contains(t, err.Error(), "42P05") // there is one of that name
 		require.Contains(t, err.Error(), "default_query_exec_mode=exec")
 
 		// Another connection to the database, which has none.
-		server := pgtest.Scalar[int32](t, b.pool(t, pgx.QueryExecModeExec), "SELECT pg_backend_pid()")
+		server := pgtest.Scalar[int32](t, b.Pool(t, pgx.QueryExecModeExec), "SELECT pg_backend_pid()")
 		pgtest.Exec(t, db.Pool, "SELECT pg_terminate_backend($1, 10000)", server)
 		testkit.WaitUntil(t, func() bool {
 			err = first()
-			return !errors.Is(err, ErrUnavailable) // until PgBouncer has noticed
+			return !errors.Is(err, ratelimit.ErrUnavailable) // until PgBouncer has noticed
 		})
-		requireKinds(t, err, ErrPreparedStatements)
+		limitertest.RequireKinds(t, err, ratelimit.ErrPreparedStatements)
 		require.Contains(t, err.Error(), "26000") // there is none of that name
-		require.Equal(t, before, taken(t, db.Pool, config, "personal"))
+		require.Equal(t, before, limitertest.Taken(t, db.Pool, config, "personal"))
 	}
 }
 
@@ -147,20 +126,20 @@ func TestPgBouncerHandsNoSettingsOn(t *testing.T) {
 		if broken != "" {
 			pgtest.Rewrite(t, db.Pool, broken, "lock_timeout_ms::text, true", "lock_timeout_ms::text, false")
 		}
-		b := startBouncer(t, db, 1)
-		limiters, somebody := b.pool(t, pgx.QueryExecModeExec), b.pool(t, pgx.QueryExecModeExec)
+		b := limitertest.StartBouncer(t, db, 1)
+		limiters, somebody := b.Pool(t, pgx.QueryExecModeExec), b.Pool(t, pgx.QueryExecModeExec)
 		before := pgtest.Scalar[string](t, somebody, show)
 		after := before
-		policies := slowPolicies(10)
-		policies["all"] = All(policies["fixed window"], policies["token bucket"])
+		policies := limitertest.SlowPolicies(10)
+		policies["all"] = ratelimit.All(policies["fixed window"], policies["token bucket"])
 		for name, policy := range policies {
-			limiter := newLimiter(t, limiters, Config{
+			limiter := limitertest.New(t, limiters, ratelimit.Config{
 				Name: name, Policy: policy, Durable: true, SynchronousCommit: before[len(before)-2:] != "on",
-			}, ClientConfig{Timeout: 40 * time.Second})
+			}, ratelimit.ClientConfig{Timeout: 40 * time.Second})
 			if name == "all" {
-				limiter.client.engine.Database.ManyParts = 0
+				limitertest.Engine(limiter).Database.ManyParts = 0
 			}
-			for method, call := range everyCall(limiter, "key") {
+			for method, call := range limitertest.Calls(limiter, "key") {
 				require.NoError(t, call(), method)
 				after = pgtest.Scalar[string](t, somebody, show)
 				if broken == "" {
@@ -192,32 +171,32 @@ func TestPgBouncerLosesItsServer(t *testing.T) {
 	t.Cleanup(pool.Close)
 	require.NoError(t, migrations.Up(t.Context(), pool))
 	db := &pgtest.DB{Pool: pool, URL: server.URL()}
-	b := startBouncer(t, db, 2)
+	b := limitertest.StartBouncer(t, db, 2)
 
-	config := Config{
+	config := ratelimit.Config{
 		Name:   "test",
-		Policy: FixedWindow{Limit: 10, Window: year},
+		Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year},
 	}
-	clientConfig := ClientConfig{MaxInFlight: 1}
-	bounced := b.pool(t, pgx.QueryExecModeExec)
-	limiter := newLimiter(t, bounced, config, clientConfig)
+	clientConfig := ratelimit.ClientConfig{MaxInFlight: 1}
+	bounced := b.Pool(t, pgx.QueryExecModeExec)
+	limiter := limitertest.New(t, bounced, config, clientConfig)
 	_, err = limiter.Allow(t.Context(), "personal")
 	require.NoError(t, err)
-	hold(t, db, config, "personal")
+	limitertest.Hold(t, db, config, "personal")
 	tx, err := bounced.Begin(t.Context()) // in which one statement waits; outside of it, one after the other would
 	require.NoError(t, err)
-	wait := testkit.Later(func() (Result, error) { return limiter.WithTx(tx).Allow(context.Background(), "personal") })
+	wait := testkit.Later(func() (ratelimit.Result, error) { return limiter.WithTx(tx).Allow(context.Background(), "personal") })
 	pgtest.WaitUntilBlocked(t, pool, 1)
 	require.NoError(t, server.Kill())
 	_, err = wait()
 	_ = tx.Rollback(t.Context()) // its connection is gone
 	require.Contains(t, err.Error(), "08P01")
-	requireKinds(t, err, ErrUnavailable)
+	limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable)
 
 	require.NoError(t, server.Restart(t.Context()))
 	testkit.WaitUntil(t, func() bool {
 		_, err = limiter.Allow(t.Context(), "personal")
-		return !errors.Is(err, ErrUnavailable) // until PgBouncer has connected again
+		return !errors.Is(err, ratelimit.ErrUnavailable) // until PgBouncer has connected again
 	})
 	require.NoError(t, err)
 }

@@ -1,60 +1,46 @@
-package ratelimit
+package ratelimit_test
 
 import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
-	"sync"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/memory"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// runningPolicies are policies that run until the end of the test.
-func runningPolicies(t *testing.T, db DBTX, config PoliciesConfig) *Policies {
-	t.Helper()
-	if config.Logger == nil {
-		config.Logger = slog.New(slog.DiscardHandler)
+// Whoever waits is told of each change once, and does not ask again and again because of it.
+func TestStalenessIsToldOnce(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{})
+	l := limitertest.New(t, db.Pool, ratelimit.Config{Name: "api", Policy: ratelimit.FixedWindow{Limit: 10, Window: time.Hour}, Policies: p})
+	limitertest.WaitUntilKnown(t, p, db.Pool)
+	stale := ratelimit.Staleness(l, "key")
+	require.False(t, stale())
+	for _, change := range []string{
+		"INSERT INTO rate_limit_policy (name, policy, comment) VALUES ('api', 'fixed 5/1h', 'test')",
+		"UPDATE rate_limit_policy SET policy = 'fixed 6/1h'",
+		"UPDATE rate_limit_policy SET policy = NULL, mode = 'deny'",
+		"UPDATE rate_limit_policy SET mode = 'off'",
+		"DELETE FROM rate_limit_policy",
+	} {
+		pgtest.Exec(t, db.Pool, change)
+		limitertest.WaitUntilKnown(t, p, db.Pool)
+		require.True(t, stale(), change)
+		require.False(t, stale(), change)
 	}
-	p, err := NewPolicies(db, config)
-	require.NoError(t, err)
-	p.run(t)
-	return p
 }
-
-// run has policies run until the end of the test.
-func (p *Policies) run(t *testing.T) {
-	t.Helper()
-	ctx, stop := context.WithCancel(context.Background())
-	var running sync.WaitGroup
-	running.Go(func() { p.Run(ctx) })
-	t.Cleanup(func() {
-		stop()
-		running.Wait()
-	})
-}
-
-// knows waits until the policies are those of the table.
-func (p *Policies) knows(t *testing.T, db pgtest.Querier) {
-	t.Helper()
-	version := pgtest.Scalar[int64](t, db, "SELECT coalesce(max(version), 0) FROM rate_limit_policy_history")
-	testkit.WaitUntil(t, func() bool {
-		p.table.Mu.Lock()
-		defer p.table.Mu.Unlock()
-		return p.table.Version != nil && *p.table.Version >= version
-	})
-}
-
-const addPolicy = `INSERT INTO rate_limit_policy (name, key, key_prefix, mode, policy, comment)
-	VALUES ($1, nullif($2, ''), nullif($3, ''), $4, nullif($5, ''), 'test')`
 
 // The row that the precedence names decides, for every way to ask.
 func TestPoliciesDecide(t *testing.T) {
@@ -62,10 +48,10 @@ func TestPoliciesDecide(t *testing.T) {
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
-	p := runningPolicies(t, db.Pool, PoliciesConfig{})
-	client := newClient(t, db.Pool, ClientConfig{})
-	l := client.limiter(t, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
-	other := client.limiter(t, Config{Name: "other", Policy: FixedWindow{10, time.Hour}, Policies: p})
+	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{})
+	client := limitertest.NewClient(t, db.Pool, ratelimit.ClientConfig{})
+	l := limitertest.Of(t, client, ratelimit.Config{Name: "api", Policy: ratelimit.FixedWindow{Limit: 10, Window: time.Hour}, Policies: p})
+	other := limitertest.Of(t, client, ratelimit.Config{Name: "other", Policy: ratelimit.FixedWindow{Limit: 10, Window: time.Hour}, Policies: p})
 	require.Same(t, p, l.Config().Policies)
 
 	for _, row := range [][]any{
@@ -75,21 +61,21 @@ func TestPoliciesDecide(t *testing.T) {
 		{"api", "customer:42", "", "enforce", "fixed 40/1h"},
 		{"api", "customer:43", "", "deny", ""},
 	} {
-		pgtest.Exec(t, db.Pool, addPolicy, row...)
+		pgtest.Exec(t, db.Pool, limitertest.AddPolicy, row...)
 	}
-	p.knows(t, db.Pool)
+	limitertest.WaitUntilKnown(t, p, db.Pool)
 
 	for key, limit := range map[string]int64{"user": 20, "customer:1": 30, "customer:42": 40} {
 		peeked, err := l.Peek(t.Context(), key)
 		require.NoError(t, err)
 		require.Equal(t, limit, peeked.Limit, key)
 		require.Equal(t, limit, peeked.Remaining, key)
-		require.Equal(t, SourceDatabase, peeked.Source)
+		require.Equal(t, ratelimit.SourceDatabase, peeked.Source)
 
 		result, err := l.AllowN(t.Context(), key, limit)
 		require.NoError(t, err)
 		require.True(t, result.Allowed)
-		require.ErrorIs(t, errorOf(l.AllowN(t.Context(), key, limit+1)), ErrCostExceedsLimit)
+		require.ErrorIs(t, limitertest.ErrorOf(l.AllowN(t.Context(), key, limit+1)), ratelimit.ErrCostExceedsLimit)
 		refunded, err := l.RefundN(t.Context(), result, 3)
 		require.NoError(t, err)
 		require.EqualValues(t, 3, refunded.Remaining)
@@ -115,7 +101,7 @@ func TestPoliciesDecide(t *testing.T) {
 		testkit.WaitUntil(t, func() bool { // this process hears of the grant, too, and forgets once
 			denied, err = l.Allow(t.Context(), key)
 			require.NoError(t, err)
-			return denied.Source == SourceCachedDenial
+			return denied.Source == ratelimit.SourceCachedDenial
 		})
 		require.Equal(t, limit, denied.Limit)
 	}
@@ -124,45 +110,47 @@ func TestPoliciesDecide(t *testing.T) {
 	require.EqualValues(t, 10, peeked.Limit)
 
 	// What is off or denied is decided here.
-	before := storedRows(t, db.Pool, false)
+	before := pgtest.StoredRows(t, db.Pool, false)
 	tx := pgtest.Begin(t, db)
-	for _, ask := range []func(key string) (Result, error){
-		func(key string) (Result, error) { return l.Allow(t.Context(), key) },
-		func(key string) (Result, error) { return l.AllowN(t.Context(), key, 1000) },
-		func(key string) (Result, error) { return l.Peek(t.Context(), key) },
-		func(key string) (Result, error) { return l.WithTx(tx).Allow(t.Context(), key) },
+	for _, ask := range []func(key string) (ratelimit.Result, error){
+		func(key string) (ratelimit.Result, error) { return l.Allow(t.Context(), key) },
+		func(key string) (ratelimit.Result, error) { return l.AllowN(t.Context(), key, 1000) },
+		func(key string) (ratelimit.Result, error) { return l.Peek(t.Context(), key) },
+		func(key string) (ratelimit.Result, error) { return l.WithTx(tx).Allow(t.Context(), key) },
 	} {
 		result, err := ask("customer:4444")
 		require.NoError(t, err)
 		require.True(t, result.Allowed)
-		require.Equal(t, SourcePolicy, result.Source)
+		require.Equal(t, ratelimit.SourcePolicy, result.Source)
 		require.EqualValues(t, 10, result.Remaining)
 		require.WithinDuration(t, time.Now(), result.DecidedAt, time.Minute)
-		require.ErrorIs(t, errorOf(l.Refund(t.Context(), result)), ErrNothingToRefund)
+		require.ErrorIs(t, limitertest.ErrorOf(l.Refund(t.Context(), result)), ratelimit.ErrNothingToRefund)
 
 		result, err = ask("customer:43")
 		require.NoError(t, err)
 		require.False(t, result.Allowed)
-		require.Equal(t, SourcePolicy, result.Source)
+		require.Equal(t, ratelimit.SourcePolicy, result.Source)
 		require.Equal(t, model.Duration(model.MaxSpan), result.RetryAfter)
 	}
 	waited, err := l.WaitN(t.Context(), "customer:4444", 100)
 	require.NoError(t, err)
-	require.Equal(t, SourcePolicy, waited.Source)
+	require.Equal(t, ratelimit.SourcePolicy, waited.Source)
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	require.ErrorIs(t, errorOf(l.Wait(ctx, "customer:43")), ErrWouldExceedDeadline)
-	require.ErrorIs(t, errorOf(l.AllowN(t.Context(), "customer:43", -1)), ErrInvalidCost)
-	require.ErrorIs(t, errorOf(l.WaitN(t.Context(), "customer:43", -1)), ErrInvalidCost)
+	require.ErrorIs(t, limitertest.ErrorOf(l.Wait(ctx, "customer:43")), ratelimit.ErrWouldExceedDeadline)
+	require.ErrorIs(t, limitertest.ErrorOf(l.AllowN(t.Context(), "customer:43", -1)), ratelimit.ErrInvalidCost)
+	require.ErrorIs(t, limitertest.ErrorOf(l.WaitN(t.Context(), "customer:43", -1)), ratelimit.ErrInvalidCost)
 	require.NoError(t, tx.Rollback(t.Context()))
-	require.Equal(t, before, storedRows(t, db.Pool, false))
+	require.Equal(t, before, pgtest.StoredRows(t, db.Pool, false))
 
 	// In a set, what is off takes nothing, and what is denied denies all.
-	for _, all := range []func(...Request) (Results, error){
-		func(requests ...Request) (Results, error) { return AllowAll(t.Context(), requests...) },
-		func(requests ...Request) (Results, error) {
+	for _, all := range []func(...ratelimit.Request) (ratelimit.Results, error){
+		func(requests ...ratelimit.Request) (ratelimit.Results, error) {
+			return ratelimit.AllowAll(t.Context(), requests...)
+		},
+		func(requests ...ratelimit.Request) (ratelimit.Results, error) {
 			tx := pgtest.Begin(t, db)
-			results, err := allowAllTx(t.Context(), tx, requests...)
+			results, err := limitertest.AllowAllTx(t.Context(), tx, requests...)
 			require.NoError(t, tx.Commit(t.Context()))
 			return results, err
 		},
@@ -170,16 +158,16 @@ func TestPoliciesDecide(t *testing.T) {
 		results, err := all(l.Request("customer:4444", 1), other.Request("user", 2), l.Request("customer:45", 1))
 		require.NoError(t, err)
 		require.True(t, results.Allowed)
-		require.Equal(t, SourcePolicy, results.Each[0].Source)
+		require.Equal(t, ratelimit.SourcePolicy, results.Each[0].Source)
 		require.EqualValues(t, 10, results.Each[1].Limit)
-		require.Equal(t, SourceDatabase, results.Each[1].Source)
+		require.Equal(t, ratelimit.SourceDatabase, results.Each[1].Source)
 
 		results, err = all(l.Request("customer:44", 1), l.Request("customer:4444", 1))
 		require.NoError(t, err)
 		require.True(t, results.Allowed)
 		require.True(t, results.Each[1].Allowed)
 
-		before := storedRows(t, db.Pool, false)
+		before := pgtest.StoredRows(t, db.Pool, false)
 		results, err = all(other.Request("user", 2), l.Request("customer:43", 1), l.Request("customer:42", 1))
 		require.NoError(t, err)
 		require.False(t, results.Allowed)
@@ -188,34 +176,32 @@ func TestPoliciesDecide(t *testing.T) {
 		require.Zero(t, results.Each[0].RetryAfter)
 		require.EqualValues(t, 40, results.Each[2].Limit)
 		require.False(t, results.Each[0].Allowed)
-		require.Equal(t, before, storedRows(t, db.Pool, false))
+		require.Equal(t, before, pgtest.StoredRows(t, db.Pool, false))
 	}
-	require.ErrorIs(t, errorOf(AllowAll(t.Context(), l.Request("customer:43", 0))), ErrInvalidCost)
-	require.ErrorIs(t, errorOf(AllowAll(t.Context(), l.Request("customer:42", 41))), ErrCostExceedsLimit)
+	require.ErrorIs(t, limitertest.ErrorOf(ratelimit.AllowAll(t.Context(), l.Request("customer:43", 0))), ratelimit.ErrInvalidCost)
+	require.ErrorIs(t, limitertest.ErrorOf(ratelimit.AllowAll(t.Context(), l.Request("customer:42", 41))), ratelimit.ErrCostExceedsLimit)
 }
-
-func errorOf[T any](_ T, err error) error { return err }
 
 // A row counts while it lasts, then what was before it, and its policy is shared by limiters of With.
 func TestPoliciesBeginAndEnd(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	p := runningPolicies(t, db.Pool, PoliciesConfig{})
-	l := newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
+	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{})
+	l := limitertest.New(t, db.Pool, ratelimit.Config{Name: "api", Policy: ratelimit.FixedWindow{Limit: 10, Window: time.Hour}, Policies: p})
 	limit := func() int64 {
 		result, err := l.Peek(t.Context(), "key")
 		require.NoError(t, err)
 		return result.Limit
 	}
 	require.EqualValues(t, 10, limit())
-	pgtest.Exec(t, db.Pool, addPolicy, "api", "key", "", "enforce", "fixed 20/1h")
+	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "key", "", "enforce", "fixed 20/1h")
 	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, policy, valid_from, valid_until, comment) VALUES
 		('api', 'key', 'fixed 30/1h', now(), now() + interval '1 second', 'test'),
 		('api', 'key', 'fixed 40/1h', now() + interval '1 second', now() + interval '2 seconds', 'test'),
 		('api', 'key', 'fixed 50/1h', '-infinity', 'infinity', 'test'),
 		('api', 'key', 'fixed 60/1h', now() + interval '1 hour', 'infinity', 'test')`)
-	p.knows(t, db.Pool)
+	limitertest.WaitUntilKnown(t, p, db.Pool)
 	var limits []int64 // some of those below, if this process has no time to see all
 	testkit.WaitUntil(t, func() bool {
 		if now := limit(); len(limits) == 0 || limits[len(limits)-1] != now {
@@ -227,7 +213,7 @@ func TestPoliciesBeginAndEnd(t *testing.T) {
 	require.NotContains(t, limits[1:], int64(30))
 	require.NotContains(t, limits[:len(limits)-1], int64(20))
 
-	with := l.with(t, FixedWindow{11, time.Hour})
+	with := limitertest.With(t, l, ratelimit.FixedWindow{Limit: 11, Window: time.Hour})
 	result, err := with.Peek(t.Context(), "key")
 	require.NoError(t, err)
 	require.EqualValues(t, 20, result.Limit)
@@ -237,14 +223,14 @@ func TestPoliciesBeginAndEnd(t *testing.T) {
 
 	pgtest.Exec(t, db.Pool, `UPDATE rate_limit_policy
 		SET mode = 'deny', policy = NULL, valid_until = now() + interval '1 hour' WHERE policy = 'fixed 20/1h'`)
-	p.knows(t, db.Pool)
+	limitertest.WaitUntilKnown(t, p, db.Pool)
 	result, err = l.Allow(t.Context(), "key")
 	require.NoError(t, err)
 	require.False(t, result.Allowed)
 	require.InDelta(t, time.Hour, result.RetryAfter, float64(time.Minute))
 
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy")
-	p.knows(t, db.Pool)
+	limitertest.WaitUntilKnown(t, p, db.Pool)
 	require.EqualValues(t, 10, limit())
 	require.Zero(t, p.Status().Rows)
 }
@@ -255,11 +241,11 @@ func TestLimitersThatShareAPolicy(t *testing.T) {
 
 	db := pgtest.New(t)
 	for _, name := range []string{"one", "two"} {
-		pgtest.Exec(t, db.Pool, addPolicy, name, "", "", "enforce", "fixed 2/1h")
+		pgtest.Exec(t, db.Pool, limitertest.AddPolicy, name, "", "", "enforce", "fixed 2/1h")
 	}
-	p := runningPolicies(t, db.Pool, PoliciesConfig{})
+	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{})
 	for _, name := range []string{"one", "two"} {
-		l := newLimiter(t, db.Pool, Config{Name: name, Policy: FixedWindow{1, time.Hour}, Policies: p})
+		l := limitertest.New(t, db.Pool, ratelimit.Config{Name: name, Policy: ratelimit.FixedWindow{Limit: 1, Window: time.Hour}, Policies: p})
 		for _, remaining := range []int64{1, 0} {
 			result, err := l.Allow(t.Context(), "key")
 			require.NoError(t, err)
@@ -274,17 +260,17 @@ func TestPoliciesCostNoStatement(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	pool, counted := tracedPool(t, db)
-	p := runningPolicies(t, db.Pool, PoliciesConfig{})
-	l := newLimiter(t, pool, Config{Name: "api", Policy: FixedWindow{1000, time.Hour}, Policies: p})
-	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "k", "enforce", "fixed 2000/1h")
-	p.knows(t, db.Pool)
+	pool, counted := limitertest.TracedPool(t, db)
+	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{})
+	l := limitertest.New(t, pool, ratelimit.Config{Name: "api", Policy: ratelimit.FixedWindow{Limit: 1000, Window: time.Hour}, Policies: p})
+	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "", "k", "enforce", "fixed 2000/1h")
+	limitertest.WaitUntilKnown(t, p, db.Pool)
 	for range 20 {
 		result, err := l.Allow(t.Context(), "key")
 		require.NoError(t, err)
 		require.EqualValues(t, 2000, result.Limit)
 	}
-	require.Equal(t, 20, counted.count())
+	require.Equal(t, 20, counted.Count())
 }
 
 // A row that this release cannot read, or whose policy is of another kind, is passed over: what comes after it in the
@@ -295,13 +281,13 @@ func TestPoliciesThatCannotBeObeyed(t *testing.T) {
 
 	db := pgtest.New(t)
 	var journal testkit.Journal
-	p := runningPolicies(t, db.Pool, PoliciesConfig{Logger: journal.Logger()})
-	l := newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
-	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "", "enforce", "fixed 20/1h")
-	pgtest.Exec(t, db.Pool, addPolicy, "api", "secret", "", "enforce", "sliding 30/1h")
-	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "a", "enforce", "fixed 30/1h")
-	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "b", "enforce", "fixed 30/1h")
-	p.knows(t, db.Pool)
+	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{Logger: journal.Logger()})
+	l := limitertest.New(t, db.Pool, ratelimit.Config{Name: "api", Policy: ratelimit.FixedWindow{Limit: 10, Window: time.Hour}, Policies: p})
+	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "", "", "enforce", "fixed 20/1h")
+	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "secret", "", "enforce", "sliding 30/1h")
+	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "", "a", "enforce", "fixed 30/1h")
+	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "", "b", "enforce", "fixed 30/1h")
+	limitertest.WaitUntilKnown(t, p, db.Pool)
 	expect := func(limits map[string]int64) {
 		for key, limit := range limits {
 			for range 2 {
@@ -323,13 +309,13 @@ func TestPoliciesThatCannotBeObeyed(t *testing.T) {
 		OVERRIDING SYSTEM VALUE SELECT 0, name, 'zero', 'fixed 40/1h', 'why' FROM rate_limit_policy WHERE key_prefix = 'a'`)
 	pgtest.Exec(t, tx, "ALTER TABLE rate_limit_policy ENABLE TRIGGER rate_limit_policy_check")
 	require.NoError(t, tx.Commit(t.Context()))
-	p.knows(t, db.Pool)
+	limitertest.WaitUntilKnown(t, p, db.Pool)
 	expect(map[string]int64{"secret": 20, "a": 20, "b": 20, "zero": 40})
 	require.Equal(t, 2, p.Status().Unreadable)
 
 	pgtest.Exec(t, db.Pool,
 		"UPDATE rate_limit_policy SET policy = 'fixed 31/1h', mode = 'enforce' WHERE key_prefix IN ('a', 'b')")
-	p.knows(t, db.Pool)
+	limitertest.WaitUntilKnown(t, p, db.Pool)
 	expect(map[string]int64{"a": 31, "b": 31})
 	require.Zero(t, p.Status().Unreadable)
 
@@ -345,55 +331,55 @@ func TestPoliciesBeforeTheyAreRead(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	p, err := NewPolicies(db.Pool, PoliciesConfig{})
+	p, err := ratelimit.NewPolicies(db.Pool, ratelimit.PoliciesConfig{})
 	require.NoError(t, err)
-	config := Config{
-		Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p,
+	config := ratelimit.Config{
+		Name: "api", Policy: ratelimit.FixedWindow{Limit: 10, Window: time.Hour}, Policies: p,
 	}
-	clientConfig := ClientConfig{Timeout: 50 * time.Millisecond}
-	l := newLimiter(t, db.Pool, config, clientConfig)
+	clientConfig := ratelimit.ClientConfig{Timeout: 50 * time.Millisecond}
+	l := limitertest.New(t, db.Pool, config, clientConfig)
 	for _, ask := range asks(t, db, l) {
 		err := ask()
-		require.ErrorIs(t, err, ErrTimeout)
+		require.ErrorIs(t, err, ratelimit.ErrTimeout)
 		require.ErrorContains(t, err, "has Policies.Run been started?")
 	}
-	require.ErrorIs(t, errorOf(l.Allow(t.Context(), "")), ErrInvalidKey)
-	require.ErrorIs(t, errorOf(l.AllowN(t.Context(), "key", 11)), ErrCostExceedsLimit)
+	require.ErrorIs(t, limitertest.ErrorOf(l.Allow(t.Context(), "")), ratelimit.ErrInvalidKey)
+	require.ErrorIs(t, limitertest.ErrorOf(l.AllowN(t.Context(), "key", 11)), ratelimit.ErrCostExceedsLimit)
 	ended, end := context.WithCancel(t.Context())
 	end()
-	require.ErrorIs(t, errorOf(l.Allow(ended, "key")), context.Canceled)
-	config.OnFailure = FailClosed()
-	closed := newLimiter(t, db.Pool, config, clientConfig)
+	require.ErrorIs(t, limitertest.ErrorOf(l.Allow(ended, "key")), context.Canceled)
+	config.OnFailure = ratelimit.FailClosed()
+	closed := limitertest.New(t, db.Pool, config, clientConfig)
 	result, err := closed.Allow(t.Context(), "key")
 	require.NoError(t, err)
-	require.Equal(t, SourceFailedClosed, result.Source)
+	require.Equal(t, ratelimit.SourceFailedClosed, result.Source)
 	explanation, err := closed.Explain(t.Context(), "key")
 	require.NoError(t, err)
-	require.Equal(t, SourceFailedClosed, explanation.State.Source)
+	require.Equal(t, ratelimit.SourceFailedClosed, explanation.State.Source)
 
 	// The cause is told at once, once it is known.
 	empty := pgtest.Empty(t)
-	p = runningPolicies(t, empty.Pool, PoliciesConfig{})
+	p = limitertest.RunningPolicies(t, empty.Pool, ratelimit.PoliciesConfig{})
 	testkit.WaitUntil(t, func() bool { return p.Status().Err != nil })
-	l = newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p, OnFailure: FailOpen()})
+	l = limitertest.New(t, db.Pool, ratelimit.Config{Name: "api", Policy: ratelimit.FixedWindow{Limit: 10, Window: time.Hour}, Policies: p, OnFailure: ratelimit.FailOpen()})
 	for _, ask := range asks(t, db, l) {
-		require.ErrorIs(t, ask(), ErrNotMigrated)
+		require.ErrorIs(t, ask(), ratelimit.ErrNotMigrated)
 	}
-	require.ErrorIs(t, p.Status().Err, ErrNotMigrated)
+	require.ErrorIs(t, p.Status().Err, ratelimit.ErrNotMigrated)
 }
 
 // asks are all ways to ask with a limiter.
-func asks(t *testing.T, db *pgtest.DB, l *Limiter) []func() error {
+func asks(t *testing.T, db *pgtest.DB, l *ratelimit.Limiter) []func() error {
 	t.Helper()
 	tx := pgtest.Begin(t, db)
 	return []func() error{
-		func() error { return errorOf(l.Allow(t.Context(), "key")) },
-		func() error { return errorOf(l.Peek(t.Context(), "key")) },
-		func() error { return errorOf(l.Wait(t.Context(), "key")) },
-		func() error { return errorOf(l.Explain(t.Context(), "key")) },
-		func() error { return errorOf(l.WithTx(tx).Allow(t.Context(), "key")) },
-		func() error { return errorOf(AllowAll(t.Context(), l.Request("key", 1))) },
-		func() error { return errorOf(allowAllTx(t.Context(), tx, l.Request("key", 1))) },
+		func() error { return limitertest.ErrorOf(l.Allow(t.Context(), "key")) },
+		func() error { return limitertest.ErrorOf(l.Peek(t.Context(), "key")) },
+		func() error { return limitertest.ErrorOf(l.Wait(t.Context(), "key")) },
+		func() error { return limitertest.ErrorOf(l.Explain(t.Context(), "key")) },
+		func() error { return limitertest.ErrorOf(l.WithTx(tx).Allow(t.Context(), "key")) },
+		func() error { return limitertest.ErrorOf(ratelimit.AllowAll(t.Context(), l.Request("key", 1))) },
+		func() error { return limitertest.ErrorOf(limitertest.AllowAllTx(t.Context(), tx, l.Request("key", 1))) },
 	}
 }
 
@@ -402,26 +388,26 @@ func TestNewPoliciesRefuses(t *testing.T) {
 
 	db := pgtest.New(t)
 	for name, test := range map[string]struct {
-		db     DBTX
-		config PoliciesConfig
+		db     ratelimit.DBTX
+		config ratelimit.PoliciesConfig
 		field  string
 	}{
-		"no db":       {(*pgxpool.Pool)(nil), PoliciesConfig{}, "db"},
-		"memory":      {&memory.DB{}, PoliciesConfig{}, "db"},
-		"connection":  {pgtest.Connect(t, db), PoliciesConfig{}, "db"},
-		"transaction": {pgtest.Begin(t, db), PoliciesConfig{}, "db"},
-		"schema":      {db.Pool, PoliciesConfig{Schema: "a\nb"}, "PoliciesConfig.Schema"},
-		"rows":        {db.Pool, PoliciesConfig{MaxRows: -1}, "PoliciesConfig.MaxRows"},
+		"no db":       {(*pgxpool.Pool)(nil), ratelimit.PoliciesConfig{}, "db"},
+		"memory":      {&memory.DB{}, ratelimit.PoliciesConfig{}, "db"},
+		"connection":  {pgtest.Connect(t, db), ratelimit.PoliciesConfig{}, "db"},
+		"transaction": {pgtest.Begin(t, db), ratelimit.PoliciesConfig{}, "db"},
+		"schema":      {db.Pool, ratelimit.PoliciesConfig{Schema: "a\nb"}, "PoliciesConfig.Schema"},
+		"rows":        {db.Pool, ratelimit.PoliciesConfig{MaxRows: -1}, "PoliciesConfig.MaxRows"},
 	} {
-		_, err := NewPolicies(test.db, test.config)
-		config, ok := errors.AsType[*ConfigError](err)
+		_, err := ratelimit.NewPolicies(test.db, test.config)
+		config, ok := errors.AsType[*ratelimit.ConfigError](err)
 		require.True(t, ok, name)
 		require.Equal(t, test.field, config.Field, name)
 	}
 
 	// A second Run waits for the first, and for no longer than its context.
-	p := runningPolicies(t, db.Pool, PoliciesConfig{})
-	p.knows(t, db.Pool)
+	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{})
+	limitertest.WaitUntilKnown(t, p, db.Pool)
 	ctx, end := context.WithCancel(t.Context())
 	end()
 	p.Run(ctx)
@@ -434,10 +420,10 @@ func TestMaxRows(t *testing.T) {
 	db := pgtest.New(t)
 	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, mode, valid_until, comment, automatic)
 		SELECT 'api', 'ban' || i, 'deny', now() + interval '1 hour', 'test', true FROM generate_series(1, 5) AS i`)
-	pgtest.Exec(t, db.Pool, addPolicy, "api", "person", "", "deny", "")
+	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "person", "", "deny", "")
 	var journal testkit.Journal
-	p := runningPolicies(t, db.Pool, PoliciesConfig{MaxRows: 4, Logger: journal.Logger()})
-	l := newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
+	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{MaxRows: 4, Logger: journal.Logger()})
+	l := limitertest.New(t, db.Pool, ratelimit.Config{Name: "api", Policy: ratelimit.FixedWindow{Limit: 10, Window: time.Hour}, Policies: p})
 	result, err := l.Allow(t.Context(), "person")
 	require.NoError(t, err)
 	require.False(t, result.Allowed)
@@ -461,13 +447,13 @@ func TestFullBooks(t *testing.T) {
 	for i := range 4 {
 		pgtest.Exec(t, db.Pool, add, fmt.Sprint("bot", i), time.Hour, true)
 	}
-	p := runningPolicies(t, db.Pool, PoliciesConfig{MaxRows: 4})
-	l := newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
+	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{MaxRows: 4})
+	l := limitertest.New(t, db.Pool, ratelimit.Config{Name: "api", Policy: ratelimit.FixedWindow{Limit: 10, Window: time.Hour}, Policies: p})
 	banned := func(key string) bool {
-		p.knows(t, db.Pool)
+		limitertest.WaitUntilKnown(t, p, db.Pool)
 		result, err := l.Peek(t.Context(), key)
 		require.NoError(t, err)
-		return result.Source == SourcePolicy
+		return result.Source == ratelimit.SourcePolicy
 	}
 	pgtest.Exec(t, db.Pool, add, "person", time.Hour, false)
 	require.True(t, banned("person"))

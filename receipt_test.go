@@ -1,4 +1,4 @@
-package ratelimit
+package ratelimit_test
 
 import (
 	"encoding/json"
@@ -9,6 +9,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/receipttext"
 )
@@ -19,18 +21,18 @@ func TestReceipts(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	for _, policy := range []Policy{
-		FixedWindow{Limit: 10, Window: time.Hour}, SlidingWindow{Limit: 10, Window: time.Hour},
-		TokenBucket{Capacity: 10, Refill: 3, Every: 7 * time.Minute}, SlidingLog{Limit: 10, Window: time.Hour},
-		CalendarWindow{Limit: 10, Unit: CalendarMonth, Zone: "Europe/Berlin"},
-		All(FixedWindow{Limit: 10, Window: time.Hour}, TokenBucket{Capacity: 20, Refill: 1, Every: time.Minute}),
+	for _, policy := range []ratelimit.Policy{
+		ratelimit.FixedWindow{Limit: 10, Window: time.Hour}, ratelimit.SlidingWindow{Limit: 10, Window: time.Hour},
+		ratelimit.TokenBucket{Capacity: 10, Refill: 3, Every: 7 * time.Minute}, ratelimit.SlidingLog{Limit: 10, Window: time.Hour},
+		ratelimit.CalendarWindow{Limit: 10, Unit: ratelimit.CalendarMonth, Zone: "Europe/Berlin"},
+		ratelimit.All(ratelimit.FixedWindow{Limit: 10, Window: time.Hour}, ratelimit.TokenBucket{Capacity: 20, Refill: 1, Every: time.Minute}),
 	} {
-		config := Config{
+		config := ratelimit.Config{
 			Name: policy.String(), Policy: policy, Durable: true,
 		}
-		clientConfig := ClientConfig{Test: TestConfig{Now: func() time.Time { return time.UnixMicro(c0) }}}
-		here, there := newLimiter(t, db.Pool, config, clientConfig), newLimiter(t, db.Pool, config, clientConfig)
-		var left [2]Balance
+		clientConfig := ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: func() time.Time { return time.UnixMicro(limitertest.C0) }}}
+		here, there := limitertest.New(t, db.Pool, config, clientConfig), limitertest.New(t, db.Pool, config, clientConfig)
+		var left [2]ratelimit.Balance
 		for i, key := range []string{"refunded here", "refunded there"} {
 			_, err := here.Grant(t.Context(), key, 2)
 			require.NoError(t, err)
@@ -50,15 +52,15 @@ func TestReceipts(t *testing.T) {
 			require.NoError(t, err)
 			require.Regexp(t, "^[A-Za-z0-9_-]+$", text)
 			_, err = here.Refund(t.Context(), taken)
-			require.ErrorIs(t, err, ErrNothingToRefund, "the receipt gives it back now")
+			require.ErrorIs(t, err, ratelimit.ErrNothingToRefund, "the receipt gives it back now")
 			_, err = taken.Receipt()
-			require.ErrorIs(t, err, ErrNothingToRefund)
+			require.ErrorIs(t, err, ratelimit.ErrNothingToRefund)
 
 			parsed, err := there.ParseReceipt(text)
 			require.NoError(t, err)
 			require.True(t, parsed.Allowed)
 			_, err = there.RefundN(t.Context(), parsed, 5)
-			require.ErrorIs(t, err, ErrInvalidCost, "4 are left")
+			require.ErrorIs(t, err, ratelimit.ErrInvalidCost, "4 are left")
 			tx := pgtest.Begin(t, db)
 			_, err = there.WithTx(tx).RefundN(t.Context(), parsed, 4)
 			require.NoError(t, err)
@@ -66,7 +68,7 @@ func TestReceipts(t *testing.T) {
 			left[i], err = there.Refund(t.Context(), parsed)
 			require.NoError(t, err)
 			_, err = there.Refund(t.Context(), parsed)
-			require.ErrorIs(t, err, ErrNothingToRefund)
+			require.ErrorIs(t, err, ratelimit.ErrNothingToRefund)
 		}
 		require.Equal(t, left[0].Remaining, left[1].Remaining, policy)
 		require.Equal(t, left[0].ResetAfter, left[1].ResetAfter, policy)
@@ -78,7 +80,7 @@ func TestWhatIsNoReceipt(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	limiter := newLimiter(t, db.Pool, Config{Name: "test", Policy: hourly})
+	limiter := limitertest.New(t, db.Pool, ratelimit.Config{Name: "test", Policy: limitertest.Hourly})
 	taken, err := limiter.Allow(t.Context(), "somebody's key")
 	require.NoError(t, err)
 	text, err := taken.Receipt()
@@ -100,19 +102,19 @@ func TestWhatIsNoReceipt(t *testing.T) {
 		"without parts": forged(`"parts":[`, `"other":[`), "more credit than that": forged(`"Spent":0`, `"Spent":2`),
 	} {
 		_, err := limiter.ParseReceipt(bad)
-		wrong, ok := errors.AsType[*ReceiptError](err)
+		wrong, ok := errors.AsType[*ratelimit.ReceiptError](err)
 		require.True(t, ok, "%s: %v", name, err)
 		require.NotContains(t, wrong.Error(), "somebody", name)
 	}
-	for _, config := range []Config{
-		{Name: "other", Policy: hourly}, {Name: "test", Policy: hourly, Durable: true},
+	for _, config := range []ratelimit.Config{
+		{Name: "other", Policy: limitertest.Hourly}, {Name: "test", Policy: limitertest.Hourly, Durable: true},
 	} {
-		_, err := newLimiter(t, db.Pool, config).ParseReceipt(text)
-		_, ok := errors.AsType[*RefundError](err)
+		_, err := limitertest.New(t, db.Pool, config).ParseReceipt(text)
+		_, ok := errors.AsType[*ratelimit.RefundError](err)
 		require.True(t, ok, "%v", err)
 	}
-	_, err = Result{}.Receipt()
-	require.ErrorIs(t, err, ErrNothingToRefund)
+	_, err = ratelimit.Result{}.Receipt()
+	require.ErrorIs(t, err, ratelimit.ErrNothingToRefund)
 }
 
 // A result that went through JSON is never told that it took nothing.
@@ -120,12 +122,12 @@ func TestResultsFromJSONCannotBeGivenBack(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	limiter := newLimiter(t, db.Pool, Config{Name: "test", Policy: hourly})
+	limiter := limitertest.New(t, db.Pool, ratelimit.Config{Name: "test", Policy: limitertest.Hourly})
 	taken, err := limiter.Allow(t.Context(), "key")
 	require.NoError(t, err)
 	text, err := json.Marshal(taken)
 	require.NoError(t, err)
-	var read Result
+	var read ratelimit.Result
 	require.NoError(t, json.Unmarshal(text, &read))
 	require.Equal(t, taken.Remaining, read.Remaining)
 	for name, refund := range map[string]func() error{
@@ -134,8 +136,8 @@ func TestResultsFromJSONCannotBeGivenBack(t *testing.T) {
 		"Receipt": func() error { _, err := read.Receipt(); return err },
 		"WithTx":  func() error { _, err := limiter.WithTx(pgtest.Begin(t, db)).Refund(t.Context(), read); return err },
 	} {
-		require.ErrorIs(t, refund(), ErrNoReceipt, name)
-		require.NotErrorIs(t, refund(), ErrNothingToRefund, name)
+		require.ErrorIs(t, refund(), ratelimit.ErrNoReceipt, name)
+		require.NotErrorIs(t, refund(), ratelimit.ErrNothingToRefund, name)
 	}
 	_, err = limiter.Refund(t.Context(), taken)
 	require.NoError(t, err)

@@ -1,4 +1,4 @@
-package ratelimit
+package ratelimit_test
 
 import (
 	"testing"
@@ -6,20 +6,22 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
 func TestReset(t *testing.T) {
 	t.Parallel()
 
-	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
 		db := pgtest.New(t)
-		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		limiter := limitertest.New(t, db.NewPool(t, nil), config)
 		config.Name = "another"
-		another := newLimiter(t, db.Pool, config)
+		another := limitertest.New(t, db.Pool, config)
 		config.Name, config.Durable = "test", !config.Durable
-		elsewhere := newLimiter(t, db.Pool, config)
-		all := []*Limiter{limiter, another, elsewhere}
+		elsewhere := limitertest.New(t, db.Pool, config)
+		all := []*ratelimit.Limiter{limiter, another, elsewhere}
 		for _, l := range all {
 			for _, key := range []string{"key", "other key"} {
 				_, err := l.AllowN(t.Context(), key, 10)
@@ -41,8 +43,8 @@ func TestReset(t *testing.T) {
 		}
 		require.NoError(t, limiter.Reset(t.Context(), "key"))
 		require.NoError(t, limiter.Reset(t.Context(), "key"))
-		require.Len(t, storedRows(t, db.Pool, !config.Durable), 3)
-		require.Len(t, storedRows(t, db.Pool, config.Durable), 2)
+		require.Len(t, pgtest.StoredRows(t, db.Pool, !config.Durable), 3)
+		require.Len(t, pgtest.StoredRows(t, db.Pool, config.Durable), 2)
 	})
 }
 
@@ -50,19 +52,19 @@ func TestResetOfAHeldKeyGivesUp(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	limiter := newLimiter(
+	limiter := limitertest.New(
 		t,
 		db.Pool,
-		Config{
+		ratelimit.Config{
 			Name:   "test",
-			Policy: FixedWindow{Limit: 10, Window: year},
+			Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year},
 		},
-		ClientConfig{Timeout: 4 * time.Second},
+		ratelimit.ClientConfig{Timeout: 4 * time.Second},
 	)
 	_, err := limiter.Allow(t.Context(), "key")
 	require.NoError(t, err)
-	holder := hold(t, db, limiter.Config(), "key")
-	require.ErrorIs(t, limiter.Reset(t.Context(), "key"), ErrTimeout)
+	holder := limitertest.Hold(t, db, limiter.Config(), "key")
+	require.ErrorIs(t, limiter.Reset(t.Context(), "key"), ratelimit.ErrTimeout)
 	require.NoError(t, holder.Rollback(t.Context()))
-	require.EqualValues(t, 1, taken(t, db.Pool, limiter.Config(), "key"))
+	require.EqualValues(t, 1, limitertest.Taken(t, db.Pool, limiter.Config(), "key"))
 }

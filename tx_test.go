@@ -1,10 +1,9 @@
-package ratelimit
+package ratelimit_test
 
 import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -14,7 +13,8 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
-	"github.com/pgratelimit/ratelimit/internal/engine"
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -23,9 +23,9 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
-	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
 		db := pgtest.New(t)
-		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		limiter := limitertest.New(t, db.NewPool(t, nil), config)
 		remaining := func() int64 {
 			peek, err := limiter.Peek(t.Context(), "key")
 			require.NoError(t, err)
@@ -44,7 +44,7 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 		take(tx, 1, 5)
 		require.EqualValues(t, 10, remaining()) // nobody else sees it yet
 		require.NoError(t, tx.Rollback(t.Context()))
-		require.Empty(t, storedRows(t, db.Pool, config.Durable))
+		require.Empty(t, pgtest.StoredRows(t, db.Pool, config.Durable))
 
 		tx = pgtest.Begin(t, db)
 		take(tx, 4, 6)
@@ -56,11 +56,11 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 
 		tx = pgtest.Begin(t, db)
 		take(tx, 1, 4)
-		inner := savepoint(t, tx)
+		inner := limitertest.Savepoint(t, tx)
 		take(inner, 3, 1)
 		require.NoError(t, inner.Rollback(t.Context()))
 		take(tx, 1, 3)
-		inner = savepoint(t, tx)
+		inner = limitertest.Savepoint(t, tx)
 		take(inner, 2, 1)
 		require.NoError(t, inner.Commit(t.Context()))
 		require.EqualValues(t, 5, remaining())
@@ -71,7 +71,7 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 		require.NoError(t, limiter.WithTx(tx).Reset(t.Context(), "key"))
 		take(tx, 10, 0)
 		require.NoError(t, limiter.WithTx(tx).Reset(t.Context(), "key"))
-		inner = savepoint(t, tx)
+		inner = limitertest.Savepoint(t, tx)
 		take(inner, 7, 3)
 		require.NoError(t, inner.Rollback(t.Context()))
 		take(tx, 2, 8)
@@ -93,9 +93,9 @@ func TestDenialInATransactionIsForgottenWithIt(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
-	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
 		db := pgtest.New(t)
-		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		limiter := limitertest.New(t, db.NewPool(t, nil), config)
 		tx := pgtest.Begin(t, db)
 		for _, want := range []bool{true, false} {
 			result, err := limiter.WithTx(tx).AllowN(t.Context(), "key", 10)
@@ -124,10 +124,10 @@ func TestTransactionStaysUsable(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
-	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
 		db := pgtest.New(t)
 		pgtest.Exec(t, db.Pool, "CREATE TABLE work (done text)")
-		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		limiter := limitertest.New(t, db.NewPool(t, nil), config)
 		cancelled, cancel := context.WithCancel(t.Context())
 		cancel()
 
@@ -144,19 +144,19 @@ func TestTransactionStaysUsable(t *testing.T) {
 			n    int64
 			want error
 		}{
-			{"", 1, ErrInvalidKey}, {"nul \x00", 1, ErrInvalidKey}, {"key", -1, ErrInvalidCost}, {"key", 11, ErrCostExceedsLimit},
+			{"", 1, ratelimit.ErrInvalidKey}, {"nul \x00", 1, ratelimit.ErrInvalidKey}, {"key", -1, ratelimit.ErrInvalidCost}, {"key", 11, ratelimit.ErrCostExceedsLimit},
 		} {
 			_, err := limiter.WithTx(tx).AllowN(t.Context(), call.key, call.n)
 			require.ErrorIs(t, err, call.want)
 		}
 		_, err = limiter.WithTx(tx).Allow(cancelled, "key")
 		require.ErrorIs(t, err, context.Canceled)
-		require.ErrorIs(t, limiter.WithTx(tx).Reset(t.Context(), "\xff"), ErrInvalidKey)
+		require.ErrorIs(t, limiter.WithTx(tx).Reset(t.Context(), "\xff"), ratelimit.ErrInvalidKey)
 		require.ErrorIs(t, limiter.WithTx(tx).Reset(cancelled, "key"), context.Canceled)
 		pgtest.Exec(t, tx, "INSERT INTO work VALUES ('after')")
 		require.NoError(t, tx.Commit(t.Context()))
 		require.Equal(t, 2, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM work"))
-		require.EqualValues(t, 10, taken(t, db.Pool, config, "key"))
+		require.EqualValues(t, 10, limitertest.Taken(t, db.Pool, config, "key"))
 	})
 }
 
@@ -164,30 +164,30 @@ func TestOthersWaitForATransaction(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
-	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
 		for _, commit := range []bool{true, false} {
 			db := pgtest.New(t)
-			limiter := newLimiter(t, db.NewPool(t, nil), config)
+			limiter := limitertest.New(t, db.NewPool(t, nil), config)
 			_, err := limiter.AllowN(t.Context(), "key", 2)
 			require.NoError(t, err)
 
 			tx := pgtest.Begin(t, db)
 			_, err = limiter.WithTx(tx).AllowN(t.Context(), "key", 7)
 			require.NoError(t, err)
-			other := testkit.Later(func() (Result, error) { return limiter.AllowN(context.Background(), "key", 3) })
+			other := testkit.Later(func() (ratelimit.Result, error) { return limiter.AllowN(context.Background(), "key", 3) })
 			pgtest.WaitUntilBlocked(t, db.Pool, 1)
 			_, err = limiter.Allow(t.Context(), "another key") // nobody waits for that
 			require.NoError(t, err)
-			want := Result{Allowed: true, Remaining: 5}
+			want := ratelimit.Result{Allowed: true, Remaining: 5}
 			if commit {
 				require.NoError(t, tx.Commit(t.Context()))
-				want = Result{Remaining: 1}
+				want = ratelimit.Result{Remaining: 1}
 			} else {
 				require.NoError(t, tx.Rollback(t.Context()))
 			}
 			result, err := other()
 			require.NoError(t, err)
-			require.Equal(t, want, Result{Allowed: result.Allowed, Remaining: result.Remaining})
+			require.Equal(t, want, ratelimit.Result{Allowed: result.Allowed, Remaining: result.Remaining})
 		}
 	})
 }
@@ -197,25 +197,25 @@ func TestTransactionThatWaitsTooLong(t *testing.T) {
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
-	config := Config{
+	config := ratelimit.Config{
 		Name:   "test",
-		Policy: FixedWindow{Limit: 10, Window: year},
+		Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year},
 	}
-	clientConfig := ClientConfig{Timeout: 500 * time.Millisecond}
-	limiter := newLimiter(t, db.NewPool(t, nil), config, clientConfig)
+	clientConfig := ratelimit.ClientConfig{Timeout: 500 * time.Millisecond}
+	limiter := limitertest.New(t, db.NewPool(t, nil), config, clientConfig)
 	first, second := pgtest.Begin(t, db), pgtest.Begin(t, db)
-	_, err := newLimiter(
+	_, err := limitertest.New(
 		t,
 		db.Pool,
-		Config{Name: "test", Policy: config.Policy},
+		ratelimit.Config{Name: "test", Policy: config.Policy},
 	).WithTx(first).Allow(t.Context(), "key")
 	require.NoError(t, err)
 	result, err := limiter.WithTx(second).Allow(t.Context(), "key")
-	require.ErrorIs(t, err, ErrTimeout)
+	require.ErrorIs(t, err, ratelimit.ErrTimeout)
 	require.Zero(t, result)
 	require.Error(t, second.Commit(t.Context()))
 	require.NoError(t, first.Commit(t.Context()))
-	require.EqualValues(t, 1, taken(t, db.Pool, config, "key"))
+	require.EqualValues(t, 1, limitertest.Taken(t, db.Pool, config, "key"))
 }
 
 // At the higher isolation levels the database may refuse, with 40001 and nothing else. It never grants what is not
@@ -226,9 +226,9 @@ func TestIsolationLevels(t *testing.T) {
 
 	const limit, workers, each = 40, 6, 8
 	for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable} {
-		eachSlowPolicyAndTableAt(t, level, limit, func(t *testing.T, config Config) {
+		limitertest.EachSlowPolicyAndTableAt(t, level, limit, func(t *testing.T, config ratelimit.Config) {
 			db := pgtest.New(t)
-			limiter := newLimiter(t, db.NewPool(t, nil), config)
+			limiter := limitertest.New(t, db.NewPool(t, nil), config)
 			var granted, refused atomic.Int64
 			errs := make([]error, workers)
 			testkit.Together(workers, func(i int) {
@@ -264,23 +264,15 @@ func TestIsolationLevels(t *testing.T) {
 			})
 			require.NoError(t, errors.Join(errs...))
 			require.EqualValues(t, limit, granted.Load())
-			require.EqualValues(t, limit, taken(t, db.Pool, config, "key"))
+			require.EqualValues(t, limit, limitertest.Taken(t, db.Pool, config, "key"))
 			for call := range each {
-				require.EqualValues(t, workers, taken(t, db.Pool, config, fmt.Sprint("key of round ", call)))
+				require.EqualValues(t, workers, limitertest.Taken(t, db.Pool, config, fmt.Sprint("key of round ", call)))
 			}
 			if level == pgx.ReadCommitted {
 				require.Zero(t, refused.Load())
 			}
 		})
 	}
-}
-
-func eachSlowPolicyAndTableAt(t *testing.T, level pgx.TxIsoLevel, limit int64, test func(t *testing.T, config Config)) {
-	t.Helper()
-	t.Run(string(level), func(t *testing.T) {
-		t.Parallel()
-		eachSlowPolicyAndTable(t, limit, test)
-	})
 }
 
 // A decision must not depend on what a snapshot does not show. This is the deterministic case: a row that somebody
@@ -290,9 +282,9 @@ func TestOldSnapshots(t *testing.T) {
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	for _, level := range []pgx.TxIsoLevel{pgx.RepeatableRead, pgx.Serializable} {
-		eachSlowPolicyAndTableAt(t, level, 10, func(t *testing.T, config Config) {
+		limitertest.EachSlowPolicyAndTableAt(t, level, 10, func(t *testing.T, config ratelimit.Config) {
 			db := pgtest.New(t)
-			limiter := newLimiter(t, db.NewPool(t, nil), config)
+			limiter := limitertest.New(t, db.NewPool(t, nil), config)
 			for _, key := range []string{"changed", "deleted", "untouched"} {
 				_, err := limiter.AllowN(t.Context(), key, 6)
 				require.NoError(t, err)
@@ -331,7 +323,7 @@ func TestOldSnapshots(t *testing.T) {
 				require.NoError(t, tx.Rollback(t.Context()))
 			}
 			for key, want := range map[string]int64{"changed": 9, "made": 3, "deleted": 0, "untouched": 10} {
-				require.Equal(t, want, taken(t, db.Pool, config, key), key)
+				require.Equal(t, want, limitertest.Taken(t, db.Pool, config, key), key)
 			}
 		})
 	}
@@ -345,15 +337,15 @@ func TestDefaultIsolationOfThePool(t *testing.T) {
 	pool := db.NewPool(t, func(config *pgxpool.Config) {
 		config.ConnConfig.RuntimeParams["default_transaction_isolation"] = "serializable"
 	})
-	limiter := newLimiter(
+	limiter := limitertest.New(
 		t,
 		pool,
-		Config{
+		ratelimit.Config{
 			Name:          "test",
-			Policy:        FixedWindow{Limit: 30, Window: year},
+			Policy:        ratelimit.FixedWindow{Limit: 30, Window: limitertest.Year},
 			NoDenialCache: true,
 		},
-		ClientConfig{MaxBatch: 1, MaxInFlight: 6},
+		ratelimit.ClientConfig{MaxBatch: 1, MaxInFlight: 6},
 	)
 	var granted atomic.Int64
 	errs := make([]error, 100)
@@ -365,7 +357,7 @@ func TestDefaultIsolationOfThePool(t *testing.T) {
 	})
 	require.NoError(t, errors.Join(errs...))
 	require.Equal(t, int64(30), granted.Load())
-	require.Equal(t, int64(30), taken(t, db.Pool, limiter.Config(), "key"))
+	require.Equal(t, int64(30), limitertest.Taken(t, db.Pool, limiter.Config(), "key"))
 }
 
 // A call that gets no answer closes the connection of the caller's transaction, which rolls it back. So it is known that
@@ -375,12 +367,12 @@ func TestTimeoutRollsTheTransactionBack(t *testing.T) {
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
-	config := Config{Name: "test", Policy: hourly}
-	patient := newLimiter(t, db.Pool, config)
+	config := ratelimit.Config{Name: "test", Policy: limitertest.Hourly}
+	patient := limitertest.New(t, db.Pool, config)
 	taken, err := patient.Allow(t.Context(), "key")
 	require.NoError(t, err)
-	clientConfig := ClientConfig{Timeout: 100 * time.Millisecond}
-	limiter := newLimiter(t, db.Pool, config, clientConfig)
+	clientConfig := ratelimit.ClientConfig{Timeout: 100 * time.Millisecond}
+	limiter := limitertest.New(t, db.Pool, config, clientConfig)
 	holder := pgtest.Begin(t, db)
 	_, err = patient.WithTx(holder).Allow(t.Context(), "key")
 	require.NoError(t, err)
@@ -390,7 +382,7 @@ func TestTimeoutRollsTheTransactionBack(t *testing.T) {
 			return err
 		},
 		"AllowAllTx": func(tx pgx.Tx) error {
-			_, err := allowAllTx(t.Context(), tx, limiter.Request("key", 1), limiter.Request("other", 1))
+			_, err := limitertest.AllowAllTx(t.Context(), tx, limiter.Request("key", 1), limiter.Request("other", 1))
 			return err
 		},
 		"RefundTx": func(tx pgx.Tx) error {
@@ -402,15 +394,15 @@ func TestTimeoutRollsTheTransactionBack(t *testing.T) {
 		tx, err := db.Pool.Begin(t.Context())
 		require.NoError(t, err)
 		err = call(tx)
-		require.ErrorIs(t, err, ErrTimeout, name)
-		require.NotErrorIs(t, err, ErrOutcomeUnknown, name)
+		require.ErrorIs(t, err, ratelimit.ErrTimeout, name)
+		require.NotErrorIs(t, err, ratelimit.ErrOutcomeUnknown, name)
 		require.ErrorContains(t, err, "the connection is closed, so the transaction is rolled back", name)
 		require.Error(t, tx.Commit(t.Context()), name)
 	}
 	require.NoError(t, holder.Rollback(t.Context()))
 	result, err := patient.Refund(t.Context(), taken)
 	require.NoError(t, err)
-	require.Equal(t, hourly.Limit, result.Remaining)
+	require.Equal(t, limitertest.Hourly.Limit, result.Remaining)
 }
 
 // taggedTx is a transaction of the application's own type, which cannot be compared with ==.
@@ -425,79 +417,38 @@ func TestRequestsOfOneTransaction(t *testing.T) {
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
-	limiter := newLimiter(t, db.Pool, Config{Name: "test", Policy: hourly})
+	limiter := limitertest.New(t, db.Pool, ratelimit.Config{Name: "test", Policy: limitertest.Hourly})
 	tx, other := pgtest.Begin(t, db), pgtest.Begin(t, db)
 	within, err := tx.Begin(t.Context())
 	require.NoError(t, err)
 	mine := limiter.WithTx(tx).Request("a", 1)
-	for name, second := range map[string]Request{
+	for name, second := range map[string]ratelimit.Request{
 		"itself":    limiter.WithTx(tx).Request("b", 1),
 		"savepoint": limiter.WithTx(within).Request("b", 1),
 		"wrapped":   limiter.WithTx(taggedTx{tx, []string{"a"}}).Request("b", 1),
 	} {
-		results, err := AllowAll(t.Context(), mine, second)
+		results, err := ratelimit.AllowAll(t.Context(), mine, second)
 		require.NoError(t, err, name)
 		require.True(t, results.Allowed, name)
 	}
-	for name, second := range map[string]Request{
+	for name, second := range map[string]ratelimit.Request{
 		"none":    limiter.Request("b", 1),
 		"another": limiter.WithTx(other).Request("b", 1),
 		"wrapped": limiter.WithTx(taggedTx{other, []string{"a"}}).Request("b", 1),
 	} {
-		_, err := AllowAll(t.Context(), mine, second)
-		request, ok := errors.AsType[*RequestError](err)
+		_, err := ratelimit.AllowAll(t.Context(), mine, second)
+		request, ok := errors.AsType[*ratelimit.RequestError](err)
 		require.True(t, ok, name)
 		require.Equal(t, 1, request.Index, name)
-		require.ErrorIs(t, err, errOtherTx, name)
+		require.ErrorIs(t, err, ratelimit.ErrOtherTx, name)
 	}
-	_, err = AllowAll(t.Context(), limiter.Request("b", 1), mine)
-	require.ErrorIs(t, err, errOtherTx)
-	_, err = AllowAll(t.Context(), mine, limiter.WithTx(nil).Request("b", 1))
-	wrong, ok := errors.AsType[*ConfigError](err)
+	_, err = ratelimit.AllowAll(t.Context(), limiter.Request("b", 1), mine)
+	require.ErrorIs(t, err, ratelimit.ErrOtherTx)
+	_, err = ratelimit.AllowAll(t.Context(), mine, limiter.WithTx(nil).Request("b", 1))
+	wrong, ok := errors.AsType[*ratelimit.ConfigError](err)
 	require.True(t, ok)
 	require.Equal(t, "tx", wrong.Field)
 	require.NoError(t, within.Rollback(t.Context()))
 	require.NoError(t, tx.Rollback(t.Context()))
-	require.EqualValues(t, 0, taken(t, db.Pool, limiter.Config(), "a"))
-}
-
-// allowAllTx is AllowAll of requests within a transaction.
-func allowAllTx(ctx context.Context, tx pgx.Tx, requests ...Request) (Results, error) {
-	requests = slices.Clone(requests) // which the caller may ask without a transaction, too
-	for i := range requests {
-		requests[i].inTx, requests[i].tx = true, tx
-	}
-	return AllowAll(ctx, requests...)
-}
-
-// A lock_timeout_ms of -1 leaves the session's lock_timeout, as NULL does, however many keys there are.
-func TestLockTimeoutOfTheCallersTransaction(t *testing.T) {
-	t.Parallel()
-	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
-
-	db := pgtest.New(t)
-	for name, policy := range slowPolicies(100) {
-		tx := pgtest.Begin(t, db)
-		pgtest.Exec(t, tx, "SET LOCAL lock_timeout = '54321ms'")
-		l := newLimiter(t, db.Pool, Config{Name: name, Policy: policy})
-		for _, keys := range [][]string{{"a"}, {"bb", "a"}, {"a", "bb"}, {"a", "c", "dd", "e", "f", "g", "h", "i", "j", "k"}} {
-			for _, skipHeld := range []bool{false, true} {
-				var requests []*engine.Request
-				for _, key := range keys {
-					requests = append(requests, l.newRequest(key, 1))
-				}
-				own := engine.Transaction{LockTimeout: new(int32(-1)), SkipHeld: skipHeld}
-				require.NoError(t, l.client.engine.Database.Execute(t.Context(), tx, requests, own), name)
-				for _, r := range requests {
-					require.EqualValues(t, 1, r.Parts[0].Decision.Granted)
-				}
-				requests[0].Policy = nil
-				requests[0].Add(l.space, l.model, "another", 1, nil)
-				require.NoError(t, l.client.engine.Database.Execute(t.Context(), tx, requests, own), name)
-			}
-		}
-		require.NoError(t, l.WithTx(tx).Reset(t.Context(), "a"))
-		require.Equal(t, "54321ms", pgtest.Scalar[string](t, tx, "SELECT current_setting('lock_timeout')"))
-		require.NoError(t, tx.Rollback(t.Context()))
-	}
+	require.EqualValues(t, 0, limitertest.Taken(t, db.Pool, limiter.Config(), "a"))
 }

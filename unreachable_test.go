@@ -1,4 +1,4 @@
-package ratelimit
+package ratelimit_test
 
 import (
 	"context"
@@ -13,6 +13,8 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -31,14 +33,14 @@ func TestUnreachable(t *testing.T) {
 	)
 	require.NoError(t, err)
 	t.Cleanup(pool.Close)
-	limiter := newLimiter(
+	limiter := limitertest.New(
 		t,
 		pool,
-		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}},
+		ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year}},
 	)
-	for _, call := range everyCall(limiter, "personal") {
+	for _, call := range limitertest.Calls(limiter, "personal") {
 		err := call()
-		requireKinds(t, err, ErrUnavailable)
+		limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable)
 		require.NotContains(t, err.Error(), "secret")
 	}
 }
@@ -46,57 +48,33 @@ func TestUnreachable(t *testing.T) {
 func TestServerThatHangsUp(t *testing.T) {
 	t.Parallel()
 
-	pool := poolOf(t, func(net.Conn) {})
-	limiter := newLimiter(
+	pool := limitertest.PoolOf(t, func(net.Conn) {})
+	limiter := limitertest.New(
 		t,
 		pool,
-		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}},
+		ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year}},
 	)
-	for _, call := range everyCall(limiter, "personal") {
-		requireKinds(t, call(), ErrUnavailable)
+	for _, call := range limitertest.Calls(limiter, "personal") {
+		limitertest.RequireKinds(t, call(), ratelimit.ErrUnavailable)
 	}
 }
 
 func TestServerThatNeverAnswers(t *testing.T) {
 	t.Parallel()
 
-	pool := poolOf(t, func(conn net.Conn) { _, _ = io.Copy(io.Discard, conn) })
-	limiter := newLimiter(
+	pool := limitertest.PoolOf(t, func(conn net.Conn) { _, _ = io.Copy(io.Discard, conn) })
+	limiter := limitertest.New(
 		t,
 		pool,
-		Config{
+		ratelimit.Config{
 			Name:   "test",
-			Policy: FixedWindow{Limit: 10, Window: year},
+			Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year},
 		},
-		ClientConfig{Timeout: 50 * time.Millisecond},
+		ratelimit.ClientConfig{Timeout: 50 * time.Millisecond},
 	)
-	for _, call := range everyCall(limiter, "personal") {
-		requireKinds(t, call(), ErrTimeout)
+	for _, call := range limitertest.Calls(limiter, "personal") {
+		limitertest.RequireKinds(t, call(), ratelimit.ErrTimeout)
 	}
-}
-
-// poolOf returns a pool whose server does that with each connection.
-func poolOf(t *testing.T, serve func(net.Conn)) *pgxpool.Pool {
-	t.Helper()
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	go func() {
-		for {
-			conn, err := listener.Accept()
-			if err != nil {
-				return
-			}
-			go func() {
-				defer conn.Close()
-				serve(conn)
-			}()
-		}
-	}()
-	t.Cleanup(func() { listener.Close() })
-	pool, err := pgxpool.New(t.Context(), fmt.Sprintf("postgres://someone@%v/nothing?sslmode=disable", listener.Addr()))
-	require.NoError(t, err)
-	t.Cleanup(pool.Close)
-	return pool
 }
 
 func TestReadOnlySession(t *testing.T) {
@@ -107,18 +85,18 @@ func TestReadOnlySession(t *testing.T) {
 	readOnly := db.NewPool(t, func(config *pgxpool.Config) {
 		config.ConnConfig.RuntimeParams["default_transaction_read_only"] = "on"
 	})
-	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
-		limiter := newLimiter(t, readOnly, config)
-		for name, call := range everyCall(limiter, "personal") {
+	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
+		limiter := limitertest.New(t, readOnly, config)
+		for name, call := range limitertest.Calls(limiter, "personal") {
 			err := call()
 			if name == "Peek" { // which only reads
 				require.NoError(t, err)
 				continue
 			}
-			requireKinds(t, err, ErrUnavailable, ErrReadOnly)
+			limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable, ratelimit.ErrReadOnly)
 			require.Contains(t, err.Error(), "target_session_attrs")
 		}
-		require.Empty(t, storedRows(t, db.Pool, config.Durable))
+		require.Empty(t, pgtest.StoredRows(t, db.Pool, config.Durable))
 	})
 }
 
@@ -147,19 +125,19 @@ func TestStandby(t *testing.T) {
 	require.True(t, pgtest.Scalar[bool](t, pool, "SELECT pg_is_in_recovery()"))
 
 	for _, durable := range []bool{true, false} {
-		for _, policy := range slowPolicies(10) {
-			limiter := newLimiter(
+		for _, policy := range limitertest.SlowPolicies(10) {
+			limiter := limitertest.New(
 				t,
 				pool,
-				Config{Name: "test", Policy: policy, Durable: durable},
+				ratelimit.Config{Name: "test", Policy: policy, Durable: durable},
 			)
-			for method, call := range everyCall(limiter, "personal") {
+			for method, call := range limitertest.Calls(limiter, "personal") {
 				err := call()
 				if method == "Peek" && durable { // which only reads
 					require.NoError(t, err)
 					continue
 				}
-				requireKinds(t, err, ErrUnavailable, ErrReadOnly)
+				limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable, ratelimit.ErrReadOnly)
 			}
 		}
 	}
@@ -171,21 +149,21 @@ func TestConnectionIsEndedMeanwhile(t *testing.T) {
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	db := pgtest.New(t)
-	config := Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}}
+	config := ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year}}
 	pool := db.NewPool(t, nil)
-	limiter := newLimiter(t, pool, config)
+	limiter := limitertest.New(t, pool, config)
 	_, err := limiter.Allow(t.Context(), "personal")
 	require.NoError(t, err)
-	holder := hold(t, db, config, "personal")
+	holder := limitertest.Hold(t, db, config, "personal")
 	tx, err := pool.Begin(t.Context()) // in which one statement waits; outside of it, one after the other would
 	require.NoError(t, err)
-	wait := testkit.Later(func() (Result, error) { return limiter.WithTx(tx).Allow(context.Background(), "personal") })
+	wait := testkit.Later(func() (ratelimit.Result, error) { return limiter.WithTx(tx).Allow(context.Background(), "personal") })
 	pgtest.WaitUntilBlocked(t, db.Pool, 1)
 	pgtest.Exec(t, db.Pool, `SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 		WHERE datname = current_database() AND cardinality(pg_blocking_pids(pid)) > 0`)
 	_, err = wait()
 	_ = tx.Rollback(t.Context()) // its connection is gone
-	requireKinds(t, err, ErrUnavailable)
+	limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable)
 	require.ErrorContains(t, err, "the transaction is rolled back")
 	require.NoError(t, holder.Rollback(t.Context()))
 	result, err := limiter.Allow(t.Context(), "personal")

@@ -1,5 +1,5 @@
-// Package sql_test has the tests of the SQL in this folder as people and other programs call it. What it decides for the
-// library is compared with the model by TestSQLEqualsModel.
+// Package sql_test has the tests of the SQL in this folder. TestSQLEqualsModel compares what it decides with the model.
+// Others call it as people and other programs do.
 package sql_test
 
 import (

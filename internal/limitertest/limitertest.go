@@ -1,10 +1,8 @@
-// Package limitertest has helpers for tests of packages that use a limiter. The tests of package ratelimit itself
-// cannot import it.
+// Package limitertest has helpers for tests that use a limiter. Tests within package ratelimit cannot import it, so most
+// of those in that folder are of package ratelimit_test.
 package limitertest
 
 import (
-	"errors"
-	"slices"
 	"testing"
 	"time"
 
@@ -26,6 +24,7 @@ func NewClient(t testing.TB, db ratelimit.DBTX, config ratelimit.ClientConfig) *
 	t.Helper()
 	client, err := ratelimit.NewClient(db, config)
 	require.NoError(t, err)
+	EngineOf(client).Database.ShadowWait = 200
 	return client
 }
 
@@ -46,7 +45,7 @@ func Frozen(at time.Time) ratelimit.TestConfig {
 func Plain(r ratelimit.Result) ratelimit.Result {
 	return ratelimit.Result{
 		Allowed: r.Allowed, Source: r.Source, Limit: r.Limit, Remaining: r.Remaining,
-		RetryAfter: r.RetryAfter, ResetAfter: r.ResetAfter, DecidedAt: r.DecidedAt,
+		RetryAfter: r.RetryAfter, ResetAfter: r.ResetAfter, DecidedAt: r.DecidedAt.UTC(), Shadow: r.Shadow,
 	}
 }
 
@@ -55,17 +54,4 @@ func AsResult(b ratelimit.Balance, err error) (ratelimit.Result, error) {
 	return ratelimit.Result{
 		Allowed: err == nil, Limit: b.Limit, Remaining: b.Remaining, ResetAfter: b.ResetAfter, DecidedAt: b.DecidedAt,
 	}, err
-}
-
-// RequireKinds requires a StoreError of exactly these kinds.
-func RequireKinds(t testing.TB, err error, want ...error) {
-	t.Helper()
-	var store *ratelimit.StoreError
-	require.ErrorAs(t, err, &store)
-	for _, kind := range []error{
-		ratelimit.ErrNotMigrated, ratelimit.ErrNotPermitted, ratelimit.ErrPreparedStatements, ratelimit.ErrSetup,
-		ratelimit.ErrUnavailable, ratelimit.ErrReadOnly, ratelimit.ErrTimeout, ratelimit.ErrOutcomeUnknown,
-	} {
-		require.Equal(t, slices.Contains(want, kind), errors.Is(err, kind), "%v: %v", kind, err)
-	}
 }

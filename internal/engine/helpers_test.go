@@ -1,0 +1,132 @@
+package engine_test
+
+import (
+	"context"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/engine"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/policytable"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// inQueue is how many calls wait for the next statement.
+func inQueue(c *ratelimit.Client) int {
+	limitertest.EngineOf(c).Queues.First().Mu.Lock()
+	defer limitertest.EngineOf(c).Queues.First().Mu.Unlock()
+	return limitertest.EngineOf(c).Queues.First().Waiting
+}
+
+// waitUntilHeld returns when the lane of a limiter waits for a row.
+func waitUntilHeld(t *testing.T, pool *pgxpool.Pool, l *ratelimit.Limiter) {
+	t.Helper()
+	testkit.WaitUntil(t, func() bool {
+		held := limitertest.Engine(l).Batcher.Held
+		held.Mu.Lock()
+		defer held.Mu.Unlock()
+		for _, row := range held.Rows {
+			if row.Sure {
+				return true
+			}
+		}
+		return false
+	})
+	pgtest.WaitUntilBlocked(t, pool, 1)
+}
+
+// inLane is how many calls wait for the lane.
+func inLane(c *ratelimit.Client) int {
+	limitertest.EngineOf(c).Queues.First().Lane.Mu.Lock()
+	defer limitertest.EngineOf(c).Queues.First().Lane.Mu.Unlock()
+	return len(limitertest.EngineOf(c).Queues.First().Lane.Requests)
+}
+
+// newRequest returns a request for a key.
+func newRequest(l *ratelimit.Limiter, key string, cost int64) *engine.Request {
+	return limitertest.Engine(l).Request(&engine.Ask{Space: limitertest.Space(l), Policy: limitertest.Model(l.Config().Policy), Key: key, Cost: cost})
+}
+
+// newShadow returns the shadow of a request.
+func newShadow(l *ratelimit.Limiter, row *policytable.Row, key string, cost int64) *engine.Shadow {
+	beside := *limitertest.Space(l)
+	beside.Name += policytable.ShadowSuffix
+	return engine.NewShadow(&engine.Ask{
+		Space: limitertest.Space(l), Policy: limitertest.Model(l.Config().Policy), Key: key, Cost: cost,
+		Beside: &engine.Beside{Space: &beside, Policy: row.Value.Policy},
+	})
+}
+
+// requestsOf are the requests that ask for elements.
+func requestsOf(l *ratelimit.Limiter, elements []modeltest.Element) []*engine.Request {
+	requests := make([]*engine.Request, len(elements))
+	for i, e := range elements {
+		requests[i] = limitertest.Engine(l).Requests.Get(limitertest.Space(l), limitertest.Model(l.Config().Policy))
+		requests[i].Add(limitertest.Space(l), limitertest.Model(l.Config().Policy), e.Key, e.Cost, e.Refund)
+		requests[i].Count, requests[i].Since = e.Count, time.Now()
+	}
+	return requests
+}
+
+// requestsFor are requests for a key, one of each cost.
+func requestsFor(l *ratelimit.Limiter, key string, costs ...int64) (requests []*engine.Request) {
+	for _, cost := range costs {
+		requests = append(requests, requestsOf(l, []modeltest.Element{{Key: key, Cost: cost, Count: 1}})...)
+	}
+	return requests
+}
+
+// decide has one statement decide elements.
+func decide(ctx context.Context, l *ratelimit.Limiter, db ratelimit.DBTX, elements []modeltest.Element, tx engine.Transaction) error {
+	return decideElements(requestsOf(l, elements), elements, func(requests []*engine.Request) error {
+		return limitertest.Engine(l).Database.Execute(ctx, db, requests, tx)
+	})
+}
+
+// decideAndRemember has one statement of the limiter's own decide elements, and remembers denials.
+func decideAndRemember(ctx context.Context, l *ratelimit.Limiter, elements []modeltest.Element) error {
+	return decideElements(requestsOf(l, elements), elements, func(requests []*engine.Request) error {
+		return limitertest.Engine(l).Batcher.Decide(ctx, limitertest.Engine(l).Database.DB, requests, ownTransaction(l))
+	})
+}
+
+func decideElements(requests []*engine.Request, elements []modeltest.Element, decide func([]*engine.Request) error) error {
+	err := decide(requests)
+	for i, r := range requests {
+		elements[i].Decision = r.Parts[0].Decision
+	}
+	return err
+}
+
+// ownTransaction is one that waits for rows as long as a call does.
+func ownTransaction(l *ratelimit.Limiter) engine.Transaction {
+	return engine.Transaction{LockTimeout: engine.LockTimeout(limitertest.Engine(l).Batcher.Held.Patience())}
+}
+
+// send has a batch leave at once.
+func send(l *ratelimit.Limiter, batch []*engine.Request) {
+	q := limitertest.Engine(l).Queues.First()
+	held, lost := q.Batcher.Send(&engine.Departure{Requests: slices.Clone(batch)})
+	q.Lane.Add(q.Lane.GiveUp(held))
+	q.PushBack(lost)
+}
+
+// outcomes waits for calls.
+func outcomes(batch []*engine.Request) (results []ratelimit.Result, errs []error) {
+	for _, c := range batch {
+		<-c.Done
+		var result ratelimit.Result
+		if c.Err == nil {
+			o := c.Outcome()
+			result = limitertest.ResultOf(&o)
+		}
+		results, errs = append(results, result), append(errs, c.Err)
+	}
+	return results, errs
+}

@@ -1,0 +1,263 @@
+package engine_test
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/engine"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
+	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// year2106 is until when the time of a decision on Postgres is exact; see database.decisions.
+const year2106 = 4_291_747_200_000_000
+
+// twins are limiters with the same history, on Postgres and in memory.
+type twins struct {
+	real, memory *ratelimit.Limiter
+}
+
+// with asks both under another policy.
+func (w twins) with(t *testing.T, policy ratelimit.Policy) (twins, bool) {
+	t.Helper()
+	onPostgres, err := w.real.With(policy)
+	inMemory, memoryErr := w.memory.With(policy)
+	require.Equal(t, err, memoryErr)
+	return twins{onPostgres, inMemory}, err == nil
+}
+
+// told is what a call has returned.
+type told struct {
+	result ratelimit.Result
+	err    error
+}
+
+// seen is what the caller sees. What a result remembers of its take is compared by giving back.
+// Which denials are remembered depends on a random hash, too.
+func (w told) seen() told {
+	if w.result.Source == ratelimit.SourceCachedDenial {
+		w.result.Source = ratelimit.SourceDatabase
+	}
+	return told{limitertest.Plain(w.result), w.err}
+}
+
+// A limiter in memory answers as one on Postgres does: every field and every error, whatever is asked in which order.
+func TestMemoryEqualsPostgres(t *testing.T) {
+	t.Parallel()
+
+	pool := pgtest.New(t).Pool
+	seed := limitertest.Seed(t)
+	var took, denied, looked, gaveBack, granted, failed, sets, halfRefused, together int
+	varied := func() bool { // there was enough of everything
+		return min(took, denied, looked, gaveBack, granted, failed, sets, halfRefused, together) > 5
+	}
+	for story := uint64(0); story < uint64(20*limitertest.Rounds(t)) || !varied(); story++ {
+		require.Less(t, story, uint64(5_000), "took %d, denied %d, looked %d, gave back %d, granted %d, failed %d, sets %d, "+
+			"half refused %d, some of several %d", took, denied, looked, gaveBack, granted, failed, sets, halfRefused, together)
+		r := rand.New(rand.NewPCG(seed, story))
+		clock := int64(1)<<50 + r.Int64N(1<<51)
+		config := ratelimit.ClientConfig{
+			Test: ratelimit.TestConfig{Now: func() time.Time { return time.UnixMicro(clock) }},
+		}
+		onPostgres, inMemory := limitertest.NewClient(t, pool, config), limitertest.NewClient(t, &memory.DB{}, config)
+		policies := make([]ratelimit.Policy, 3)
+		limiters := make([]twins, len(policies))
+		for i := range policies {
+			policies[i] = limitertest.RandomPolicy(r)
+			if i == 2 {
+				policies[i] = ratelimit.All(limitertest.RandomPolicy(r), limitertest.RandomPolicy(r), limitertest.RandomPolicy(r))
+			}
+			config := ratelimit.Config{
+				Name: fmt.Sprint("story ", story, " ", i), Policy: policies[i],
+				Durable: r.IntN(4) == 0, NoDenialCache: r.IntN(2) == 0,
+			}
+			limiters[i] = twins{limitertest.Of(t, onPostgres, config), limitertest.Of(t, inMemory, config)}
+		}
+		var takes [][2]ratelimit.Result
+		var goals []int64
+		for step := range 60 {
+			title := fmt.Sprintf("%s=%d, story %d, step %d", modeltest.SeedVariable, seed, story, step)
+			i := r.IntN(len(limiters))
+			clock = min(modeltest.NextClock(r, clock, limitertest.Model(policies[i]).Rules[0], goals), year2106)
+			goals = goals[:0]
+			if rules := limitertest.Model(policies[i]).Rules; len(rules) == 1 && r.IntN(10) == 0 {
+				changed := limitertest.Policy(modeltest.ChangedPolicy(r, rules[0]).Numbers())
+				if with, ok := limiters[i].with(t, changed); ok {
+					limiters[i], policies[i] = with, changed
+				}
+			}
+			l := limiters[i]
+			key := [...]string{"x", "y", "Y", "ä", "", "x\x00"}[min(r.IntN(20), 5-r.IntN(2)*2)]
+			if r.IntN(10) > 0 {
+				key = [...]string{"x", "y", "ä"}[r.IntN(3)]
+			}
+			var a, b told
+			switch kind := r.IntN(12); {
+			case kind < 5:
+				n := modeltest.RandomTake(r, limitertest.Model(l.real.Config().Policy).Limit)
+				if r.IntN(4) == 0 {
+					n = modeltest.RandomCost(r, limitertest.Model(l.real.Config().Policy).Limit)
+				}
+				a.result, a.err = l.real.AllowN(t.Context(), key, n)
+				b.result, b.err = l.memory.AllowN(t.Context(), key, n)
+				switch {
+				case a.err != nil:
+				case n == 0:
+					looked++
+				case a.result.Allowed:
+					took++
+				default:
+					denied++
+				}
+			case kind == 5:
+				a.result, a.err = l.real.Peek(t.Context(), key)
+				b.result, b.err = l.memory.Peek(t.Context(), key)
+			case kind == 6 && r.IntN(3) == 0:
+				a.err, b.err = l.real.Reset(t.Context(), key), l.memory.Reset(t.Context(), key)
+			case kind < 8:
+				n := modeltest.RandomCost(r, limitertest.Model(l.real.Config().Policy).Limit)
+				a.result, a.err = limitertest.AsResult(l.real.Grant(t.Context(), key, n))
+				b.result, b.err = limitertest.AsResult(l.memory.Grant(t.Context(), key, n))
+				if a.err == nil {
+					granted++
+				}
+			case kind < 10 && len(takes) > 0:
+				take := takes[len(takes)-1-r.IntN(min(len(takes), 4))]
+				n := r.Int64N(max(limitertest.Receipt(take[0]).Left(), 0)+2) + int64(r.IntN(2)) - 1
+				a.result, a.err = limitertest.AsResult(l.real.RefundN(t.Context(), take[0], n))
+				b.result, b.err = limitertest.AsResult(l.memory.RefundN(t.Context(), take[1], n))
+				if a.err == nil {
+					gaveBack++
+				}
+			case kind == 10:
+				if key == "" || strings.ContainsRune(key, 0) {
+					continue
+				}
+				n, count := modeltest.RandomTake(r, limitertest.Model(l.real.Config().Policy).Limit), 1+r.Int64N(5)
+				on, err := decideTogether(t.Context(), l.real, key, n, count)
+				require.NoError(t, err, title)
+				in, err := decideTogether(t.Context(), l.memory, key, n, count)
+				require.NoError(t, err, title)
+				require.Equal(t, on, in, title)
+				if on[0].Granted > 0 && on[0].Granted < count {
+					together++
+				}
+				continue
+			default:
+				var asked [2][]ratelimit.Request
+				for _, j := range r.Perm(len(limiters))[:1+r.IntN(len(limiters))] {
+					n := max(modeltest.RandomTake(r, limitertest.Model(limiters[j].real.Config().Policy).Limit)-int64(r.IntN(8)/7), 0)
+					asked[0] = append(asked[0], limiters[j].real.Request(key, n))
+					asked[1] = append(asked[1], limiters[j].memory.Request(key, n))
+				}
+				on, err := ratelimit.AllowAll(t.Context(), asked[0]...)
+				in, memoryErr := ratelimit.AllowAll(t.Context(), asked[1]...)
+				require.Equal(t, err, memoryErr, title)
+				require.Equal(t, on.Allowed, in.Allowed, title)
+				require.Equal(t, on.RetryAfter, in.RetryAfter, title)
+				require.Len(t, in.Each, len(on.Each), title)
+				for k := range on.Each {
+					require.Equal(t, told{result: on.Each[k]}.seen(), told{result: in.Each[k]}.seen(), title)
+					if limitertest.Receipt(on.Each[k]) != nil {
+						takes = append(takes, [2]ratelimit.Result{on.Each[k], in.Each[k]})
+					}
+					if !on.Allowed && on.Each[k].RetryAfter == 0 {
+						halfRefused++
+					}
+				}
+				sets++
+				continue
+			}
+			if a.err != nil {
+				failed++
+			}
+			require.Equal(t, a.seen(), b.seen(), title)
+			require.Equal(t, limitertest.Receipt(a.result).Left(), limitertest.Receipt(b.result).Left(), title)
+			if limitertest.Receipt(a.result) != nil {
+				takes = append(takes, [2]ratelimit.Result{a.result, b.result})
+			}
+			if a.err == nil {
+				goals = append(goals, clock+model.Micros(a.result.RetryAfter), clock+model.Micros(a.result.ResetAfter))
+			}
+		}
+	}
+}
+
+// decideTogether is what is decided about the rows of a key if several callers ask at the same time. The rows' state is told
+// for denials alone, which are remembered.
+func decideTogether(ctx context.Context, l *ratelimit.Limiter, key string, n, count int64) ([]model.Decision, error) {
+	r := newRequest(l, key, n)
+	r.Count = count
+	if err := limitertest.Engine(l).Batcher.Decide(ctx, limitertest.Engine(l).Database.DB, []*engine.Request{r}, engine.Transaction{}); err != nil {
+		return nil, err
+	}
+	decisions := make([]model.Decision, len(r.Parts))
+	for i, p := range r.Parts {
+		d := p.Decision
+		d.DecidedAt, d.Taken.Units, d.State = d.DecidedAt.UTC(), 0, modeltest.Told(d.State)
+		if d.Granted == count {
+			d.State = model.State{}
+		}
+		decisions[i] = d
+	}
+	return decisions, nil
+}
+
+// Callers of several limiters on one database in memory are admitted exactly the limit.
+func TestMemoryIsExactUnderConcurrency(t *testing.T) {
+	t.Parallel()
+
+	limitertest.EachSlowPolicyAllAndTable(t, 100, func(t *testing.T, config ratelimit.Config) {
+		db := &memory.DB{}
+		limiters := []*ratelimit.Limiter{limitertest.New(t, db, config), limitertest.New(t, db, config)}
+		var granted atomic.Int64
+		testkit.Together(300, func(i int) {
+			result, err := limiters[i%2].Allow(t.Context(), "key")
+			if err != nil {
+				t.Error(err)
+			}
+			if result.Allowed {
+				granted.Add(1)
+			}
+		})
+		require.EqualValues(t, 100, granted.Load())
+	})
+}
+
+// What has no sense in memory is refused, and takes nothing.
+func TestMemoryHasNoTransactions(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
+
+	config := ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 3, Window: limitertest.Year}}
+	limiter := limitertest.New(t, &memory.DB{}, config)
+	result, err := limiter.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	tx := pgtest.Begin(t, pgtest.New(t))
+	for name, call := range map[string]func() error{
+		"AllowTx":    func() error { _, err := limiter.WithTx(tx).Allow(t.Context(), "key"); return err },
+		"RefundTx":   func() error { _, err := limiter.WithTx(tx).Refund(t.Context(), result); return err },
+		"GrantTx":    func() error { _, err := limiter.WithTx(tx).Grant(t.Context(), "key", 1); return err },
+		"ResetTx":    func() error { return limiter.WithTx(tx).Reset(t.Context(), "key") },
+		"AllowAllTx": func() error { _, err := limitertest.AllowAllTx(t.Context(), tx, limiter.Request("key", 1)); return err },
+	} {
+		var refused *ratelimit.ConfigError
+		require.ErrorAs(t, call(), &refused, name)
+		require.Equal(t, "tx", refused.Field)
+	}
+	result, err = limiter.Peek(t.Context(), "key")
+	require.NoError(t, err)
+	require.EqualValues(t, 2, result.Remaining)
+}

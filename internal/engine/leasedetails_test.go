@@ -1,0 +1,196 @@
+package engine_test
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/engine"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
+	"github.com/pgratelimit/ratelimit/internal/model"
+)
+
+// holdsTwo returns a world with a process that holds 2 of a limit of 3, for 100 ms at most.
+func holdsTwo(t *testing.T) (*leaseWorld, *leaser) {
+	t.Helper()
+	w := newLeasingWorld(model.FixedWindow{Limit: 3, Window: 800 * time.Millisecond}, noMistake)
+	p := w.processes[0]
+	for range 3 {
+		w.call(p, 1)
+	}
+	require.EqualValues(t, 2, p.held())
+	return w, p
+}
+
+// held is how much of the key the process holds.
+func (p *leaser) held() int64 { return p.leases.Held(p.space, p.rules, "key") }
+
+// No lease outlasts its length by the database's clock, whatever the process's clocks do.
+func TestLeasesEndByTheDatabasesClock(t *testing.T) {
+	t.Parallel()
+	for name, pass := range map[string]func(w *leaseWorld, p *leaser){
+		"slow":      func(w *leaseWorld, p *leaser) { p.slow = 3; w.pass(100_000, nil) },
+		"suspended": func(w *leaseWorld, p *leaser) { w.pass(100_000, p) },
+		"set back":  func(w *leaseWorld, p *leaser) { w.pass(100_000, nil); p.at.Wall -= time.Hour },
+	} {
+		w, p := holdsTwo(t)
+		pass(w, p)
+		require.Zero(t, p.held(), name)
+	}
+}
+
+// A lease ends when any answer for the key tells that the database's clock was set forward beyond its end.
+func TestLeaseEndsWhenTheClockIsSetForward(t *testing.T) {
+	t.Parallel()
+	w, p := holdsTwo(t)
+	hear := func() { // by a call that asked before the lease was there
+		p.request = &engine.Request{Space: p.space, Policy: p.rules, Count: 1, Place: 1}
+		p.request.Add(p.space, p.rules, "key", 1, nil)
+		p.decided = false
+		w.call(p, 1)
+		w.call(p, 1)
+	}
+	w.clock += 99_608
+	hear()
+	require.EqualValues(t, 2, p.held())
+	w.clock++
+	hear()
+	require.Zero(t, p.held())
+	require.Len(t, p.outbox, 1)
+}
+
+// A flood of keys keeps no busy key out, and ends no lease.
+func TestLeasesInAFloodOfKeys(t *testing.T) {
+	t.Parallel()
+	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
+		l.allow("before", 2)
+		require.EqualValues(t, 4, l.held("before"))
+		leases, n := limitertest.Engine(l.Limiter).Leases, 0
+		for i := range 2 * engine.MaxLeased {
+			key := fmt.Sprint(i)
+			leases.Make(key).Entry(limitertest.Space(l.Limiter), key, 0, true)
+		}
+		l.allow("after", 2)
+		require.EqualValues(t, 4, l.held("before"))
+		require.EqualValues(t, 4, l.held("after"))
+		for i := range leases.Stripes.Load() {
+			n += len(leases.Stripes.Load()[i].Keys)
+		}
+		require.LessOrEqual(t, n, engine.MaxLeased)
+	})
+}
+
+// A reset is not forgotten in a flood of keys while what was taken before it is on its way.
+func TestResetWhileALeaseIsOnItsWayInAFlood(t *testing.T) {
+	t.Parallel()
+	w := newLeasingWorld(model.FixedWindow{Limit: 3, Window: 800 * time.Millisecond}, noMistake)
+	p := w.processes[0]
+	w.call(p, 1)
+	w.call(p, 1)
+	clear(w.rows)
+	w.pass(1, nil)
+	p.leases.Drop(p.space, "key", p.at)
+	for i := range 2 * engine.MaxLeased {
+		r := &engine.Request{Space: p.space, Policy: p.rules, Count: 1, Place: 1}
+		r.Add(p.space, p.rules, fmt.Sprint("flood ", i), 1, nil)
+		w.decide(r)
+		p.leases.Learn(r, nil, p.at, p.at)
+	}
+	w.call(p, 1)
+	require.Zero(t, p.leases.Held(p.space, p.rules, "key"))
+}
+
+// While one call takes ahead, the others of the process ask for themselves alone.
+func TestOneCallTakesALease(t *testing.T) {
+	t.Parallel()
+	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
+		l.allow("key", 1+5)
+		taken := l.told().Taken
+		l.db.Set(func(context.Context) error { limitertest.Elapse(time.Second); return nil })
+		var calls sync.WaitGroup
+		for range 3 {
+			calls.Go(func() { require.NoError(t, limitertest.ErrorOf(l.Allow(t.Context(), "key"))) })
+			synctest.Wait()
+		}
+		calls.Wait()
+		require.EqualValues(t, 8, l.told().Taken-taken)
+	})
+}
+
+// Of requests that are decided as one, any may be the one that takes ahead.
+func TestLeaseOfRequestsThatAreAlike(t *testing.T) {
+	t.Parallel()
+	l := limitertest.New(t, limitertest.NewModelDB(), ratelimit.Config{Name: "api", Policy: limitertest.Hourly})
+	var requests []*engine.Request
+	for _, ahead := range []int64{0, 4, 0} {
+		r := newRequest(l, "key", 1)
+		r.Ahead = ahead
+		requests = append(requests, r)
+	}
+	leaders := engine.MergeAlike(requests)
+	require.Len(t, leaders, 1)
+	require.EqualValues(t, 4, leaders[0].Ahead)
+	require.EqualValues(t, 3+4, leaders[0].Count)
+}
+
+// StatementEvent.Size counts calls, not what they take ahead.
+func TestObserverOfStatementsThatLease(t *testing.T) {
+	t.Parallel()
+	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
+		require.Equal(t, 2, l.allow("key", 1+5))
+		require.Equal(t, 2, l.decided)
+	})
+}
+
+// What goes back from leases is not announced to other processes, because that would be too often.
+func TestWhatGoesBackFromLeasesIsNotAnnounced(t *testing.T) {
+	t.Parallel()
+	withLeases(t, func(c *ratelimit.Config) {
+		policies, err := ratelimit.NewPolicies(limitertest.NewModelDB(), ratelimit.PoliciesConfig{})
+		require.NoError(t, err)
+		close(limitertest.Table(policies).Ready)
+		c.Policies = policies
+	}, func(t *testing.T, l *leaseTest) {
+		l.allow("key", 2)
+		leased, err := l.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.NoError(t, limitertest.Client(l.Limiter).ReturnLeases(t.Context()))
+		require.EqualValues(t, 3, l.told().Returned)
+		require.Empty(t, limitertest.Table(l.Config().Policies).Telling)
+		_, err = l.Refund(t.Context(), leased)
+		require.NoError(t, err)
+		require.Len(t, limitertest.Table(l.Config().Policies).Telling, 1)
+	})
+}
+
+// A bucket has more in it than was known when the call asked. Then nothing of several policies is held, and all that was
+// taken ahead goes back. So no more is admitted than the bucket admits, and nothing is lost.
+func TestLeasesOfSeveralPoliciesFromAFullerBucket(t *testing.T) {
+	t.Parallel()
+	const limit = 2560
+	withLeases(t, func(c *ratelimit.Config) {
+		bucket := ratelimit.TokenBucket{Capacity: limit, Refill: 1, Every: time.Second} // 20 s of 2560 s: 20
+		c.Policy, c.Lease = ratelimit.All(bucket, ratelimit.FixedWindow{Limit: 2 * limit, Window: time.Hour}), &ratelimit.Lease{MaxShare: 0.1}
+	}, func(t *testing.T, l *leaseTest) {
+		_, err := l.AllowN(t.Context(), "key", 1000)
+		require.NoError(t, err)
+		for l.held("key") != 32 {
+			l.allow("key", 1)
+		}
+		l.allow("key", 32)
+		clear(l.db.Rows[false])
+		taken := l.told().Taken
+		l.allow("key", 1)
+		require.EqualValues(t, 64, l.told().Taken-taken)
+		limitertest.Elapse(16 * time.Second)
+		spent := l.held("key")
+		l.allow("key", int(spent))
+		require.EqualValues(t, limit, spent+l.left("key"))
+	})
+}

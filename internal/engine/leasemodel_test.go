@@ -1,0 +1,380 @@
+package engine_test
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/engine"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
+	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/model"
+)
+
+// leaseWorld is a database, and processes that lease from one key. The processes run the code of this package, and the
+// database is the model. All that happens between them happens at times that the test chooses.
+type leaseWorld struct {
+	policy    model.Rules
+	rows      map[memory.Row]any
+	clock     int64 // the database's, in microseconds
+	processes []*leaser
+	uses      []leaseUse
+	mistake   leaseMistake
+	leased    int64 // what was spent of leases
+	stepped   bool  // somebody has set the database's clock
+	resets    []int64
+}
+
+// leaser is a process.
+type leaser struct {
+	leases  *engine.Leases
+	space   *engine.Space
+	rules   *model.Policy
+	at      engine.Instant // by its own clocks
+	slow    int64          // how many microseconds its clocks lose in 1,000
+	request *engine.Request
+	asked   engine.Instant
+	decided bool
+	outbox  []engine.Rest // on their way back
+	mine    []int         // its uses that were not given back
+}
+
+// leaseUse is a request that was let through.
+type leaseUse struct {
+	at      int64 // when, by the database's clock
+	told    int64 // the result's DecidedAt
+	receipt *engine.Receipt
+	first   int64 // of the units of the receipt
+	n       int64
+	back    bool // it was given back
+}
+
+// leaseMistake is a fault in the code.
+type leaseMistake int
+
+const (
+	noMistake         leaseMistake = iota
+	survivesItsWindow              // a lease lasts beyond its window
+	fullBucket                     // a bucket is leased from while it fills up
+	wrongClock                     // a lease ends by the wall clock alone
+	sinceTheAnswer                 // a lease lasts from the answer on, not from the question
+	returnedTwice                  // what is left goes back twice
+	refundedTwice                  // what was spent and given back goes back once more, with what is left
+	spentAndReturned               // what has gone back is spent nevertheless
+	fillsUp                        // what goes back may fill a bucket although it is leased from
+)
+
+// carelessModel makes mistakes in how long a lease lasts.
+type carelessModel struct {
+	model.Rules
+
+	mistake leaseMistake
+}
+
+func (m carelessModel) LeaseOf(s model.State, clock, longest int64) (spare, lasts int64) {
+	spare, lasts = m.Rules.LeaseOf(s, clock, longest)
+	switch m.mistake {
+	case survivesItsWindow:
+		lasts = longest
+	case fullBucket:
+		spare = model.Never
+	}
+	return spare, lasts
+}
+
+func newLeaseWorld(policy model.Rules, processes int, mistake leaseMistake) *leaseWorld {
+	w := &leaseWorld{policy: policy, rows: map[memory.Row]any{}, clock: 1 << 50, mistake: mistake}
+	for range processes {
+		w.processes = append(w.processes, w.newProcess())
+	}
+	return w
+}
+
+func (w *leaseWorld) newProcess() *leaser {
+	p := &leaser{
+		at:    engine.Instant{Elapsed: time.Hour, Wall: model.Duration(w.clock)},
+		space: &engine.Space{Name: "api", Lease: &engine.LeaseTerms{MaxShare: 1, MaxLength: time.Minute}},
+	}
+	rules := w.policy
+	if w.mistake == survivesItsWindow || w.mistake == fullBucket {
+		rules = carelessModel{w.policy, w.mistake}
+	}
+	p.rules = model.NewPolicy(rules)
+	p.leases = engine.NewLeases(nil, 0, nil)
+	w.readClocks(p)
+	return p
+}
+
+func (w *leaseWorld) readClocks(p *leaser) {
+	p.leases.Now = func() engine.Instant { return w.read(p) }
+}
+
+func (w *leaseWorld) read(p *leaser) engine.Instant {
+	if w.mistake == wrongClock {
+		return engine.Instant{Elapsed: p.at.Wall, Wall: p.at.Wall}
+	}
+	return p.at
+}
+
+// clone is a world that goes its own way from here.
+func (w *leaseWorld) clone() *leaseWorld {
+	c := *w
+	c.rows, c.uses = maps.Clone(w.rows), slices.Clone(w.uses)
+	c.processes = nil
+	for _, p := range w.processes {
+		q := *p
+		q.outbox, q.mine = slices.Clone(p.outbox), slices.Clone(p.mine)
+		if p.request != nil {
+			r := p.request
+			q.request = &engine.Request{
+				Space: r.Space, Policy: r.Policy, Parts: slices.Clone(r.Parts), Done: r.Done, Count: r.Count,
+				Ahead: r.Ahead, OfLease: r.OfLease,
+			}
+		}
+		q.leases = &engine.Leases{Seed: p.leases.Seed}
+		if stripes := p.leases.Stripes.Load(); stripes != nil {
+			of := new([engine.LeaseStripes]engine.LeaseStripe)
+			for i := range stripes {
+				for k, e := range stripes[i].Keys {
+					entry := *e
+					entry.Known.States = slices.Clone(e.Known.States)
+					if of[i].Keys == nil {
+						of[i].Keys = map[engine.DenialKey]*engine.Lease{}
+					}
+					of[i].Keys[k] = &entry
+				}
+			}
+			q.leases.Stripes.Store(of)
+		}
+		c.readClocks(&q)
+		c.processes = append(c.processes, &q)
+	}
+	return &c
+}
+
+// call has a process do the next step of a call: spend or ask, have the database decide, or hear the answer.
+func (w *leaseWorld) call(p *leaser, n int64) {
+	switch {
+	case p.request == nil:
+		var result engine.Outcome
+		if p.leases.Spend(p.space, p.rules, "key", n, &result) {
+			told := result.DecidedAt.UnixMicro()
+			w.leased += n
+			w.use(p, leaseUse{at: w.clock, told: told, receipt: result.Claim.Receipt, first: result.Claim.First, n: n})
+			return
+		}
+		ahead := p.leases.Ahead(p.space, p.rules, "key", n)
+		p.request = &engine.Request{Space: p.space, Policy: p.rules, Count: 1 + ahead, Ahead: ahead, Place: 1}
+		p.request.Add(p.space, p.rules, "key", n, nil)
+		p.asked, p.decided = w.read(p), false
+	case !p.decided:
+		w.decide(p.request)
+		p.decided = true
+		if r := p.request.Outcome(); r.Allowed { // it counts from here on, as without leases
+			w.use(p, leaseUse{at: w.clock, told: r.DecidedAt.UnixMicro(), receipt: r.Claim.Receipt, n: r.Claim.Receipt.Left()})
+		}
+	default:
+		asked := p.asked
+		if w.mistake == sinceTheAnswer {
+			asked = w.read(p)
+		}
+		if back, _, _ := p.leases.Learn(p.request, nil, asked, w.read(p)); back != nil {
+			p.outbox = append(p.outbox, back.Rests...)
+		}
+		p.request = nil
+	}
+}
+
+func (w *leaseWorld) use(p *leaser, u leaseUse) {
+	p.mine = append(p.mine, len(w.uses))
+	w.uses = append(w.uses, u)
+}
+
+func (w *leaseWorld) decide(r *engine.Request) {
+	r.DecideIn(w.database(), w.clock)
+	if row, ok := w.rows[r.Parts[0].Row()].(engine.MemoryRow); ok && w.mistake == fillsUp { // it forgets what is leased
+		row.State.Log = ""
+		w.rows[r.Parts[0].Row()] = row
+	}
+}
+
+func (w *leaseWorld) database() *memory.DB { return &memory.DB{Rows: w.rows} }
+
+// giveBack has a process send what is on its way back, or end its leases, all of them or those that are due.
+func (w *leaseWorld) giveBack(p *leaser, all bool) {
+	if len(p.outbox) > 0 {
+		back := p.outbox[0]
+		p.outbox = p.outbox[1:]
+		for range map[bool]int{false: 1, true: 2}[w.mistake == returnedTwice] {
+			w.refund(back.Receipt, back.To-back.From, back.Takes())
+		}
+		return
+	}
+	kept := w.clone().processes[slices.Index(w.processes, p)].leases
+	if all {
+		p.outbox = p.leases.All().Rests
+	} else {
+		back, _ := p.leases.Outdated(w.read(p))
+		p.outbox = back.Rests
+	}
+	if w.mistake == spentAndReturned {
+		p.leases.Stripes.Store(kept.Stripes.Load())
+	}
+}
+
+// refund gives back units of a take.
+func (w *leaseWorld) refund(of *engine.Receipt, n int64, takes []model.Take) {
+	r := &engine.Request{Space: of.Space, Policy: of.Policy, Count: 1, Place: 1}
+	r.Add(of.Space, of.Policy, "key", -n, takes)
+	w.decide(r)
+}
+
+// refundUse gives back what one of the process's calls has taken.
+func (w *leaseWorld) refundUse(p *leaser, i int) {
+	u := &w.uses[p.mine[i]]
+	p.mine = slices.Delete(p.mine, i, i+1)
+	u.back = true
+	w.refund(u.receipt, u.n, u.receipt.Between(u.first, u.first+u.n))
+	if w.mistake == refundedTwice {
+		w.refund(u.receipt, u.n, u.receipt.Between(u.first, u.first+u.n))
+	}
+}
+
+// pass lets time pass. The machine of one process may stand still meanwhile.
+func (w *leaseWorld) pass(micros int64, suspended *leaser) {
+	w.clock += micros
+	for _, p := range w.processes {
+		passed := model.Duration(micros) - time.Duration(micros*p.slow)
+		p.at.Wall += passed
+		if p != suspended {
+			p.at.Elapsed += passed
+		}
+	}
+}
+
+// crash ends a process, and begins another one.
+func (w *leaseWorld) crash(i int) { w.processes[i] = w.newProcess() }
+
+// judge tells what the policy does not admit of what was let through and not given back. It knows nothing of leases.
+func (w *leaseWorld) judge() error {
+	window := model.Micros(w.policy.Numbers().Span)
+	inWindow := map[int64]int64{}
+	limit := w.policy.Numbers().Limit
+	level, last := int64(0), int64(0)
+	for _, u := range w.uses {
+		if u.told > u.at+w.policy.Lasts()/1000 && !w.stepped { // a process's clock may be a little fast
+			return fmt.Errorf("a decision of %d says that it is of %d", u.at, u.told)
+		}
+		if w.stepped { // as far as the callers know
+			u.at = u.told
+		}
+		if u.back {
+			continue
+		}
+		if bucket, ok := w.policy.(model.TokenBucket); ok {
+			if last == 0 {
+				level, last = bucket.Full(), u.at
+			}
+			level, last = min(level+(u.at-last)*bucket.Refill, bucket.Full())-u.n*window, u.at
+			if level < 0 {
+				return fmt.Errorf("%d at %d from an empty bucket", u.n, u.at)
+			}
+			continue
+		}
+		in := u.receipt.Parts[0].In
+		if u.at >= in+window {
+			return fmt.Errorf("%d at %d, of the window from %d to %d", u.n, u.at, in, in+window)
+		}
+		inWindow[in] += u.n
+		weighed := inWindow[in] * window
+		forgotten := slices.ContainsFunc(w.resets, func(at int64) bool { return in-window < at && at <= in })
+		if _, ok := w.policy.(model.SlidingWindow); ok && !w.stepped && !forgotten {
+			weighed += inWindow[in-window] * (window - (u.at - in))
+		}
+		if weighed > limit*window {
+			return fmt.Errorf("%d of %d in the window from %d, and %d in the one before", inWindow[in], limit, in,
+				inWindow[in-window])
+		}
+	}
+	return nil
+}
+
+// Every order of what two processes do, for some steps, with a limit of 3. They have called before, and so take ahead.
+func TestLeasesInEveryOrder(t *testing.T) {
+	t.Parallel()
+	depth := min(5+limitertest.Rounds(t)/4, 7)
+	for name, policy := range map[string]model.Rules{
+		"fixed":   model.FixedWindow{Limit: 3, Window: 800 * time.Millisecond},
+		"sliding": model.SlidingWindow{Limit: 3, Window: 800 * time.Millisecond},
+		"bucket":  model.TokenBucket{Capacity: 3, Refill: 1, Every: 4096 * time.Millisecond}, // leased from for 96 ms
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			leased := int64(0)
+			require.NoError(t, inEveryOrder(newLeasingWorld(policy, noMistake), depth, &leased))
+			require.Greater(t, leased, int64(100))
+		})
+		for _, mistake := range []leaseMistake{survivesItsWindow, returnedTwice, refundedTwice, spentAndReturned} {
+			if _, bucket := policy.(model.TokenBucket); bucket && (mistake == survivesItsWindow || mistake == refundedTwice) {
+				continue
+			}
+			t.Run(fmt.Sprint(name, " with mistake ", mistake), func(t *testing.T) {
+				t.Parallel()
+				require.Error(t, inEveryOrder(newLeasingWorld(policy, mistake), 7, new(int64)))
+			})
+		}
+	}
+}
+
+// newLeasingWorld has two processes that have called before, so that the next call takes 2 ahead.
+func newLeasingWorld(policy model.Rules, mistake leaseMistake) *leaseWorld {
+	w := newLeaseWorld(policy, 2, mistake)
+	for _, p := range w.processes {
+		for range 3 {
+			w.call(p, 1)
+		}
+		p.wants(2)
+		p.mine = nil
+	}
+	w.pass(policy.Lasts(), nil)
+	w.uses = nil
+	return w
+}
+
+// inEveryOrder does all that may happen next, and goes on from there.
+func inEveryOrder(w *leaseWorld, depth int, leased *int64) error {
+	if err := w.judge(); err != nil || depth == 0 {
+		return err
+	}
+	for action := range 10 {
+		next := w.clone()
+		p := next.processes[action%2]
+		switch action / 2 {
+		case 0:
+			before, asks := next.leased, p.request == nil
+			next.call(p, 1)
+			if *leased += next.leased - before; asks && next.leased == before {
+				next.call(p, 1) // the database decides at once
+			}
+		case 1:
+			next.giveBack(p, true)
+		case 2:
+			next.crash(action % 2)
+		case 3:
+			next.pass([]int64{40_000, 790_000}[action%2], nil)
+		default:
+			if len(p.mine) == 0 {
+				continue
+			}
+			next.refundUse(p, len(p.mine)-1)
+		}
+		if err := inEveryOrder(next, depth-1, leased); err != nil {
+			return err
+		}
+	}
+	return nil
+}

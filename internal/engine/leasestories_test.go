@@ -1,0 +1,307 @@
+package engine_test
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/engine"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
+	"github.com/pgratelimit/ratelimit/internal/model"
+)
+
+// Stories of what may happen to five processes, their clocks and the database. In some, somebody sets the database's
+// clock. Then the windows are those that the callers are told.
+func TestLeasesInStories(t *testing.T) {
+	t.Parallel()
+	for name, policy := range storyPolicies {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			leased, seed := int64(0), limitertest.Seed(t)
+			for story := range uint64(60 * limitertest.Rounds(t)) {
+				w := newLeaseWorld(policy, 5, noMistake)
+				w.tell(rand.New(rand.NewPCG(seed, story)))
+				leased += w.leased
+				require.NoError(t, w.judge(), "story %d", story)
+			}
+			require.Greater(t, leased, int64(20_000*limitertest.Rounds(t)))
+		})
+	}
+}
+
+var storyPolicies = map[string]model.Rules{
+	"fixed":    model.FixedWindow{Limit: 1000, Window: 800 * time.Millisecond},
+	"sliding":  model.SlidingWindow{Limit: 1000, Window: 800 * time.Millisecond},
+	"bucket":   model.TokenBucket{Capacity: 1000, Refill: 1000, Every: 13 * time.Second}, // leased from for 101 ms
+	"calendar": model.CalendarWindow{Limit: 1000, Span: time.Minute, Zone: "UTC"},
+}
+
+func TestMistakesInLeasesShowInStories(t *testing.T) {
+	t.Parallel()
+	for name, policy := range storyPolicies {
+		for _, mistake := range []leaseMistake{
+			survivesItsWindow, fullBucket, wrongClock, sinceTheAnswer, returnedTwice, spentAndReturned, fillsUp,
+		} {
+			_, bucket := policy.(model.TokenBucket)
+			_, calendar := policy.(model.CalendarWindow)
+			// The room that a bucket keeps hides the wrong clock: it did no harm in 10,000 stories. The windows show it.
+			if bucket && (mistake == survivesItsWindow || mistake == wrongClock) ||
+				!bucket && (mistake == fullBucket || mistake == fillsUp) ||
+				calendar && mistake != survivesItsWindow { // as of a fixed window
+				continue
+			}
+			t.Run(fmt.Sprint(name, " with mistake ", mistake), func(t *testing.T) {
+				t.Parallel()
+				seed := limitertest.Seed(t)
+				for story := uint64(0); ; story++ {
+					require.Less(t, story, uint64(100_000), "nothing was noticed")
+					w := newLeaseWorld(policy, 5, mistake)
+					w.tell(rand.New(rand.NewPCG(seed, story)))
+					if w.judge() != nil {
+						return
+					}
+				}
+			})
+		}
+	}
+}
+
+// wants has the process take so much ahead, whatever its demand is.
+func (p *leaser) wants(size int64) {
+	if s := p.leases.Stripe("key"); s != nil {
+		for _, e := range s.Keys {
+			if e.Receipt == nil {
+				e.Size = size
+			}
+		}
+	}
+}
+
+// tell tells a story.
+func (w *leaseWorld) tell(r *rand.Rand) {
+	_, longest := w.policy.LeaseOf(model.State{WindowStart: w.clock, Scale: model.Micros(time.Minute), ExpiresAt: model.Never}, w.clock, 6e7)
+	_, bucket := w.policy.(model.TokenBucket)
+	steps := !bucket && r.IntN(3) == 0
+	busy := r.IntN(2) == 0 // there is never room for long
+	for _, p := range w.processes {
+		p.slow = r.Int64N(6) - 3
+		for range 3 { // so that the next call takes ahead
+			w.call(p, 1)
+		}
+		p.wants(r.Int64N(500))
+	}
+	w.pass(w.policy.Lasts(), nil)
+	for range 200 {
+		i := r.IntN(len(w.processes))
+		p := w.processes[i]
+		switch r.IntN(30) {
+		case 0:
+			w.crash(i)
+		case 1:
+			w.giveBack(p, true)
+		case 2, 3:
+			w.giveBack(p, false)
+		case 4:
+			if len(p.mine) > 0 {
+				w.refundUse(p, r.IntN(len(p.mine)))
+			}
+		case 5: // a machine is suspended of which nobody sets the clock: else no clock would show how long
+			if i%2 == 0 {
+				w.pass(r.Int64N(longest), p)
+			}
+		case 6, 7, 8:
+			w.pass(r.Int64N(longest), nil)
+		case 9:
+			if !busy || r.IntN(4) == 0 {
+				w.pass(r.Int64N(2*w.policy.Lasts()), nil)
+			}
+		case 10:
+			if i%2 == 1 {
+				p.at.Wall += model.Duration(r.Int64N(4*longest) - 3*longest)
+			}
+		case 11:
+			if steps {
+				w.stepped = true
+				w.clock += r.Int64N(3*w.policy.Lasts()) - w.policy.Lasts()
+			}
+		case 12:
+			if !bucket && r.IntN(10) == 0 {
+				w.pass(1, nil) // so that the next window does not begin when this one did
+				clear(w.rows)
+				w.resets = append(w.resets, w.clock)
+			}
+		case 13: // whatever it takes ahead
+			p.wants(r.Int64N(500))
+		case 16: // a bucket is leased from as soon as it is full, and some give back
+			if !bucket {
+				continue
+			}
+			w.pass(w.policy.Lasts(), nil)
+			for range 2 + r.IntN(10) {
+				p := w.processes[r.IntN(len(w.processes))]
+				if p.request == nil {
+					p.wants(r.Int64N(300))
+				}
+				for range 3 {
+					w.call(p, 1+r.Int64N(10)*r.Int64N(10))
+				}
+				w.pass(r.Int64N(longest), nil)
+			}
+			for _, p := range w.processes {
+				for r.IntN(4) > 0 && len(p.mine) > 0 {
+					w.refundUse(p, len(p.mine)-1)
+				}
+				for range r.IntN(3) {
+					w.giveBack(p, true)
+				}
+			}
+			w.pass(r.Int64N(longest), nil)
+			w.takeAll(r)
+		case 15: // the answer is lost
+			if p.request != nil && p.decided {
+				p.leases.Learn(p.request, engine.ErrNotTried, p.asked, w.read(p))
+				p.request = nil
+			}
+		case 14: // all take what they can
+			w.takeAll(r)
+		default:
+			n := 1 + r.Int64N(10)
+			if r.IntN(10) == 0 {
+				n = 1 + r.Int64N(300)
+			}
+			w.call(p, n)
+		}
+		w.pass(r.Int64N(max(longest/50, 2)), nil)
+	}
+}
+
+func (w *leaseWorld) takeAll(r *rand.Rand) {
+	for round := range 60 {
+		for _, p := range w.processes {
+			held := p.leases.Held(p.space, p.rules, "key")
+			w.call(p, max(held, 1+r.Int64N(100)>>(round/8)))
+		}
+	}
+}
+
+// What is given back leaves room for what is still leased. Otherwise the bucket would be full before the lease ends.
+func TestLeasesOfABucketThatOthersGiveBackTo(t *testing.T) {
+	t.Parallel()
+	for _, refund := range []bool{false, true} {
+		for _, mistake := range []leaseMistake{noMistake, fillsUp} {
+			w := newLeaseWorld(model.TokenBucket{Capacity: 1000, Refill: 1000, Every: 13 * time.Second}, 2, mistake)
+			ask := func(p *leaser, n int64) {
+				for range 3 {
+					w.call(p, n)
+				}
+			}
+			first, second := w.processes[0], w.processes[1]
+			for _, p := range w.processes {
+				ask(p, 1)
+				p.mine = nil
+			}
+			w.pass(w.policy.Lasts(), nil)
+			w.uses = nil
+
+			ask(first, 9) // as much flows in while a lease of it lasts
+			if refund {
+				ask(first, 100)
+			} else {
+				first.wants(100)
+				ask(first, 1)
+			}
+			w.pass(85_000, nil)
+			ask(second, 1)
+			second.wants(100)
+			ask(second, 1)
+			if refund {
+				w.refundUse(first, 1)
+			}
+			for w.giveBack(first, true); len(first.outbox) > 0; {
+				w.giveBack(first, true)
+			}
+			w.pass(95_000, nil)
+			held := second.leases.Held(second.space, second.rules, "key")
+			require.Positive(t, held)
+			w.call(second, held)
+			for n := int64(512); n > 0; n /= 2 {
+				ask(first, n)
+				ask(first, n)
+			}
+			require.Equal(t, mistake == fillsUp, w.judge() != nil, "refund %v, mistake %v", refund, mistake)
+		}
+	}
+}
+
+// A reset comes while a question is on its way. What was taken before it is not spent, and what was taken after it goes
+// back.
+func TestResetWhileALeaseIsOnItsWay(t *testing.T) {
+	t.Parallel()
+	for _, before := range []bool{false, true} {
+		w := newLeasingWorld(model.FixedWindow{Limit: 3, Window: 800 * time.Millisecond}, noMistake)
+		p := w.processes[0]
+		w.call(p, 1)
+		if before {
+			w.call(p, 1)
+		}
+		clear(w.rows)
+		w.pass(1, nil)
+		if !before {
+			w.call(p, 1)
+		}
+		w.pass(1, nil)
+		p.leases.Drop(p.space, "key", p.at)
+		w.call(p, 1) // it hears of it
+		require.Zero(t, p.leases.Held(p.space, p.rules, "key"))
+		require.Len(t, p.outbox, 1)
+		w.giveBack(p, false)
+		left := &engine.Request{Space: p.space, Policy: p.rules, Count: 1, Place: 1}
+		left.Add(p.space, p.rules, "key", 0, nil)
+		left.DecideIn(w.database(), w.clock)
+		require.Equal(t, map[bool]int64{false: 2, true: 3}[before], left.Parts[0].Decision.Remaining)
+	}
+}
+
+// Answers come in any order. What is known of a key is what the latest tells.
+func TestLeasesKnowTheLatest(t *testing.T) {
+	t.Parallel()
+	w := newLeaseWorld(model.FixedWindow{Limit: 1000, Window: time.Hour}, 1, noMistake)
+	p := w.processes[0]
+	hear := func(later time.Duration, remaining int64) int64 {
+		r := &engine.Request{Space: p.space, Policy: p.rules, Count: 1, Place: 1}
+		r.Add(p.space, p.rules, "key", 1, nil)
+		r.Parts[0].Decision = model.Decision{
+			Granted: 1, Remaining: remaining, DecidedAt: time.UnixMicro(w.clock).Add(later),
+			State: model.State{WindowStart: w.clock, ExpiresAt: model.Never},
+		}
+		p.leases.Learn(r, nil, p.at, p.at)
+		return p.leases.Stripe("key").Keys[engine.DenialKey{Space: p.space, Key: "key"}].Known.Remaining
+	}
+	require.EqualValues(t, 900, hear(time.Second, 900))
+	require.EqualValues(t, 900, hear(0, 950))
+	require.EqualValues(t, 800, hear(2*time.Second, 800))
+}
+
+// Only an answer to what asks ahead tells what is leased of a bucket. That is remembered beside later answers.
+func TestLeasesRememberWhatIsLeased(t *testing.T) {
+	t.Parallel()
+	w := newLeaseWorld(model.TokenBucket{Capacity: 1000, Refill: 1, Every: time.Second}, 1, noMistake)
+	p := w.processes[0]
+	hear := func(ahead int64, log model.Entries) model.Entries {
+		r := &engine.Request{Space: p.space, Policy: p.rules, Count: 1 + ahead, Ahead: ahead, Place: 1}
+		r.Add(p.space, p.rules, "key", 1, nil)
+		r.Parts[0].Decision = model.Decision{
+			Granted: 1 + ahead, Remaining: 900, DecidedAt: time.UnixMicro(w.clock), State: model.State{Log: log, ExpiresAt: model.Never},
+		}
+		p.leases.Learn(r, nil, p.at, p.at)
+		return p.leases.Stripe("key").Keys[engine.DenialKey{Space: p.space, Key: "key"}].Known.States[0].Log
+	}
+	leased := model.NewEntries([]int64{w.clock, 7, 0})
+	require.Empty(t, hear(0, ""))
+	require.Equal(t, leased, hear(3, leased))
+	require.Equal(t, leased, hear(0, ""))
+	require.Empty(t, hear(3, ""))
+}

@@ -1,0 +1,324 @@
+package engine_test
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/engine"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// aroundALockWait returns a function that takes n, then asks for 1 of the same key while somebody holds its row.
+// The function returns the decision, and when the row was released, by the database's clock. All connections are
+// made beforehand, and only once.
+func aroundALockWait(
+	t *testing.T,
+	db *pgtest.DB,
+	config ratelimit.Config,
+	wait time.Duration,
+) func(key string, n int64) (released time.Time, result ratelimit.Result) {
+	t.Helper()
+	limiter := limitertest.New(t, db.NewPool(t, nil), config)
+	his, ours := pgtest.Connect(t, db), pgtest.Connect(t, db)
+	return func(key string, n int64) (released time.Time, result ratelimit.Result) {
+		t.Helper()
+		first, err := limiter.AllowN(t.Context(), key, n)
+		require.NoError(t, err)
+		require.True(t, first.Allowed)
+
+		holder := limitertest.HoldOn(t, his, config, key)
+		tx, err := ours.Begin(t.Context())
+		require.NoError(t, err)
+		// In a transaction one statement waits until the end. Outside of one, several would wait in turn.
+		decision := testkit.Later(func() (ratelimit.Result, error) { return limiter.WithTx(tx).Allow(context.Background(), key) })
+		pgtest.WaitUntilBlocked(t, db.Pool, 1)
+		begun := pgtest.Scalar[time.Time](t, holder, "SELECT clock_timestamp()")
+		testkit.WaitUntil(t, func() bool {
+			released = pgtest.Scalar[time.Time](t, holder, "SELECT clock_timestamp()")
+			return released.Sub(begun) >= wait
+		})
+		require.NoError(t, holder.Commit(t.Context()))
+
+		result, err = decision()
+		require.NoError(t, err)
+		require.NoError(t, tx.Commit(t.Context()))
+		return released, result
+	}
+}
+
+// The time for which a call waits for a row counts: the clock is read when the row is locked, whether the take
+// would have fitted before or not. The test catches variants that use the transaction's time, and variants that
+// decide by the reading before the lock however old it is.
+func TestClockIsReadAfterTheLockWait(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
+
+	const wait = 50 * time.Millisecond
+	for name, policy := range map[string]struct {
+		ratelimit.Policy
+		function string
+	}{
+		"fixed window":   {ratelimit.FixedWindow{Limit: 5, Window: wait}, "rate_limit_take_fixed_window"},
+		"sliding window": {ratelimit.SlidingWindow{Limit: 5, Window: wait / 2}, "rate_limit_take_sliding_window"},
+		"token bucket":   {ratelimit.TokenBucket{Capacity: 5, Refill: 5, Every: 5 * wait}, "rate_limit_take_token_bucket"},
+		"sliding log":    {ratelimit.SlidingLog{Limit: 5, Window: wait}, "rate_limit_take_sliding_log"},
+		"calendar":       {ratelimit.CalendarWindow{Limit: 5, Unit: ratelimit.CalendarMinute}, "rate_limit_take_calendar_window"},
+	} {
+		for _, durable := range limitertest.TablesFor(t, name) {
+			t.Run(fmt.Sprintf("%s in %s", name, pgtest.Table(durable)), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				shortCalendar(t, db.Pool, wait)
+				config := ratelimit.Config{Name: "test", Policy: policy, Durable: durable}
+				askAroundAWait := aroundALockWait(t, db, config, wait)
+				for _, n := range []int64{1, 5} {
+					released, result := askAroundAWait(fmt.Sprint(n), n)
+					require.False(t, result.DecidedAt.Before(released))
+					require.True(t, result.Allowed) // what flowed in, or ran out, while it waited
+					if n == 1 {
+						require.EqualValues(t, 5-1, result.Remaining)
+					}
+				}
+
+				// Negative controls. now() is the time of a transaction's begin, which no lock wait moves.
+				db = pgtest.New(t)
+				shortCalendar(t, db.Pool, wait)
+				pgtest.Rewrite(t, db.Pool, "_rate_limit_now", "clock_timestamp()", "pg_catalog.now()")
+				released, result := aroundALockWait(t, db, config, wait)("key", 5)
+				require.True(t, result.DecidedAt.Before(released))
+				if policy.function == "rate_limit_take_sliding_log" {
+					return // which has no statement for many keys
+				}
+				for _, one := range []bool{false, true} {
+					db = pgtest.New(t)
+					shortCalendar(t, db.Pool, wait)
+					if !one {
+						limitertest.AlwaysArrays(t, db.Pool)
+					}
+					pgtest.RewriteTwins(t, db.Pool, policy.function, "now_us) < clock + 10000", "now_us) IS NOT NULL")
+					askAroundAWait = aroundALockWait(t, db, config, wait)
+					for i := 0; ; i++ { // until the call comes before the window of the first one ends
+						require.Less(t, i, 100)
+						if released, result := askAroundAWait(fmt.Sprint(i), 1); result.DecidedAt.Before(released) {
+							break
+						}
+					}
+				}
+			})
+		}
+	}
+}
+
+// shortCalendar has all windows of the calendar last for so long, because a test cannot wait for a minute to end.
+func shortCalendar(t *testing.T, db pgtest.Executor, window time.Duration) {
+	t.Helper()
+	pgtest.Rewrite(t, db, "_rate_limit_window_end",
+		"RETURN extract(epoch FROM ends)::bigint * 1000000", fmt.Sprintf("RETURN clock + %d", window.Microseconds()))
+}
+
+// A row that is made after a wait for somebody who was making it, and has given up, begins after that wait. The test
+// catches variants in which it begins by the reading of the clock before.
+func TestRowMadeAfterAWaitBeginsThen(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
+
+	for name, policy := range fastPolicies() {
+		for _, c := range []struct {
+			keys   []string
+			broken bool
+		}{
+			{[]string{"key"}, false}, {[]string{"key"}, true}, {[]string{"key", "a"}, false}, {[]string{"key", "a"}, true},
+		} {
+			if _, log := policy.(ratelimit.SlidingLog); log && c.broken {
+				continue // it has no such statement
+			}
+			t.Run(fmt.Sprintf("%s, %d keys, broken: %v", name, len(c.keys), c.broken), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				if c.broken {
+					pgtest.Rewrite(t, db.Pool, pgtest.Left, "> began + 10000 THEN", "> began + 60000000 THEN")
+				}
+				limiter := limitertest.New(t, db.NewPool(t, nil), ratelimit.Config{Name: "test", Policy: policy})
+				somebody, tx := pgtest.Begin(t, db), pgtest.Begin(t, db)
+				_, err := limiter.WithTx(somebody).Allow(t.Context(), "key")
+				require.NoError(t, err)
+				var requests []*engine.Request
+				for _, key := range c.keys {
+					requests = append(requests, newRequest(limiter, key, 1))
+				}
+				decided := testkit.Later(func() (any, error) {
+					own := engine.Transaction{LockTimeout: new(int32(-1))}
+					return nil, limitertest.Engine(limiter).Database.Execute(context.Background(), tx, requests, own)
+				})
+				pgtest.WaitUntilBlocked(t, db.Pool, 1)
+				begun, released := pgtest.Scalar[time.Time](t, somebody, "SELECT clock_timestamp()"), time.Time{}
+				testkit.WaitUntil(t, func() bool {
+					released = pgtest.Scalar[time.Time](t, somebody, "SELECT clock_timestamp()")
+					return released.Sub(begun) > 20*time.Millisecond
+				})
+				require.NoError(t, somebody.Rollback(t.Context()))
+				_, err = decided()
+				require.NoError(t, err)
+				require.NoError(t, tx.Commit(t.Context()))
+				d := requests[0].Parts[0].Decision
+				require.EqualValues(t, 1, d.Granted)
+				require.EqualValues(t, 99, d.Remaining)
+				require.Equal(t, c.broken, d.DecidedAt.Before(released))
+				require.Equal(t, c.broken, time.UnixMicro(d.State.WindowStart).Before(released))
+			})
+		}
+	}
+}
+
+// A take is told of a time after the lock and before the end of the window. That also holds if the window ends, or
+// the bucket becomes full, between the first reading of the clock and the lock. The test catches variants that ask
+// only at the first reading whether the window goes on.
+func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
+
+	const pause, window = 4 * time.Millisecond, 15 * time.Millisecond
+	for name, c := range map[string]struct {
+		policy   ratelimit.Policy
+		function string
+		oldNew   []string
+		over     time.Duration // with no more than that until the key is as good as new, the time of the take is over
+	}{
+		"fixed window": {ratelimit.FixedWindow{Limit: 5, Window: window}, "_rate_limit_fixed_fits", []string{"clock + 10000 <", "clock <"}, 0},
+		"sliding window": {
+			ratelimit.SlidingWindow{Limit: 5, Window: window}, "_rate_limit_sliding_fits", []string{"window_us - 10000", "window_us"}, window,
+		},
+		"token bucket": {
+			ratelimit.TokenBucket{Capacity: 5, Refill: 1, Every: pause}, "_rate_limit_bucket_fits",
+			[]string{"clock + 10000 - window_start", "clock - window_start"}, pause - 1, // that of the token itself
+		},
+		"calendar": {ratelimit.CalendarWindow{Limit: 5, Unit: ratelimit.CalendarMinute}, "_rate_limit_calendar_fits", []string{"clock + 10000 <", "clock <"}, 0},
+	} {
+		for _, broken := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, broken: %v", name, broken), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				shortCalendar(t, db.Pool, window)
+				const take = "IF cardinality(keys) = 1 THEN"
+				pgtest.Rewrite(t, db.Pool, limitertest.TakingOf(c.policy), take, fmt.Sprintf("PERFORM pg_sleep(%f); %s", pause.Seconds(), take))
+				if broken {
+					pgtest.Rewrite(t, db.Pool, c.function, c.oldNew...)
+				}
+				limiter := limitertest.New(
+					t,
+					db.NewPool(t, nil),
+					ratelimit.Config{Name: "test", Policy: c.policy, NoDenialCache: true},
+				)
+				_, err := limiter.Allow(t.Context(), "key") // makes the row
+				require.NoError(t, err)
+				wrong := false
+				for i := 0; i < 1000 && !wrong && (broken || i < 50); i++ {
+					if _, ok := c.policy.(ratelimit.TokenBucket); ok { // it becomes full during the pause, unless the machine is slow
+						pgtest.Exec(
+							t,
+							db.Pool,
+							`UPDATE rate_limit_ephemeral SET credit = 17000, window_start = clock, expires_at = clock + 3000
+							FROM (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS clock) AS c`,
+						)
+					}
+					before := pgtest.Scalar[time.Time](t, db.Pool, "SELECT clock_timestamp()")
+					result, err := limiter.Allow(t.Context(), "key")
+					require.NoError(t, err)
+					// A take that begins a window, or takes from a full bucket, is told of the first reading.
+					// Nobody else can have decided by it since.
+					wrong = result.Allowed &&
+						(result.ResetAfter <= c.over || result.Remaining < 4 && result.DecidedAt.Before(before.Add(pause)))
+				}
+				require.Equal(t, broken, wrong)
+			})
+		}
+	}
+}
+
+// A row that was made or changed while a call waited is newer than that call's statement. The call must decide
+// from the row as it is, also when it waits for several rows in turn.
+func TestWaitingForSeveralRowsInTurn(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
+
+	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
+		db := pgtest.New(t)
+		limiter := limitertest.New(t, db.NewPool(t, nil), config)
+		keys := []string{"a", "b", "c"}
+		holders := make([]pgx.Tx, len(keys))
+		for i, key := range keys {
+			_, err := limiter.Allow(t.Context(), key)
+			require.NoError(t, err)
+			holders[i] = pgtest.Begin(t, db)
+			_, err = limiter.WithTx(holders[i]).AllowN(t.Context(), key, 2)
+			require.NoError(t, err)
+		}
+		elements := []modeltest.Element{
+			{Key: "c", Cost: 1, Count: 9},
+			{Key: "b", Cost: 1, Count: 9},
+			{Key: "a", Cost: 1, Count: 9},
+		}
+		done := testkit.Later(func() (any, error) {
+			return nil, decide(context.Background(), limiter, limitertest.Engine(limiter).Database.DB, elements, engine.Transaction{})
+		})
+		for _, holder := range holders {
+			pid := holder.Conn().PgConn().PID()
+			testkit.WaitUntil(t, func() bool {
+				return pgtest.Scalar[bool](
+					t,
+					db.Pool,
+					"SELECT EXISTS (SELECT FROM pg_stat_activity WHERE $1::int = ANY (pg_blocking_pids(pid)))",
+					int32(pid),
+				)
+			})
+			require.NoError(t, holder.Commit(t.Context()))
+		}
+		_, err := done()
+		require.NoError(t, err)
+		for _, e := range elements {
+			require.EqualValues(t, 7, e.Decision.Granted, e.Key)
+			require.EqualValues(t, 10, limitertest.Taken(t, db.Pool, config, e.Key), e.Key)
+		}
+	})
+}
+
+// A lock_timeout_ms of -1 leaves the session's lock_timeout, as NULL does, however many keys there are.
+func TestLockTimeoutOfTheCallersTransaction(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
+
+	db := pgtest.New(t)
+	for name, policy := range limitertest.SlowPolicies(100) {
+		tx := pgtest.Begin(t, db)
+		pgtest.Exec(t, tx, "SET LOCAL lock_timeout = '54321ms'")
+		l := limitertest.New(t, db.Pool, ratelimit.Config{Name: name, Policy: policy})
+		for _, keys := range [][]string{{"a"}, {"bb", "a"}, {"a", "bb"}, {"a", "c", "dd", "e", "f", "g", "h", "i", "j", "k"}} {
+			for _, skipHeld := range []bool{false, true} {
+				var requests []*engine.Request
+				for _, key := range keys {
+					requests = append(requests, newRequest(l, key, 1))
+				}
+				own := engine.Transaction{LockTimeout: new(int32(-1)), SkipHeld: skipHeld}
+				require.NoError(t, limitertest.Engine(l).Database.Execute(t.Context(), tx, requests, own), name)
+				for _, r := range requests {
+					require.EqualValues(t, 1, r.Parts[0].Decision.Granted)
+				}
+				requests[0].Policy = nil
+				requests[0].Add(limitertest.Space(l), limitertest.Model(l.Config().Policy), "another", 1, nil)
+				require.NoError(t, limitertest.Engine(l).Database.Execute(t.Context(), tx, requests, own), name)
+			}
+		}
+		require.NoError(t, l.WithTx(tx).Reset(t.Context(), "a"))
+		require.Equal(t, "54321ms", pgtest.Scalar[string](t, tx, "SELECT current_setting('lock_timeout')"))
+		require.NoError(t, tx.Rollback(t.Context()))
+	}
+}

@@ -1,0 +1,210 @@
+package engine_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/engine"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+	"github.com/pgratelimit/ratelimit/migrations"
+)
+
+// A database call is repeated once if it never left. It is also repeated if the database has undone it and the
+// transaction is the limiter's own.
+func TestOnlyWhatDidNotCountIsRepeated(t *testing.T) {
+	t.Parallel()
+
+	dropped := &pgconn.PgError{
+		Code:                "XX000",
+		SeverityUnlocalized: "ERROR",
+		Message:             "cache lookup failed for type 12345",
+	}
+	raced, deadlock := &pgconn.PgError{
+		Code:                "40001",
+		SeverityUnlocalized: "ERROR",
+	}, &pgconn.PgError{
+		Code:                "40P01",
+		SeverityUnlocalized: "ERROR",
+	}
+	canceled := &pgconn.PgError{Code: "57014", SeverityUnlocalized: "ERROR"} // see pg.Canceled
+	for _, c := range []struct {
+		errs  []error
+		tries int
+		want  error
+	}{
+		{[]error{limitertest.NotSent{}, nil}, 2, nil},
+		{[]error{limitertest.NotSent{}, limitertest.NotSent{}, nil}, 2, ratelimit.ErrUnavailable},
+		{[]error{io.ErrUnexpectedEOF, nil}, 1, ratelimit.ErrOutcomeUnknown},
+		{[]error{&pgconn.PgError{Code: "57P01", SeverityUnlocalized: "FATAL"}, nil}, 1, ratelimit.ErrOutcomeUnknown},
+		{[]error{&pgconn.PgError{Code: "57P01", SeverityUnlocalized: "ERROR"}, nil}, 1, ratelimit.ErrUnavailable},
+		{[]error{limitertest.NotSent{}, raced, raced, deadlock, nil}, 5, nil},
+		{[]error{canceled, nil}, 2, nil},
+		{[]error{canceled, canceled, nil}, 3, nil}, // the third one waits for no row
+		{[]error{canceled, canceled, canceled, canceled, nil}, 4, ratelimit.ErrTimeout},
+		{[]error{dropped, nil}, 2, nil},
+		{[]error{dropped, dropped, nil}, 2, ratelimit.ErrNotMigrated},
+	} {
+		db := &failing{DBTX: pgtest.New(t).Pool, errs: c.errs}
+		limiter := limitertest.New(
+			t,
+			db,
+			ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year}},
+		)
+		result, err := limiter.Allow(t.Context(), "key")
+		require.Equal(t, c.tries, db.tries)
+		if c.want == nil {
+			require.NoError(t, err)
+			require.EqualValues(t, 9, result.Remaining)
+			continue
+		}
+		require.ErrorIs(t, err, c.want)
+	}
+}
+
+// failing is a database some of whose queries fail, in turn.
+type failing struct {
+	ratelimit.DBTX
+	errs  []error
+	tries int
+}
+
+func (f *failing) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	f.tries++
+	if err := f.errs[min(f.tries, len(f.errs))-1]; err != nil {
+		return nil, err
+	}
+	return f.DBTX.Query(ctx, sql, args...)
+}
+
+// A call that comes while the schema is dropped and made again says so, or gets a decision.
+func TestMigratingUnderLoad(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
+
+	db := pgtest.New(t)
+	limiter := limitertest.New(
+		t,
+		db.OwnerPool(t, nil),
+		ratelimit.Config{
+			Name: "test", Policy: ratelimit.FixedWindow{Limit: 1_000_000, Window: time.Hour}, NoDenialCache: true,
+		},
+	)
+	stop := make(chan struct{})
+	errs := make(chan error, 6)
+	for i := range cap(errs) {
+		go func() {
+			for {
+				_, err := limiter.Allow(t.Context(), fmt.Sprint("key ", i))
+				if err != nil && !errors.Is(err, ratelimit.ErrNotMigrated) {
+					errs <- err
+					return
+				}
+				select {
+				case <-stop:
+					errs <- nil
+					return
+				default:
+				}
+			}
+		}()
+	}
+	for range 8 * limitertest.Rounds(t) {
+		require.NoError(t, migrations.DownTo(t.Context(), db.Pool, 1))
+		require.NoError(t, migrations.Up(t.Context(), db.Pool))
+	}
+	close(stop)
+	for range cap(errs) {
+		require.NoError(t, <-errs)
+	}
+}
+
+// A statement waits for a row while the functions and types that it runs are dropped and made again. It is
+// decided, or fails with ErrNotMigrated. It is the first one of its connection, because later ones have looked up
+// more of the types.
+func TestMigratingWhileAStatementWaits(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
+
+	for name, policy := range limitertest.SlowPolicies(10) {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			limiter := limitertest.New(
+				t,
+				db.Pool,
+				ratelimit.Config{Name: "test", Policy: policy},
+			)
+			ctx, failed := context.Background(), 0
+			for name, call := range map[string]func(tx pgx.Tx) error{
+				"AllowTx": func(tx pgx.Tx) error { _, err := limiter.WithTx(tx).Allow(ctx, "key"); return err },
+				"AllowAllTx": func(tx pgx.Tx) error {
+					_, err := limitertest.AllowAllTx(ctx, tx, limiter.Request("key", 1), limiter.Request("other", 1))
+					return err
+				},
+				"RefundTx": func(tx pgx.Tx) error {
+					_, err := limiter.WithTx(tx).Refund(ctx, limitertest.Forged(limiter, "key", 2))
+					return err
+				},
+				"GrantTx": func(tx pgx.Tx) error { _, err := limiter.WithTx(tx).Grant(ctx, "key", 2); return err },
+				"ResetTx": func(tx pgx.Tx) error { return limiter.WithTx(tx).Reset(ctx, "key") },
+			} {
+				require.NoError(t, limiter.Reset(ctx, "key"))
+				_, err := limiter.Allow(ctx, "key")
+				require.NoError(t, err)
+				tx, holder := pgtest.Begin(t, db), limitertest.Hold(t, db, limiter.Config(), "key")
+				wait := testkit.Later(func() (ratelimit.Result, error) { return ratelimit.Result{}, call(tx) })
+				pgtest.WaitUntilBlocked(t, db.Pool, 1)
+				require.NoError(t, migrations.DownTo(ctx, db.Pool, 1))
+				require.NoError(t, migrations.Up(ctx, db.Pool))
+				require.NoError(t, holder.Rollback(ctx))
+				if _, err = wait(); err != nil {
+					failed++
+					require.ErrorIs(t, err, ratelimit.ErrNotMigrated, name)
+				}
+				require.NoError(t, tx.Rollback(ctx))
+			}
+			require.Positive(t, failed, "the types were not missed")
+		})
+	}
+}
+
+// At REPEATABLE READ and SERIALIZABLE, somebody who holds a row again and again undoes each statement that waits for it.
+// That is no outage.
+func TestStatementsThatAreAlwaysUndone(t *testing.T) {
+	t.Parallel()
+	for _, callers := range []int{1, 8} {
+		synctest.Test(t, func(t *testing.T) {
+			db := limitertest.NewModelDB()
+			db.Set(func(ctx context.Context) error {
+				select {
+				case <-time.After(20 * time.Millisecond):
+					return &pgconn.PgError{SeverityUnlocalized: "ERROR", Code: "40001"}
+				case <-ctx.Done():
+					return ctx.Err()
+				}
+			})
+			limiter := limitertest.New(t, db, ratelimit.Config{Name: "test", Policy: limitertest.Hourly, OnFailure: ratelimit.FailOpen()})
+			for range 5 {
+				errs := make([]error, callers)
+				testkit.Together(callers, func(i int) { _, errs[i] = limiter.Allow(context.Background(), "key") })
+				for _, err := range errs {
+					require.ErrorIs(t, err, ratelimit.ErrTimeout)
+					require.NotErrorIs(t, err, ratelimit.ErrOutcomeUnknown)
+				}
+				require.False(t, limitertest.Engine(limiter).Batcher.Breaker.IsOpen(engine.KindEphemeral))
+			}
+		})
+	}
+}

@@ -1,0 +1,53 @@
+package limitertest
+
+import (
+	"context"
+	"log/slog"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// RunningPolicies are policies that run until the end of the test.
+func RunningPolicies(t *testing.T, db ratelimit.DBTX, config ratelimit.PoliciesConfig) *ratelimit.Policies {
+	t.Helper()
+	if config.Logger == nil {
+		config.Logger = slog.New(slog.DiscardHandler)
+	}
+	p, err := ratelimit.NewPolicies(db, config)
+	require.NoError(t, err)
+	Run(t, p)
+	return p
+}
+
+// Run has policies run until the end of the test.
+func Run(t *testing.T, p *ratelimit.Policies) {
+	t.Helper()
+	ctx, stop := context.WithCancel(context.Background())
+	var running sync.WaitGroup
+	running.Go(func() { p.Run(ctx) })
+	t.Cleanup(func() {
+		stop()
+		running.Wait()
+	})
+}
+
+// WaitUntilKnown waits until the policies are those of the table.
+func WaitUntilKnown(t *testing.T, p *ratelimit.Policies, db pgtest.Querier) {
+	t.Helper()
+	version := pgtest.Scalar[int64](t, db, "SELECT coalesce(max(version), 0) FROM rate_limit_policy_history")
+	testkit.WaitUntil(t, func() bool {
+		Table(p).Mu.Lock()
+		defer Table(p).Mu.Unlock()
+		return Table(p).Version != nil && *Table(p).Version >= version
+	})
+}
+
+// AddPolicy inserts a row of rate_limit_policy. Its parameters are name, key, prefix, mode and policy.
+const AddPolicy = `INSERT INTO rate_limit_policy (name, key, key_prefix, mode, policy, comment)
+	VALUES ($1, nullif($2, ''), nullif($3, ''), $4, nullif($5, ''), 'test')`

@@ -1,0 +1,76 @@
+package limitertest
+
+import (
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// Taken is how much of a slow policy's limit a key has taken.
+func Taken(t *testing.T, db pgtest.Executor, config ratelimit.Config, key string) int64 {
+	t.Helper()
+	return TakenOf(config, pgtest.StoredRows(t, db, config.Durable), key)
+}
+
+// TakenOf is how much a key has taken according to the rows.
+func TakenOf(config ratelimit.Config, stored map[modeltest.RowID]modeltest.Row, key string) int64 {
+	row := stored[modeltest.RowID{Name: config.Name, Key: key}]
+	// A row that was only made, for a request that was refused in the end, is of no algorithm.
+	if bucket, isBucket := config.Policy.(ratelimit.TokenBucket); isBucket && row.Algorithm != 0 {
+		return bucket.Capacity - row.Credit/row.Scale
+	}
+	return row.Count
+}
+
+// ModelResults are what calls of these costs for one key, one after the other at the same time, are to be told by
+// the model.
+func ModelResults(p model.Rules, at time.Time, costs ...int64) []ratelimit.Result {
+	return ModelResultsFrom(p, model.State{}, at, costs...)
+}
+
+// ModelResultsFrom are those that follow on a state.
+func ModelResultsFrom(p model.Rules, s model.State, at time.Time, costs ...int64) []ratelimit.Result {
+	results := make([]ratelimit.Result, len(costs))
+	for i, cost := range costs {
+		var d model.Decision
+		s, d = modeltest.Element{Cost: cost, Count: 1}.Decide(p, s, at.UnixMicro())
+		results[i] = ratelimit.Result{
+			Allowed:    d.Granted == 1 || cost == 0 && d.RetryAfter == 0,
+			Limit:      p.Numbers().Limit,
+			Remaining:  d.Remaining,
+			RetryAfter: model.Duration(d.RetryAfter),
+			ResetAfter: model.Duration(d.ResetAfter),
+			DecidedAt:  at,
+		}
+	}
+	return results
+}
+
+// Tally counts equal results.
+func Tally(results []ratelimit.Result) map[ratelimit.Result]int {
+	counts := map[ratelimit.Result]int{}
+	for _, r := range results {
+		counts[Plain(r)]++
+	}
+	return counts
+}
+
+// Written is how many tuples the transaction has written to a table.
+func Written(t *testing.T, tx pgx.Tx, config ratelimit.Config) int64 {
+	t.Helper()
+	return pgtest.Scalar[int64](
+		t,
+		tx,
+		`SELECT n_tup_ins + n_tup_upd + n_tup_del FROM pg_stat_xact_user_tables WHERE relname = $1`,
+		pgtest.Table(config.Durable),
+	)
+}
+
+// ErrorOf drops a result.
+func ErrorOf[T any](_ T, err error) error { return err }

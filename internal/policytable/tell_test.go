@@ -1,0 +1,84 @@
+package policytable_test
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// What one process gives to a key, others hear of: they forget that it was denied, however long they would remember.
+func TestDenialsAreForgottenElsewhere(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	limiters := make([]*ratelimit.Limiter, 2)
+	for i := range limiters {
+		limiters[i] = limitertest.New(t, db.Pool, ratelimit.Config{
+			Name: "api", Policy: ratelimit.FixedWindow{Limit: 1, Window: time.Hour}, Policies: limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{}),
+		}, ratelimit.ClientConfig{DenialMaxAge: time.Hour})
+		testkit.WaitUntil(t, func() bool { return limiters[i].Config().Policies.Status().Listening })
+	}
+	for name, give := range map[string]func(key string, taken ratelimit.Result) error{
+		"reset": func(key string, _ ratelimit.Result) error { return limiters[1].Reset(t.Context(), key) },
+		"refund": func(_ string, taken ratelimit.Result) error {
+			return limitertest.ErrorOf(limiters[1].Refund(t.Context(), taken))
+		},
+		"grant": func(key string, _ ratelimit.Result) error {
+			return limitertest.ErrorOf(limiters[1].Grant(t.Context(), key, 1))
+		},
+	} {
+		taken, err := limiters[1].Allow(t.Context(), name)
+		require.NoError(t, err)
+		other, err := limiters[0].Allow(t.Context(), "other "+name)
+		require.NoError(t, err)
+		require.True(t, other.Allowed)
+		for _, key := range []string{name, "other " + name} {
+			for range 2 {
+				denied, err := limiters[0].Allow(t.Context(), key)
+				require.NoError(t, err)
+				require.False(t, denied.Allowed)
+			}
+		}
+		require.NoError(t, give(name, taken))
+		testkit.WaitUntil(t, func() bool {
+			result, err := limiters[0].Allow(t.Context(), name)
+			require.NoError(t, err)
+			return result.Allowed
+		})
+		still, err := limiters[0].Allow(t.Context(), "other "+name)
+		require.NoError(t, err)
+		require.Equal(t, ratelimit.SourceCachedDenial, still.Source)
+	}
+}
+
+// While a process does not listen, it hears of nothing. So it forgets all denials when it listens again.
+func TestDenialsAreForgottenWhenListeningBegins(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{})
+	l := limitertest.New(t, db.Pool, ratelimit.Config{
+		Name: "api", Policy: ratelimit.FixedWindow{Limit: 1, Window: time.Hour}, Policies: p,
+	}, ratelimit.ClientConfig{DenialMaxAge: time.Hour})
+	testkit.WaitUntil(t, func() bool { return p.Status().Listening })
+	for range 2 {
+		_, err := l.Allow(t.Context(), "key")
+		require.NoError(t, err)
+	}
+	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_ephemeral") // which nobody is told
+	result, err := l.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	require.Equal(t, ratelimit.SourceCachedDenial, result.Source)
+	require.Positive(t, pgtest.Scalar[int64](t, db.Pool, endListeners))
+	testkit.WaitUntil(t, func() bool {
+		result, err := l.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		return result.Allowed
+	})
+}
