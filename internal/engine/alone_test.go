@@ -167,7 +167,7 @@ func TestSecondStatementLeavesBesideASlowOne(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			db := limitertest.NewModelDB()
 			l := limitertest.New(t, db, ratelimit.Config{Name: "test", Policy: limitertest.Hourly}, ratelimit.ClientConfig{MaxInFlight: 2})
-			takes := engine.Far / 10 // of the first one, so the database is near
+			takes := 100 * time.Microsecond // of the first one
 			db.Set(func(context.Context) error {
 				limitertest.Elapse(takes)
 				return nil
@@ -216,7 +216,7 @@ func TestSecondStatementLeavesForManyKeys(t *testing.T) {
 			}
 			for range 3 { // the first time shows how many keys there are
 				db.Set(func(context.Context) error {
-					limitertest.Elapse(engine.Far / 10)
+					limitertest.Elapse(100 * time.Microsecond)
 					return nil
 				})
 				var first sync.WaitGroup

@@ -155,7 +155,7 @@ func TestSecondStatementDoesNotLeaveBetweenTwo(t *testing.T) {
 	q.Departs(engine.KindEphemeral)
 	b.push("login", 5, 1, 1)
 	require.False(t, q.MayLeave(engine.KindEphemeral))
-	for _, took := range []time.Duration{engine.Far / 2, 2 * engine.TooLong} {
+	for _, took := range []time.Duration{500 * time.Microsecond, 2 * engine.TooLong} {
 		q.Lands(engine.KindEphemeral, took)
 		require.False(t, q.MayLeave(engine.KindEphemeral))
 		require.False(t, q.MayLeave(engine.KindDurable), "nor one of another kind")
