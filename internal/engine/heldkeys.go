@@ -8,19 +8,19 @@ import (
 	"time"
 )
 
-// heldKeys knows which keys were found locked a moment ago, by transactions that are not statements of ours.
+// heldKeys knows which keys were found locked a moment ago by transactions of others.
 type heldKeys struct {
 	timeout time.Duration // of calls
 
 	Mu   sync.Mutex
 	Rows map[HeldKey]heldRow // nil if there are none
-	size atomic.Int32        // of rows, to be read without the mutex
+	size atomic.Int32        // the length of Rows, to be read without the mutex
 }
 
 const (
 	maxHeldKeys = 1024
 
-	// MaxRowWait is long compared with statements of others, which take a few milliseconds at most. It is short
+	// MaxRowWait is long compared with the statements of other processes, which take a few milliseconds, and short
 	// enough for a caller not to notice.
 	MaxRowWait = 10 * time.Millisecond
 )
@@ -31,29 +31,29 @@ type HeldKey struct {
 	name, key string
 }
 
-// heldRow is what is known of a key that was found locked.
+// heldRow describes a key that was found locked.
 type heldRow struct {
-	by           int64 // the transaction that has locked it; 0 if the row is being made
+	by           int64 // the transaction that has locked it; 0 if the row is being inserted
 	since, until time.Time
-	seen         time.Time // when that transaction was last found to hold it
+	seen         time.Time // when that transaction last held it
 	Sure         bool      // some transaction has held it for longer than a statement of ours would
-	waited       bool      // a statement for it alone has waited for that transaction in vain
+	waited       bool      // a statement for this key alone has waited for that transaction in vain
 }
 
-// patience is how long a call waits for a held row, counted from when the call was made.
+// Patience is how long a call waits for a held row, counted from the call.
 func (h *heldKeys) Patience() time.Duration { return h.timeout / 4 }
 
-// long is how long a row must be held for it to be no statement of ours.
+// long is how long a row must be locked to tell a transaction from a statement of ours.
 func (h *heldKeys) long() time.Duration { return min(MaxRowWait, h.Patience()) }
 
-// memory is how long a key counts as held after it was found so. It is longer than the time between two
-// transactions that hold the key in turn.
+// Memory is how long a key counts as held after it was found locked. It is longer than the gap between two transactions
+// that lock the key by turns.
 func (h *heldKeys) Memory() time.Duration { return max(h.Patience(), 100*time.Millisecond) }
 
-// HeldKeys are the keys that a request asks for: one, except for AllowAll.
+// HeldKeys returns the keys that a request asks for. There is one, except for AllowAll.
 func (r *Request) HeldKeys() []HeldKey {
 	n := len(r.Parts)
-	if r.Policy != nil { // the rows of all its policies count as one key
+	if r.Policy != nil { // the rows of all policies of an All count as one key
 		n = 1
 	}
 	keys := make([]HeldKey, n)
@@ -64,8 +64,8 @@ func (r *Request) HeldKeys() []HeldKey {
 	return keys
 }
 
-// lockedBy returns which transactions have locked a request's keys, in their order. For a key that none has
-// locked, or that the statement did not come to, it is notLocked.
+// lockedBy returns the transactions that have locked a request's keys, in the order of the keys. NotLocked stands for a
+// key that no transaction has locked, or that the statement did not get to.
 func (r *Request) lockedBy() []int64 {
 	holders := make([]int64, len(r.Parts))
 	for i := range r.Parts {
@@ -80,10 +80,10 @@ func (r *Request) lockedBy() []int64 {
 	return holders
 }
 
-// NotLocked stands for the transaction that has locked a row where there is none.
+// NotLocked stands for no transaction.
 const NotLocked = -1
 
-// knows tells whether one of a request's keys is surely held.
+// Knows tells whether one of a request's keys is surely held.
 func (h *heldKeys) Knows(r *Request) bool {
 	if h.size.Load() == 0 || r.Looks() {
 		return false
@@ -94,8 +94,8 @@ func (h *heldKeys) Knows(r *Request) bool {
 	return ok
 }
 
-// longHeld returns what is known of a request's key, if it was seen to be held for so long that the caller can be told.
-// Half the patience is enough, because the row was first looked at some statements after the call was made.
+// longHeld returns the held row of a request, and whether it was locked for so long that the caller can be told. Half
+// the patience is enough, because the row was first looked at some statements after the call.
 func (h *heldKeys) longHeld(r *Request) (row heldRow, long bool) {
 	h.Mu.Lock()
 	defer h.Mu.Unlock()
@@ -103,7 +103,7 @@ func (h *heldKeys) longHeld(r *Request) (row heldRow, long bool) {
 	return row, ok && row.seen.Sub(row.since) >= h.Patience()/2
 }
 
-// find returns the first key of a request that is surely held. h.mu is locked.
+// find returns the row of the first key of a request that is surely held. The caller holds h.mu.
 func (h *heldKeys) find(r *Request) (row heldRow, ok bool) {
 	if len(h.Rows) == 0 || r.Looks() {
 		return heldRow{}, false
@@ -120,7 +120,7 @@ func (h *heldKeys) find(r *Request) (row heldRow, ok bool) {
 	return heldRow{}, false
 }
 
-// noTime is the error for callers whom held rows have left no time.
+// NoTime returns the error for a caller whose time was used up by locks.
 func (h *heldKeys) NoTime(r *Request) error {
 	if _, held := h.longHeld(r); held {
 		return keyHeld()
@@ -128,7 +128,8 @@ func (h *heldKeys) NoTime(r *Request) error {
 	return errOthersHeld
 }
 
-// decided forgets keys that others have held for a moment only, or rows that they have made.
+// Decided forgets keys that are not locked any more: those that were locked only for a moment, and those whose row was
+// being inserted.
 func (h *heldKeys) Decided(requests []*Request) {
 	if h.size.Load() == 0 {
 		return
@@ -147,7 +148,7 @@ func (h *heldKeys) Decided(requests []*Request) {
 	}
 }
 
-// found remembers which transactions lock a request's keys, and tells whether one of the keys is surely held.
+// Found remembers which transactions lock a request's keys. It tells whether one of the keys is surely held.
 func (h *heldKeys) Found(r *Request, holders []int64) (sure bool) {
 	h.Mu.Lock()
 	defer h.Mu.Unlock()
@@ -175,7 +176,7 @@ func (h *heldKeys) Found(r *Request, holders []int64) (sure bool) {
 			row.by, row.since, row.waited = holders[i], now, false
 		}
 		row.seen = now
-		// Statements of ours make rows too, but this statement has come after a wait.
+		// Statements of ours insert rows too, but this one was found after a wait.
 		long := row.by == 0 || now.Sub(row.since) >= h.long()
 		if long || !row.Sure {
 			row.until = now.Add(h.Memory())
@@ -192,7 +193,8 @@ func (h *heldKeys) Found(r *Request, holders []int64) (sure bool) {
 	return sure
 }
 
-// still makes a key count as held for another moment, because a statement for it alone has waited for long.
+// Still makes a key count as held for another Memory, because a statement for it alone has waited for long. inVain
+// tells whether the key stayed locked.
 func (h *heldKeys) Still(key HeldKey, inVain bool) {
 	h.Mu.Lock()
 	defer h.Mu.Unlock()

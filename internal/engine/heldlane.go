@@ -5,12 +5,12 @@ import (
 	"time"
 )
 
-// heldLane is a queue for requests whose keys are held. While there are any, one goroutine serves them, on one
-// connection besides those of MaxInFlight.
+// heldLane is a queue for requests whose keys are held. One goroutine serves it while it has requests. It uses one
+// connection, besides those of MaxInFlight.
 type heldLane struct {
 	batcher  *Batcher
 	maxBatch int
-	lost     func([]*Request) // gets requests that have lost a race
+	lost     func([]*Request) // called with requests that have lost a race
 
 	Mu       sync.Mutex
 	Requests []*Request
@@ -18,17 +18,17 @@ type heldLane struct {
 }
 
 const (
-	// laneTurn is how long the lane waits for one key while requests for others are in it. aloneTurn is for when
-	// there are none.
+	// laneTurn is how long the lane waits for one key while it has requests for other keys. aloneTurn is how long
+	// otherwise.
 	laneTurn  = 25 * time.Millisecond
 	aloneTurn = 100 * time.Millisecond
-	// An AllowAll holds its other rows while the lane has it wait for one. So it waits for setWait only, and once
-	// in setPause.
+	// An AllowAll keeps its other rows locked while it waits for one. So it waits for setWait only, and once in
+	// setPause.
 	setWait  = 5 * time.Millisecond
 	setPause = 40 * time.Millisecond
 )
 
-// add has the lane ask for requests.
+// Add adds requests to the lane.
 func (h *heldLane) Add(requests []*Request) {
 	if len(requests) == 0 {
 		return
@@ -43,8 +43,8 @@ func (h *heldLane) Add(requests []*Request) {
 	}
 }
 
-// serve serves the lane until it is empty. By turns, it asks for all its requests while passing over what is held,
-// and waits for the row of the first request alone.
+// serve serves the lane until it is empty. By turns, it asks for all requests while passing over locked rows, and waits
+// for the row of the first request alone.
 func (h *heldLane) serve() {
 	var requests []*Request
 	for {
@@ -71,7 +71,7 @@ func (h *heldLane) serve() {
 	}
 }
 
-// askAll asks for requests, and returns those whose keys are held.
+// askAll sends statements for requests, and returns those whose keys are held.
 func (h *heldLane) askAll(requests []*Request) (held []*Request) {
 	for len(requests) > 0 {
 		var batch, rest []*Request
@@ -88,7 +88,7 @@ func (h *heldLane) askAll(requests []*Request) (held []*Request) {
 	return held
 }
 
-// ask asks for requests of one line, and returns those whose keys are held.
+// ask sends a statement for requests of one group, and returns those whose keys are held.
 func (h *heldLane) ask(requests []*Request, skip bool, wait time.Duration) (held []*Request) {
 	requests, probe := h.batcher.Breaker.turnAway(requests)
 	if len(requests) == 0 {
@@ -101,12 +101,11 @@ func (h *heldLane) ask(requests []*Request, skip bool, wait time.Duration) (held
 	return s.held
 }
 
-// giveUp takes requests whose keys were just found held. It tells those that have waited long enough, and returns
-// the others.
+// GiveUp ends requests that have waited long enough for a held key, and returns the others.
 //
-// Nobody can see who makes a row. It may be one statement of ours after the other, each undone because it has waited
-// for another key. So a row that is being made is held for long only if a statement for it alone has waited in vain.
-// For an AllowAll there is none that waits for long.
+// Nobody can see who is inserting a row. It may be one statement of ours after the other, each undone because it has
+// waited for another key. So such a row counts as held only if a statement for it alone has waited in vain. For an
+// AllowAll no statement waits that long, so its rows count at once.
 func (h *heldLane) GiveUp(requests []*Request) (others []*Request) {
 	known := h.batcher.Held
 	for _, r := range requests {
@@ -121,8 +120,8 @@ func (h *heldLane) GiveUp(requests []*Request) (others []*Request) {
 	return others
 }
 
-// waitForFirst waits for the row of the first request, in a statement for its key alone. It returns the requests
-// that are not decided yet, ordered so that another one has the next turn.
+// waitForFirst waits for the row of the first request, in a statement for its key alone. It returns the undecided
+// requests in such an order that another one has the next turn.
 func (h *heldLane) waitForFirst(requests []*Request) []*Request {
 	known, first := h.batcher.Held, requests[0]
 	oldest := first.Since
@@ -149,16 +148,16 @@ func (h *heldLane) waitForFirst(requests []*Request) []*Request {
 	isSet := first.Policy == nil             // AllowAll
 	parts := time.Duration(len(first.Parts)) // read now, because the caller uses the request again once it is decided
 	if !isSet {
-		wait /= parts // for each of its rows
+		wait /= parts // it waits for each of its rows
 	}
-	wait += time.Millisecond // lockTimeout rounds down
+	wait += time.Millisecond // LockTimeout rounds down
 	pause := time.Duration(0)
 	if isSet {
 		pause = min(setPause, wait)
 		wait = min(wait, setWait)
 	}
 	began := time.Now()
-	key := first.HeldKeys()[0] // read now, too
+	key := first.HeldKeys()[0] // read now, for the same reason
 	held := h.ask(mine, false, wait)
 	took := time.Since(began)
 	if !isSet && took >= known.long()/parts {

@@ -9,7 +9,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// ErrMemoryTx is for a transaction of the caller's, which no row in memory can be part of.
+// ErrMemoryTx is the error for a caller's transaction, which cannot contain rows in memory.
 var ErrMemoryTx = errors.New("ratelimit: a row in memory is part of no transaction")
 
 // MemoryRow is a row in memory.
@@ -18,7 +18,7 @@ type MemoryRow struct {
 	State     model.State
 }
 
-// decideInMemory decides requests by the models, one after the other, as the database would.
+// decideInMemory decides requests by package model, one after the other, as the database would.
 func (d *Database) decideInMemory(db pg.DB, requests []*Request) error {
 	if db != d.DB {
 		return ErrMemoryTx
@@ -44,8 +44,7 @@ func (d *Database) decideInMemory(db pg.DB, requests []*Request) error {
 	return nil
 }
 
-// DecideIn decides a request and those that are decided as one with it. Each takes from all of its rows, or from
-// none.
+// DecideIn decides a request and those merged with it. Each takes from all of its rows, or from none.
 func (r *Request) DecideIn(db *memory.DB, clock int64) {
 	before := make([]model.State, len(r.Parts))
 	for i := range r.Parts {
@@ -66,8 +65,8 @@ func (r *Request) DecideIn(db *memory.DB, clock int64) {
 		_, p.Decision = p.Decide(now, clock, 0)
 		p.Decision.RetryAfter, p.Decision.State.Log = 0, ""
 		if granted < r.Count {
-			if next, d := p.Decide(now, clock, p.Cost); d.Granted == 0 { // this part refuses
-				p.store(db, next) // which the clock may have left behind
+			if next, d := p.Decide(now, clock, p.Cost); d.Granted == 0 { // this part denies
+				p.store(db, next) // the clock may have jumped back, and the row with it
 				p.Decision = d
 			}
 		}
@@ -95,7 +94,7 @@ func (r *Request) fitsIn(db *memory.DB, clock int64) bool {
 	return true
 }
 
-// Decide decides about a row in the state s: a take of n, a look (0), or what is given back or granted (below 0).
+// Decide decides about a row in the state s. n is a take, a look (0), or what is given back or granted (below 0).
 func (p *Part) Decide(s model.State, clock, n int64) (model.State, model.Decision) {
 	switch {
 	case n >= 0:
@@ -108,13 +107,13 @@ func (p *Part) Decide(s model.State, clock, n int64) (model.State, model.Decisio
 	return p.Rules.Refund(s, clock, k)
 }
 
-// credit is the granted credit of a row in the state s.
+// credit returns the granted credit of a row in the state s.
 func (p *Part) credit(s model.State, clock int64) int64 {
 	_, d := p.Decide(s, clock, 0)
 	return *d.State.CreditColumn(p.Rules.Numbers().Algorithm)
 }
 
-// Row says where the part's row is.
+// Row returns the name of the part's row in memory.
 func (p *Part) Row() memory.Row {
 	return memory.Row{Durable: p.Space.Durable, Name: p.Name, Key: p.Key}
 }
@@ -129,7 +128,7 @@ func (p *Part) load(db *memory.DB) model.State {
 }
 
 func (p *Part) store(db *memory.DB, s model.State) {
-	if s == p.load(db) { // there may be no row, and nothing to give back to it
+	if s == p.load(db) { // it adds no row if there is nothing to give back to
 		return
 	}
 	if db.Rows == nil {

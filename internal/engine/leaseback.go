@@ -10,15 +10,15 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Rest is what is left of a lease, to be given back: units from one to before another.
+// Rest is what is left of a lease, to be given back: the units from From to before To.
 type Rest struct {
 	space    *Space
 	Receipt  *Receipt
 	From, To int64
-	ended    int64 // how many units are not held by the lease any more, these and those that were spent
+	ended    int64 // how many units the lease does not hold any more: these, and those that were spent
 }
 
-// Takes are what the database has to know to take it back.
+// Takes returns the takes that the database needs to take the units back.
 func (r *Rest) Takes() []model.Take {
 	takes := r.Receipt.Between(r.From, r.To)
 	for i := range takes {
@@ -27,24 +27,25 @@ func (r *Rest) Takes() []model.Take {
 	return takes
 }
 
-// GivenBack are the units of a lease that were given back after they had been spent, so that nobody gives one back
-// twice. Neighbours are one range. So it takes 16 bytes for each gap, and no more if all is given back.
+// GivenBack is the units of a lease that were given back after they had been spent, so that nobody gives one back
+// twice. Adjacent units are one range. So it takes 16 bytes for each gap, and little if all is given back.
 type GivenBack struct {
 	mu     sync.Mutex
-	Ranges []unitRange // they ascend, and do not touch
+	Ranges []unitRange // ascending, with gaps between them
 }
 
-// unitRange are the units from one to before another.
+// unitRange is the units from From to before To.
 type unitRange struct{ From, To int64 }
 
-// Leftover is how many of the units from the first one are left to give back. The last of them are given back first.
+// Leftover returns how many of so many units, from first on, are left to give back. The last of them are given back
+// first.
 func (g *GivenBack) Leftover(first, units int64) int64 {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.left(first, units)
 }
 
-// left is leftover with g.mu held.
+// left is Leftover. The caller holds g.mu.
 func (g *GivenBack) left(first, units int64) int64 {
 	if i := g.find(first + units); i < len(g.Ranges) && g.Ranges[i].From < first+units {
 		return max(g.Ranges[i].From-first, 0)
@@ -52,7 +53,7 @@ func (g *GivenBack) left(first, units int64) int64 {
 	return units
 }
 
-// find is the place of the first range that ends at a unit or later. g.mu is held.
+// find returns the index of the first range that ends at a unit or later. The caller holds g.mu.
 func (g *GivenBack) find(unit int64) int {
 	i, _ := slices.BinarySearchFunc(g.Ranges, unit, func(r unitRange, unit int64) int {
 		return cmp.Compare(r.To, unit)
@@ -60,7 +61,8 @@ func (g *GivenBack) find(unit int64) int {
 	return i
 }
 
-// Swap changes how much is left of the units from the first one, if it is still what it was.
+// Swap changes how many of the units from first on are left, if there are still as many as was. It tells whether it
+// did.
 func (g *GivenBack) Swap(first, units, was, left int64) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -69,7 +71,7 @@ func (g *GivenBack) Swap(first, units, was, left int64) bool {
 	}
 	from, to := first+min(was, left), first+max(was, left)
 	i := g.find(from)
-	if left > was { // it has not come back after all: these units leave their range
+	if left > was { // the refund has failed, so these units leave their range
 		r := g.Ranges[i]
 		rests := []unitRange{{r.From, from}, {to, r.To}}
 		rests = slices.DeleteFunc(rests, func(r unitRange) bool { return r.From == r.To })
@@ -84,14 +86,14 @@ func (g *GivenBack) Swap(first, units, was, left int64) bool {
 	return true
 }
 
-// Giving is what is on its way back.
+// Giving is units of leases on their way back.
 type Giving struct {
 	Rests []Rest
 	err   error         // why something did not arrive
 	done  chan struct{} // closed when it has ended
 }
 
-// begin is called before leases end of which something is to be given back, so that nobody takes it to be back.
+// begin starts a giving. It is called before its leases end, so that ReturnLeases waits for them.
 func (ls *Leases) begin() *Giving {
 	g := &Giving{done: make(chan struct{})}
 	ls.mu.Lock()
@@ -103,7 +105,7 @@ func (ls *Leases) begin() *Giving {
 	return g
 }
 
-// end tells that all has gone back, or did not arrive.
+// end ends a giving, whether it has arrived or not.
 func (ls *Leases) end(g *Giving) {
 	ls.mu.Lock()
 	defer ls.mu.Unlock()
@@ -111,14 +113,14 @@ func (ls *Leases) end(g *Giving) {
 	close(g.done)
 }
 
-// onTheirWay is all that is on its way back.
+// onTheirWay returns all givings that have not ended.
 func (ls *Leases) onTheirWay() []*Giving {
 	ls.mu.Lock()
 	defer ls.mu.Unlock()
 	return slices.Collect(maps.Keys(ls.returning))
 }
 
-// release ends the lease of a key of which not enough is left, so that this goes back before the call asks. It returns
+// release ends the lease of a key of which too little is left, so that this goes back before the call asks. It returns
 // nil if nothing is left.
 func (ls *Leases) release(space *Space, key string) *Giving {
 	s := ls.Stripe(key)
@@ -149,8 +151,9 @@ func (ls *Leases) Forget(space *Space, key string) {
 	go ls.giveBack(back)
 }
 
-// Drop is forget but for what others have to do. The lease goes back, because it may have been taken after the reset.
-// What is on its way, and was asked for before, is not spent either.
+// Drop ends the lease, and returns what Forget has to give back, and when the timer is due. The lease goes back,
+// because it may have been taken after the reset. A lease that was asked for earlier and is still on its way is not
+// spent either.
 func (ls *Leases) Drop(space *Space, key string, now Instant) (back *Giving, due time.Duration) {
 	s := ls.Make(key)
 	s.mu.Lock()
@@ -163,7 +166,7 @@ func (ls *Leases) Drop(space *Space, key string, now Instant) (back *Giving, due
 	return back, e.due()
 }
 
-// wakeAt has the timer fire at a time at the latest.
+// wakeAt makes the timer fire at a time at the latest.
 func (ls *Leases) wakeAt(at, now time.Duration) {
 	ls.mu.Lock()
 	defer ls.mu.Unlock()
@@ -197,7 +200,7 @@ func (ls *Leases) tidy() {
 func (ls *Leases) Outdated(now Instant) (back *Giving, next time.Duration) {
 	next = model.Never
 	back = ls.collect(func(e *Lease) (lapse, forget bool) {
-		// Those that are due a little later go back now, in the same statement.
+		// Leases that are due a little later go back now, in the same statement.
 		if e.next < e.end && (now.Elapsed >= e.due()-e.lasts/16 || now.since(e.asked) >= e.lasts) {
 			next = min(next, e.Known.asked.Elapsed+e.memory)
 			return true, false
@@ -216,7 +219,7 @@ func (ls *Leases) All() *Giving {
 	return ls.collect(func(*Lease) (lapse, forget bool) { return true, false })
 }
 
-// collect ends some leases, and returns what is left of them. Others it forgets.
+// collect ends and forgets leases as which says, and returns what is left of them.
 func (ls *Leases) collect(which func(*Lease) (lapse, forget bool)) *Giving {
 	back := ls.begin()
 	stripes := ls.Stripes.Load()
@@ -239,7 +242,7 @@ func (ls *Leases) collect(which func(*Lease) (lapse, forget bool)) *Giving {
 	return back
 }
 
-// giveBack gives back what is left of leases, and returns when that has ended.
+// giveBack gives back what is left of leases, and waits until that has ended.
 func (e *Engine) giveBack(back *Giving) { e.startGiving(back)() }
 
 // startGiving puts what is to be given back into the queue, before what comes later. It returns a function that waits

@@ -10,16 +10,16 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Leases are what this process has taken ahead; see [Lease].
+// Leases is what this process has taken ahead.
 //
-// A lease is spent only while it surely has not ended by the database's clock. The database decided after the
-// statement left, so no more time has passed there since the decision than here since the statement left. That holds
-// as long as both clocks run, whatever they show. Here it is the monotonic clock, so setting the other one makes no
-// lease longer. Where a machine's monotonic clock stands still while it is suspended, its wall clock tells, once it has
-// been set right. So the one that has advanced further counts.
+// A lease is spent only while it surely has not ended by the database's clock. The database decided after the statement
+// left. So since the decision, no more time has passed there than here since the statement left. That holds whatever
+// the clocks show, as long as they run. Here the monotonic clock counts, so setting the wall clock makes no lease
+// longer. On some machines the monotonic clock stands still during suspension, but the wall clock is set right
+// afterwards. So whichever clock has advanced further counts.
 //
-// Each key that was asked for has an entry, also if nothing is leased of it, to tell the keys that are asked for again.
-// It is forgotten when nobody has asked for MaxLength. A timer runs only while there are entries.
+// Each key that was asked for has an entry, even if nothing is leased of it, so that keys that are asked for again are
+// known. It is forgotten when nobody has asked for MaxLength. A timer runs only while there are entries.
 type Leases struct {
 	Now      func() Instant
 	timeout  time.Duration
@@ -34,15 +34,15 @@ type Leases struct {
 	returning map[*Giving]bool // what is on its way back
 }
 
-// How much is leased.
+// Bounds of leases.
 const (
 	LeaseStripes = 16
-	MaxLeased    = 16384 // keys that have an entry, at most
-	firstLease   = 4     // calls, at most
-	// ShortestLease is what is worth it. It keeps the timer from firing all the time.
+	MaxLeased    = 16384 // how many keys may have an entry
+	firstLease   = 4     // how many calls the first lease is for, at most
+	// ShortestLease is the shortest time that a lease is worth it. It also keeps the timer from firing all the time.
 	ShortestLease = 10 * time.Millisecond
-	// Of what is known of a key for longer than this, no more units are taken ahead than that. Others may have taken
-	// nearly all that was left then.
+	// If the last answer about a key is older than freshFor, at most staleUnits are taken ahead, because others may
+	// have taken nearly all by now.
 	freshFor, staleUnits = 100 * time.Millisecond, 64
 )
 
@@ -52,39 +52,39 @@ type LeaseTerms struct {
 	MaxLength time.Duration // of a lease
 }
 
-// LeaseShard is a part of the keys, with a mutex of its own.
+// LeaseStripe is a part of the keys with a mutex of its own.
 type LeaseStripe struct {
 	mu   sync.Mutex
 	Keys map[DenialKey]*Lease
 	_    [48]byte // keeps the mutexes on cache lines of their own
 }
 
-// Lease is what a process holds of a key, and what it knows about it.
+// Lease is what a process holds of a key, and what it knows about the key.
 type Lease struct {
 	policy    *model.Policy
-	Receipt   *Receipt // of what was taken ahead; nil if nothing is held
-	next, end int64    // its units that are left: from next to before end
-	Size      int64    // how many units to take ahead, going by the demand alone
+	Receipt   *Receipt // for what was taken ahead; nil if nothing is held
+	next, end int64    // the units that are left: from next to before end
+	Size      int64    // how many units to take ahead, by demand
 	decidedAt int64    // when they were taken, by the database's clock
 	asked     Instant  // when the statement left that took them
-	told      Instant  // when it came back
+	told      Instant  // when that statement came back
 	lasts     time.Duration
 
-	// What the last answer about the key told, which may be a later one.
+	// What the latest decision about the key has told.
 	Known struct {
-		Remaining int64         // of the row with the least
-		rows      []knownRow    // all of them
-		States    []model.State // of the rows
+		Remaining int64         // the least of all rows
+		rows      []knownRow    // all rows of the key
+		States    []model.State // the states of these rows
 		decidedAt int64
 		asked     Instant
-		lasts     time.Duration // how long a lease of then could last
+		lasts     time.Duration // how long a lease taken then could last
 	}
 	asking time.Duration // until then another call is taking ahead
-	reset  time.Duration // when the key was last reset; nothing that was asked for before is spent
-	memory time.Duration // how long the entry is kept
+	reset  time.Duration // when the key was last reset; leases asked for earlier are not spent
+	memory time.Duration // how long the entry is kept after the last answer
 }
 
-// knownRow is what an answer told about a row.
+// knownRow is what an answer has told about a row.
 type knownRow struct {
 	limit, remaining int64
 	resetAt          int64 // when it is as good as new, by the database's clock
@@ -96,17 +96,17 @@ type Instant struct {
 	Wall    time.Duration // since 1970
 }
 
-// since is how long ago an earlier instant was.
+// since returns how long ago an earlier instant was.
 func (t Instant) since(earlier Instant) time.Duration {
 	return max(t.Elapsed-earlier.Elapsed, t.Wall-earlier.Wall)
 }
 
-// NewLeases returns leases of which there are none yet. told may be nil.
+// NewLeases returns empty leases. told may be nil.
 func NewLeases(clock func() time.Time, timeout time.Duration, told func(LeaseUse)) *Leases {
 	return &Leases{Now: clocksOf(clock), timeout: timeout, Seed: maphash.MakeSeed(), told: told}
 }
 
-// clocksOf returns what reads the clocks of this process, or the clock that replaces them.
+// clocksOf returns a function that reads the clocks of this process, or the clock that replaces them.
 func clocksOf(clock func() time.Time) func() Instant {
 	begin := time.Now()
 	return func() Instant {
@@ -128,7 +128,7 @@ func (ls *Leases) Stripe(key string) *LeaseStripe {
 	return &stripes[maphash.String(ls.Seed, key)%LeaseStripes]
 }
 
-// left is how many units may be spent at an instant.
+// left returns how many units may be spent at an instant.
 func (e *Lease) left(now Instant) int64 {
 	if e.Receipt == nil || now.since(e.asked) >= e.lasts {
 		return 0
@@ -136,8 +136,8 @@ func (e *Lease) left(now Instant) int64 {
 	return e.end - e.next
 }
 
-// Spend takes n from the lease of a key, and sets o to the outcome. It returns false if the lease does not have as
-// much.
+// Spend takes n from the lease of a key, and sets o. It returns false if the lease does not have as much. With leases,
+// 16 clients of 2 callers with 100 busy keys make 13 times as many decisions.
 func (ls *Leases) Spend(space *Space, policy *model.Policy, key string, n int64, o *Outcome) bool {
 	s := ls.Stripe(key)
 	if s == nil {
@@ -152,7 +152,7 @@ func (ls *Leases) Spend(space *Space, policy *model.Policy, key string, n int64,
 	}
 	first := e.next
 	e.next += n
-	// The database's clock shows this, or later by at most the time that its answer took.
+	// The database's clock shows this time, or a later one by at most the time that its answer took.
 	clock := e.decidedAt + int64(max(now.Elapsed-e.told.Elapsed, 0)/time.Microsecond)
 	e.Outcome(clock, o)
 	o.Claim = Claim{e.Receipt, first, n}
@@ -160,7 +160,7 @@ func (ls *Leases) Spend(space *Space, policy *model.Policy, key string, n int64,
 	return true
 }
 
-// Outcome sets o to the outcome of a call that spends from the lease at a time of the database's clock.
+// Outcome sets o to the outcome of a call that spends from the lease. clock is the time by the database's clock.
 func (e *Lease) Outcome(clock int64, o *Outcome) {
 	if len(e.Known.rows) == 1 {
 		e.outcomeOf(&e.Known.rows[0], clock, o)
@@ -185,7 +185,7 @@ func (e *Lease) outcomeOf(row *knownRow, clock int64, o *Outcome) {
 	}
 }
 
-// Held is how much of a key this process may spend.
+// Held returns how many units of a key this process may spend.
 func (ls *Leases) Held(space *Space, policy *model.Policy, key string) int64 {
 	s := ls.Stripe(key)
 	if s == nil {
@@ -200,7 +200,7 @@ func (ls *Leases) Held(space *Space, policy *model.Policy, key string) int64 {
 	return e.left(ls.Now())
 }
 
-// Ahead is how many more requests for n the call asks for that has to ask anyway.
+// Ahead returns how many more requests for n a call asks for, when it has to ask anyway.
 func (ls *Leases) Ahead(space *Space, policy *model.Policy, key string, n int64) int64 {
 	s := ls.Stripe(key)
 	if s == nil {
@@ -224,18 +224,18 @@ func (ls *Leases) Ahead(space *Space, policy *model.Policy, key string, n int64)
 		excess = max(excess, -spare)
 	}
 	switch {
-	case excess > 0 && len(policy.Rules) > 1: // what makes room in a bucket would be lost to the other policies
+	case excess > 0 && len(policy.Rules) > 1: // room made in a bucket would cost the other policies units
 		return 0
 	case size+excess > staleUnits && now.since(e.Known.asked) > freshFor:
-		return 0 // this call's answer tells what is left, and the next one takes ahead
+		return 0 // this call's answer tells what is left, and the next call takes ahead
 	}
 	e.asking = now.Elapsed + ls.timeout
 	return (size + excess) / n
 }
 
-// wants is how many units to take ahead, going by the demand. If a lease was used up, outlived tells. If it was not, it
-// is what was used of it. If that is nothing, it is half of what will be used if calls come as this one has come after
-// the last one, but little.
+// wants returns how many units to take ahead by demand. After an exhausted lease, outlived decides. Otherwise it is
+// what was used of the last lease. If nothing was used, it is half of what calls will use if they keep coming at the
+// present interval, but at most firstLease calls.
 func (e *Lease) wants(now Instant, n int64) int64 {
 	if e.Receipt != nil {
 		e.Size = e.next
@@ -250,8 +250,8 @@ func (e *Lease) wants(now Instant, n int64) int64 {
 	return e.Size
 }
 
-// outlived is the size of the lease after one that was not enough. It is twice that one's if less than half of its time
-// has passed.
+// outlived returns the size of the next lease after one that was not enough. It doubles if less than half of the
+// lease's time has passed.
 func (e *Lease) outlived(now Instant) int64 {
 	if now.since(e.asked) < e.lasts/2 {
 		return 2 * e.end
@@ -259,15 +259,15 @@ func (e *Lease) outlived(now Instant) int64 {
 	return e.end
 }
 
-// tell tells what was taken ahead or went back.
+// tell calls the hook, if something was taken ahead or went back.
 func (ls *Leases) tell(use LeaseUse) {
 	if ls.told != nil && use != (LeaseUse{}) {
 		ls.told(use)
 	}
 }
 
-// settle keeps what a statement has taken ahead for a request, and what it tells about the key. asked and told are when
-// it left and came back.
+// settle stores what a statement has taken ahead for a request, and what its answer says about the key. asked and told
+// are when the statement left and came back.
 func (ls *Leases) settle(r *Request, err error, asked, told Instant) {
 	back, due, event := ls.Learn(r, err, asked, told)
 	ls.tell(event)
@@ -279,8 +279,8 @@ func (ls *Leases) settle(r *Request, err error, asked, told Instant) {
 	}
 }
 
-// Learn is settle but for what others have to do: what is to be given back, if anything, and when the timer is due,
-// or 0.
+// Learn updates the entry. It returns what settle has to give back, if anything, when the timer is due, or 0, and what
+// the hook is told.
 func (ls *Leases) Learn(
 	r *Request, err error, asked, told Instant,
 ) (back *Giving, due time.Duration, event LeaseUse) {
@@ -309,7 +309,7 @@ func (ls *Leases) Learn(
 	return back, due, event
 }
 
-// Make returns a key's stripe.
+// Make returns a key's stripe, and makes the stripes if they are missing.
 func (ls *Leases) Make(key string) *LeaseStripe {
 	if ls.Stripes.Load() == nil {
 		ls.Stripes.CompareAndSwap(nil, new([LeaseStripes]LeaseStripe))
@@ -317,7 +317,8 @@ func (ls *Leases) Make(key string) *LeaseStripe {
 	return ls.Stripe(key)
 }
 
-// Entry returns the entry of a key, and whether it is kept. One is added if it may be.
+// Entry returns the entry of a key, and whether it is stored. If add is true, it stores a new one if there is room. The
+// caller holds s.mu.
 func (s *LeaseStripe) Entry(space *Space, key string, now time.Duration, add bool) (e *Lease, kept bool) {
 	if e := s.Keys[DenialKey{space, key}]; e != nil {
 		return e, true
@@ -333,8 +334,9 @@ func (s *LeaseStripe) Entry(space *Space, key string, now time.Duration, add boo
 	return e, true
 }
 
-// evict forgets a key of which nothing is held, so that a flood of keys keeps no busy one out for long. It tells
-// whether it has found one among a few. It does not forget a reset while a lease of before may be on its way.
+// evict forgets a key of which nothing is held, so that a flood of keys keeps no busy key out for long. It looks at a
+// few keys only, and tells whether it has found one. It keeps a key that was just reset, because an older lease may be
+// on its way. The caller holds s.mu.
 func (s *LeaseStripe) evict(now time.Duration) bool {
 	tries := 8
 	for k, e := range s.Keys { // in random order
@@ -349,12 +351,12 @@ func (s *LeaseStripe) evict(now time.Duration) bool {
 	return false
 }
 
-// Learn is leases.learn for the entry. It returns what is to be given back.
+// Learn is Leases.Learn for the entry. It returns what is to be given back. The caller holds the mutex of the stripe.
 func (e *Lease) Learn(r *Request, asked, told Instant) (rests []Rest, event LeaseUse) {
 	first := &r.Parts[0]
 	space, d := first.Space, &first.Decision
 	decidedAt := d.DecidedAt.UnixMicro()
-	// A lease ends under another policy, or if the database's clock has been set forward, beyond its end.
+	// A lease ends under another policy, and when the database's clock has been set forward beyond its end.
 	if !e.policy.Is(r.Policy) || decidedAt >= e.decidedAt+int64(e.lasts/time.Microsecond) {
 		rests = e.lapse(space)
 	}
@@ -369,7 +371,7 @@ func (e *Lease) Learn(r *Request, asked, told Instant) (rests []Rest, event Leas
 
 	rests = append(rests, e.lapse(space)...)
 	e.asking = 0
-	used := (r.Count - r.Ahead) * first.Cost // by those who asked
+	used := (r.Count - r.Ahead) * first.Cost // by the callers who asked
 	surplus := d.Granted*first.Cost - used
 	if surplus <= 0 {
 		return rests, event
@@ -386,23 +388,23 @@ func (e *Lease) Learn(r *Request, asked, told Instant) (rests []Rest, event Leas
 	e.next, e.end = 0, min(surplus, spare, int64(room))
 	e.decidedAt, e.asked, e.told, e.lasts = decidedAt, asked, told, lasts
 	if lasts < ShortestLease || told.since(asked) >= lasts || asked.Elapsed < e.reset ||
-		len(r.Parts) > 1 && spare < surplus { // what makes room in a bucket would be lost to the other policies
+		len(r.Parts) > 1 && spare < surplus { // room made in a bucket would cost the other policies units
 		e.end = 0
 	}
-	// The rest goes back. But if a bucket would fill up while something is held, so much of it is lost.
+	// The rest goes back. But if that would fill a bucket while something is held, some of it is lost.
 	returns := surplus
 	if e.end > 0 {
 		returns = min(surplus, spare)
 	}
 	if e.end < returns {
-		noted := min(surplus, spare) // see TokenBucket.lend
+		noted := min(surplus, spare) // see TokenBucket.Lend
 		rests = append(rests, Rest{space, e.Receipt, e.end, returns, noted - e.end})
 	}
 	return rests, LeaseUse{Limiter: space.Name, Taken: surplus, Stranded: surplus - returns}
 }
 
-// know keeps what an answer tells about the key, unless a later one has come before it. It returns how much may be held
-// of the key, and for how long.
+// know stores what an answer says about the key, unless a later decision has come before it. It returns how much may be
+// held of the key, and for how long. The caller holds the mutex of the stripe.
 func (e *Lease) know(r *Request, asked Instant) (spare int64, lasts time.Duration) {
 	space, decidedAt := r.Parts[0].Space, r.Parts[0].Decision.DecidedAt.UnixMicro()
 	spare, longest := int64(model.Never), model.Micros(space.Lease.MaxLength)
@@ -411,7 +413,7 @@ func (e *Lease) know(r *Request, asked Instant) (spare int64, lasts time.Duratio
 		room, micros := p.Rules.LeaseOf(p.Decision.State, decidedAt, longest)
 		spare, longest = min(spare, max(room, 0)), min(longest, micros)
 	}
-	lasts = model.Duration(max(longest, 0)) / 256 * 255 // as if the clocks' rates differed by 0.4 percent
+	lasts = model.Duration(max(longest, 0)) / 256 * 255 // allows for clocks whose rates differ by 0.4 %
 	known := &e.Known
 	if decidedAt < known.decidedAt {
 		return spare, lasts
@@ -426,7 +428,7 @@ func (e *Lease) know(r *Request, asked Instant) (spare int64, lasts time.Duratio
 			limit: p.Rules.Numbers().Limit, remaining: p.Decision.Remaining, resetAt: decidedAt + p.Decision.ResetAfter,
 		})
 		state := p.Decision.State
-		if r.Ahead == 0 && len(before) > 0 { // only an answer to what asks ahead tells what is leased of a bucket
+		if r.Ahead == 0 && len(before) > 0 { // only an answer to a take ahead says what is leased
 			state.Log = before[i].Log
 		}
 		known.States = append(known.States, state)
@@ -434,7 +436,7 @@ func (e *Lease) know(r *Request, asked Instant) (spare int64, lasts time.Duratio
 	return spare, lasts
 }
 
-// lapse ends a lease, and returns what is left of it, to be given back.
+// lapse ends a lease, and returns what is left of it, to be given back. The caller holds the mutex of the stripe.
 func (e *Lease) lapse(space *Space) (rests []Rest) {
 	if e.Receipt == nil {
 		return nil
@@ -446,8 +448,8 @@ func (e *Lease) lapse(space *Space) (rests []Rest) {
 	return rests
 }
 
-// due is when the entry needs the timer, by the monotonic clock. Either a lease is to go back, early enough that this
-// is done before it ends, or the key is to be forgotten.
+// due returns when the entry needs the timer, by the monotonic clock. Then a lease has to go back, early enough to
+// arrive before it ends, or the key is forgotten. The caller holds the mutex of the stripe.
 func (e *Lease) due() time.Duration {
 	if e.next < e.end {
 		return e.asked.Elapsed + e.lasts/8*7

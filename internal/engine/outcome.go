@@ -9,32 +9,32 @@ import (
 // By says who has decided.
 type By uint8
 
-// Who can have decided.
+// The possible deciders.
 const (
 	ByDatabase By = iota
-	ByDenial      // that is remembered
+	ByDenial      // a remembered denial
 	ByLease
 	ByFallback
 )
 
 // Outcome is a decision. The zero Outcome denies.
 type Outcome struct {
-	Allowed    bool // and its cost taken; of a look: whether a cost of 1 would be
+	Allowed    bool // and its cost was taken; for a look: a cost of 1 would be
 	By         By
-	Limit      int64 // of the rules with the least left
+	Limit      int64 // of the rules with the least Remaining
 	Remaining  int64
 	RetryAfter time.Duration
 	ResetAfter time.Duration
 	DecidedAt  time.Time
-	Each       []Outcome // what each of several rules says; else nil
-	Beside     *Outcome  // of the policy that was decided beside it, or nil
+	Each       []Outcome // of each rule of an All; else nil
+	Beside     *Outcome  // of the shadow, or nil
 	Claim      Claim
 }
 
-// Outcome is what the caller of a request of one limiter is told.
+// Outcome returns the outcome of a request of one limiter.
 func (r *Request) Outcome() Outcome { return r.outcomeOf(0, len(r.Parts), r.Policy) }
 
-// outcomeOf is what is told about the parts from first to before last. They belong to one limiter, with that policy.
+// outcomeOf returns the outcome of the parts from first to before last. They belong to one limiter, with that policy.
 func (r *Request) outcomeOf(first, last int, policy *model.Policy) Outcome {
 	var o Outcome
 	if last-first == 1 {
@@ -57,7 +57,7 @@ func (r *Request) outcomeOf(first, last int, policy *model.Policy) Outcome {
 	return o
 }
 
-// outcomeOfAll is the decision of rules that say that, none of which is allowed alone.
+// outcomeOfAll combines the outcomes of several rules, which take together or not at all.
 func outcomeOfAll(each []Outcome) Outcome {
 	o := each[0]
 	o.Each = each
@@ -72,7 +72,7 @@ func outcomeOfAll(each []Outcome) Outcome {
 	return o
 }
 
-// Outcome is what the request at that place, from 1, is told about a part that several requests asked for as one.
+// Outcome returns what a part of merged requests tells the request at a place, from 1.
 func (p *Part) Outcome(place int64) Outcome {
 	d := &p.Decision
 	o := Outcome{
@@ -83,11 +83,11 @@ func (p *Part) Outcome(place int64) Outcome {
 	}
 	switch {
 	case place <= d.Granted:
-		after := (d.Granted - place) * p.Cost // what the requests behind it have taken
+		after := (d.Granted - place) * p.Cost // taken by the requests behind it
 		o.Allowed = true
 		o.Remaining += after
 		o.ResetAfter = model.Duration(p.Rules.ResetAfter(*d, after))
-	case d.RetryAfter == 0: // it looked, or another part has refused
+	case d.RetryAfter == 0: // it looked, or only another part denies
 		o.Allowed = true
 	default:
 		o.RetryAfter = model.Duration(d.RetryAfter)
@@ -95,7 +95,7 @@ func (p *Part) Outcome(place int64) Outcome {
 	return o
 }
 
-// Add adds what this process holds of a key to what the database has told about it.
+// Add adds what this process holds of a key to the answer of the database.
 func (o *Outcome) Add(held int64) {
 	o.Remaining += held
 	if held > 0 {

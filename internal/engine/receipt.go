@@ -6,26 +6,27 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Taken is what a decision has taken. The zero Taken is nothing. Copies share what was given back of it.
+// Claim is the units of a receipt that one decision may give back. The zero Claim has none. Copies share the receipt,
+// and so what was given back of it.
 type Claim struct {
 	Receipt *Receipt
-	// Of the receipt of a lease, the units of this decision. units is 0 if the whole receipt is its own.
+	// The units within the receipt of a lease. If units is 0, the claim is to the whole receipt.
 	First, units int64
 }
 
-// Receipt is what was taken, to be given back.
+// Receipt says what was taken, so that it can be given back.
 type Receipt struct {
 	Space  *Space
 	Policy *model.Policy
 	Key    string
 	left   atomic.Int64  // how many units are left to give back; these are the first ones
-	Parts  []model.Take  // one for each row
-	one    [1]model.Take // the memory of parts if there is one part
-	Back   *GivenBack    // of a lease, and of what was spent from it: what of the lease was given back; else nil
-	first  int64         // of what was spent from a lease: its first unit there. left stays as it was
+	Parts  []model.Take  // a take for each row
+	one    [1]model.Take // memory for Parts, if there is one
+	Back   *GivenBack    // of a lease, and of receipts for units spent from it; else nil
+	first  int64         // of units spent from a lease: the first of them there; left does not change then
 }
 
-// Own is the receipt of this decision alone, or nil if nothing was taken.
+// Own returns a receipt of this decision alone, or nil if nothing was taken.
 func (t Claim) Own() *Receipt {
 	if t.units == 0 {
 		return t.Receipt
@@ -35,17 +36,18 @@ func (t Claim) Own() *Receipt {
 	return spent
 }
 
-// Share is what one of several callers has taken, for whom the units from the from-th to the to-th were taken together.
+// Portion returns one caller's claim, if units were taken for several callers together: the units from from to before
+// to.
 func (t Claim) Portion(from, to int64) Claim { return Claim{Receipt: t.Own().portion(from, to)} }
 
-// TakenOf is what a receipt tells that comes from elsewhere.
+// ClaimOf returns the claim of a receipt that comes from another process.
 func ClaimOf(space *Space, policy *model.Policy, key string, units int64, parts []model.Take) Claim {
 	r := NewReceipt(space, policy, key, units)
 	copy(r.Parts, parts)
 	return Claim{Receipt: r}
 }
 
-// NewReceipt returns a receipt of units whose parts are still to be set.
+// NewReceipt returns a receipt of units. Its Parts are still to be set.
 func NewReceipt(space *Space, policy *model.Policy, key string, units int64) *Receipt {
 	r := &Receipt{Space: space, Policy: policy, Key: key}
 	r.left.Store(units)
@@ -55,7 +57,7 @@ func NewReceipt(space *Space, policy *model.Policy, key string, units int64) *Re
 	return r
 }
 
-// Left is how much is left to give back.
+// Left returns how many units are left to give back.
 func (r *Receipt) Left() int64 {
 	if r == nil {
 		return 0
@@ -66,7 +68,7 @@ func (r *Receipt) Left() int64 {
 	return r.left.Load()
 }
 
-// Swap changes how much is left to give back, if it is still what it was. It tells whether it was.
+// Swap changes how many units are left to give back, if there are still as many as was. It tells whether it did.
 func (r *Receipt) Swap(was, left int64) bool {
 	if r.Back != nil {
 		return r.Back.Swap(r.first, r.left.Load(), was, left)
@@ -74,7 +76,7 @@ func (r *Receipt) Swap(was, left int64) bool {
 	return r.left.CompareAndSwap(was, left)
 }
 
-// Between are the parts of the units from the from-th to the to-th.
+// Between returns the takes of the units from from to before to.
 func (r *Receipt) Between(from, to int64) []model.Take {
 	parts := make([]model.Take, len(r.Parts))
 	for i, m := range r.Policy.Rules {
@@ -83,7 +85,7 @@ func (r *Receipt) Between(from, to int64) []model.Take {
 	return parts
 }
 
-// share is the receipt of the units from the from-th to the to-th, as if they had been taken by themselves.
+// portion returns a receipt of the units from from to before to, as if they had been taken alone.
 func (r *Receipt) portion(from, to int64) *Receipt {
 	if r == nil || from == to {
 		return nil

@@ -11,13 +11,12 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/shardkey"
 )
 
-// queues are a client's queues: one for each shard. So a shard that is away or slow holds up only its own keys, and
-// opens only its own breaker.
+// queues has a queue for each shard. So a shard that is away or slow holds up only its own keys, and opens only its own
+// breaker.
 //
-// There is one queue until a proxy tells how many shards there are, as it does when it refuses a statement for keys of
-// several. If that number grows, shards are divided: each queue goes on with a part of its keys, and others are added.
-// None is removed. If there are fewer shards again, or another proxy knows of fewer, the keys of each queue are still
-// all on one shard.
+// There is one queue until a proxy tells how many shards there are, which it does when it refuses a statement for keys
+// of several shards. If that number grows, shards are split: each queue goes on with a part of its keys, and others are
+// added. None is removed. If another proxy knows of fewer shards, the keys of each queue are still all on one shard.
 type queues struct {
 	add func(shard int) *Queue
 
@@ -34,10 +33,10 @@ func (qs *queues) start(add func(shard int) *Queue) *Queue {
 
 func (qs *queues) First() *Queue { return (*qs.All.Load())[0] }
 
-// shards is how many shards are known, or 1.
+// Shards is how many shards are known, or 1.
 func (qs *queues) Shards() int { return len(*qs.All.Load()) }
 
-// of returns the queue of a key.
+// Of returns the queue of a key.
 func (qs *queues) Of(key string) *Queue {
 	all := *qs.All.Load()
 	if len(all) == 1 {
@@ -46,7 +45,7 @@ func (qs *queues) Of(key string) *Queue {
 	return all[shardkey.Of(key, len(all))]
 }
 
-// ofAll returns the queue of a request, or nil if the keys of an AllowAll have several.
+// ofAll returns the queue of a request, or nil if the keys of an AllowAll belong to several queues.
 func (qs *queues) ofAll(r *Request) *Queue {
 	q := qs.Of(r.Parts[0].Key)
 	for i := range r.Parts[1:] {
@@ -57,7 +56,7 @@ func (qs *queues) ofAll(r *Request) *Queue {
 	return q
 }
 
-// learn makes the queues that are missing. It returns false if there cannot be so many shards.
+// Learn makes the missing queues. It returns false if that number of shards is impossible.
 func (qs *queues) Learn(shards int) bool {
 	if !shardkey.Valid(shards) {
 		return false
@@ -74,27 +73,27 @@ func (qs *queues) Learn(shards int) bool {
 	return true
 }
 
-// submit has a request decided; see queue.submit. Its keys have one queue.
+// Submit sends a request whose keys have one queue. See Queue.Submit.
 func (qs *queues) Submit(ctx context.Context, r *Request) error {
 	return qs.Of(r.Parts[0].Key).Submit(ctx, r)
 }
 
-// submitAll has requests decided that give back; see queue.submitAll.
+// submitAll sends requests that give back. See Queue.submitAll.
 func (qs *queues) submitAll(requests []*Request) {
 	for q, its := range qs.divide(requests, nil) {
 		q.submitAll(its)
 	}
 }
 
-// submitAgain has requests decided that a statement could not decide, because of the keys beside them or because a
-// shard is being divided. Those whose own keys have several queues get err.
+// SubmitAgain sends requests again that a statement could not decide, because of the keys beside them or because a
+// shard is being split. It ends those whose own keys have several queues, with err.
 func (qs *queues) SubmitAgain(requests []*Request, err error) {
 	for q, its := range qs.divide(requests, err) {
 		q.SubmitAgain(its)
 	}
 }
 
-// divide returns the requests of each queue. It ends those whose keys have several queues.
+// divide returns the requests of each queue. It ends those whose keys have several queues, with err.
 func (qs *queues) divide(requests []*Request, err error) map[*Queue][]*Request {
 	each := make(map[*Queue][]*Request)
 	for _, r := range requests {
@@ -121,18 +120,18 @@ func (q *Queue) SubmitAgain(requests []*Request) {
 	}))
 }
 
-// MapPause is how long requests wait that were refused because the proxy's map is not that of the shards. While shards
-// are divided, that is so for some 10 ms.
+// MapPause is how long requests wait that were refused because the proxy's map does not match the shards. While shards
+// are split, that is so for some 10 ms.
 const MapPause = 5 * time.Millisecond
 
-// refusal is the error of such a statement.
+// refusal is such an error, and when it came.
 type refusal struct {
 	at  time.Time
 	err error
 }
 
-// asksElsewhere tells whether the error of a statement for requests is about shards. If so, they are asked again, each
-// by the queue of its key.
+// asksElsewhere tells whether an error is about shards. If so, it sends the requests again, each through the queue of
+// its key.
 func (s *batch) asksElsewhere(requests []*Request, err error) bool {
 	if err == nil {
 		return false
@@ -144,7 +143,7 @@ func (s *batch) asksElsewhere(requests []*Request, err error) bool {
 		s.Report(requests[0], nil, s.probe)
 		s.queues.SubmitAgain(appendAll(nil, requests), err)
 		return true
-	case several, // although none has another queue: the proxy's map is just changing
+	case several, // although no request has another queue: the proxy's map is just changing
 		pg.OtherShard(err):
 		s.refused.Store(&refusal{time.Now(), err})
 		all := appendAll(nil, requests)
@@ -156,13 +155,13 @@ func (s *batch) asksElsewhere(requests []*Request, err error) bool {
 	return false
 }
 
-// isElsewhere tells whether not all keys of a request have this queue.
+// isElsewhere tells whether a request has keys of other queues.
 func (b *Batcher) isElsewhere(r *Request) bool {
 	q := b.queues.ofAll(r)
 	return q == nil || q.Batcher != b
 }
 
-// askShards asks a proxy how many shards there are, before one that is away opens the breaker for all.
+// askShards asks a proxy for the number of shards, before a shard that is away opens the breaker for all.
 func (s *batch) askShards() {
 	ctx, cancel := context.WithDeadline(context.Background(), s.deadline)
 	defer cancel()
