@@ -23,7 +23,6 @@ import (
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/doctor"
-	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
 // checksOfAll is how many there are if nothing is missing: some for each table.
@@ -464,8 +463,9 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 			}
 			pgtest.Exec(t, db.Pool, "SELECT FROM rate_limit_sweep()")
 			require.NoError(t, migrations.Up(t.Context(), db.Pool))
-			changed(t, db.URL, "policy", "set", "api", "--key=a", "fixed 1/1m", why, "--force")
-			require.Equal(t, "a", *decode[[]policies.PolicyEvent](t, invoke(t, db.URL, "policy", "history", "--json"))[0].After.Key)
+			pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, policy, comment) VALUES ('api', 'a', 'fixed 1/1m', 'why')")
+			require.Equal(t, "a", pgtest.Scalar[string](t, db.Pool,
+				"SELECT after->>'key' FROM rate_limit_policy_history ORDER BY version DESC LIMIT 1"))
 		})
 	}
 }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -77,23 +78,23 @@ func TestLongWorkShowsABarOnATerminal(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	fill(t, db, "rate_limit_ephemeral", "login", 20*keys.BatchSize, 1)
+	const rows = 5 * keys.BatchSize
+	fill(t, db, "rate_limit_ephemeral", "login", rows, 1)
+	lookedAt := fmt.Sprintf("\n%d rows of limiter login in rate_limit_ephemeral looked at\n", rows)
 	for _, test := range []struct {
 		args       []string
 		shows, end string
 	}{
-		{[]string{"top", "login", "--policy", "fixed 5/365d", "-n", "1"}, "looking",
-			"\n20000 rows of limiter login in rate_limit_ephemeral looked at\n"},
-		{[]string{"top", "login", "--policy", "every 5/month Asia/Tokyo", "-n", "1"}, "looking",
-			"\n20000 rows of limiter login in rate_limit_ephemeral looked at\n"},
+		{[]string{"top", "login", "--policy", "fixed 5/365d", "-n", "1"}, "looking", lookedAt},
+		{[]string{"top", "login", "--policy", "every 5/month Asia/Tokyo", "-n", "1"}, "looking", lookedAt},
 		{[]string{"limits", "--policy", "login=fixed 5/365d"}, "looking", ""},
-		{[]string{"reset", "login", "--all", "--yes"}, "resetting", "reset 20000 in rate_limit_ephemeral\n"},
+		{[]string{"reset", "login", "--all", "--yes"}, "resetting", fmt.Sprintf("reset %d in rate_limit_ephemeral\n", rows)},
 	} {
 		code, shown := onTerminal(t, command(t, db.URL, append(test.args, "--json")...)).wait()
 		require.Zero(t, code, shown)
 		require.True(t, strings.HasPrefix(shown, "{\n"), shown)
 		if test.args[0] == "reset" {
-			fill(t, db, "rate_limit_ephemeral", "login", 20*keys.BatchSize, 1)
+			fill(t, db, "rate_limit_ephemeral", "login", rows, 1)
 		}
 
 		code, shown = onTerminal(t, command(t, db.URL, test.args...)).wait()

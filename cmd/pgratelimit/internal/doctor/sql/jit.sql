@@ -2,13 +2,14 @@
 -- jit_above_cost. The functions themselves have jit = off, but that does not apply to the statement that calls them.
 -- The command has turned it off for its own statements, so it is turned on again where the session has it on.
 SELECT
-    above.jit = 'on' AND pg_jit_available() AND above.cost >= 0 AND above.cost < coalesce((
+    -- The compiler is asked last: a session that asks loads it, which takes 100 ms.
+    CASE WHEN above.jit = 'on' AND above.cost >= 0 AND above.cost < coalesce((
         SELECT max(p.procost * current_setting('cpu_operator_cost')::float8
             + p.prorows * current_setting('cpu_tuple_cost')::float8)
         FROM pg_proc AS p
         JOIN pg_namespace AS n ON n.oid = p.pronamespace
         WHERE n.nspname = current_setting('pgratelimit.schema') AND starts_with(p.proname, 'rate_limit_')
-    ), 0),
+    ), 0) THEN pg_jit_available() ELSE false END,
     above.cost
 FROM (
     SELECT current_setting('jit_above_cost')::float8 AS cost, set_config('jit', s.reset_val, true) AS jit
