@@ -112,7 +112,8 @@ func TestFixAltersColumnsInPlace(t *testing.T) {
 			pgtest.Exec(t, db.Pool, change, pgx.QueryExecModeSimpleProtocol)
 			require.Equal(t, cli.Problem, examined(t, db.URL)["objects"].Level)
 			require.Contains(t, invoke(t, db.URL, "doctor", "--fix").stdout, "repaired")
-			require.Equal(t, cli.Fine, examined(t, db.URL)["objects"].Level, examined(t, db.URL)["objects"])
+			found := examined(t, db.URL)["objects"]
+			require.Equal(t, cli.Fine, found.Level, found)
 			require.Equal(t, before, added())
 			require.Equal(t, "7 0", pgtest.Scalar[string](t, db.Pool,
 				"SELECT string_agg(count::text, ' ' ORDER BY key) FROM rate_limit_durable"))
