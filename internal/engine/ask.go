@@ -27,7 +27,7 @@ type Ask struct {
 func (e *Engine) Allow(ctx context.Context, a *Ask, o *Outcome) error {
 	leased := a.Space.Lease != nil && a.Beside == nil && a.Cost > 0
 	if leased {
-		if e.Leases.Spend(a.Space, a.Policy, a.Key, a.Cost, o) {
+		if e.Leases.spend(a.Space, a.Policy, a.Key, a.Cost, o) {
 			return nil
 		}
 		if back := e.Leases.release(a.Space, a.Key); back != nil {
@@ -42,14 +42,14 @@ func (e *Engine) Allow(ctx context.Context, a *Ask, o *Outcome) error {
 	r := e.Request(a)
 	r.Shadow = NewShadow(a)
 	if leased {
-		r.Ahead = e.Leases.Ahead(a.Space, a.Policy, a.Key, a.Cost)
+		r.Ahead = e.Leases.ahead(a.Space, a.Policy, a.Key, a.Cost)
 	}
 	var err error
-	if *o, err = e.Decide(ctx, nil, r); err != nil {
+	if *o, err = e.decide(ctx, nil, r); err != nil {
 		return err
 	}
 	if a.Cost == 0 && a.Space.Lease != nil {
-		o.Add(e.Leases.Held(a.Space, a.Policy, a.Key))
+		o.add(e.Leases.Held(a.Space, a.Policy, a.Key))
 	}
 	return nil
 }
@@ -74,7 +74,7 @@ func (e *Engine) remembered(a *Ask, o *Outcome) bool {
 // Direct lets the database decide an ask, whatever is leased or remembered. With a Cost below 0 it grants. tx is the
 // caller's transaction, or nil.
 func (e *Engine) Direct(ctx context.Context, tx pgx.Tx, a Ask) (Outcome, error) {
-	return e.Decide(ctx, tx, e.Request(&a))
+	return e.decide(ctx, tx, e.Request(&a))
 }
 
 // Refund gives back the units of a receipt from from to before to. space has the same rows as the receipt's. tx is the
@@ -84,7 +84,7 @@ func (e *Engine) Refund(
 ) (Outcome, error) {
 	r := e.Requests.Get(space, receipt.Policy)
 	r.Add(space, receipt.Policy, receipt.Key, from-to, receipt.Between(from, to))
-	return e.Decide(ctx, tx, r)
+	return e.decide(ctx, tx, r)
 }
 
 // Request returns a request for an ask.
@@ -94,9 +94,9 @@ func (e *Engine) Request(a *Ask) *Request {
 	return r
 }
 
-// Decide sends a request, and returns its outcome. tx is the caller's transaction, or nil.
-func (e *Engine) Decide(ctx context.Context, tx pgx.Tx, r *Request) (Outcome, error) {
-	if err := e.Submit(ctx, tx, r); err != nil {
+// decide sends a request, and returns its outcome. tx is the caller's transaction, or nil.
+func (e *Engine) decide(ctx context.Context, tx pgx.Tx, r *Request) (Outcome, error) {
+	if err := e.submit(ctx, tx, r); err != nil {
 		return Outcome{}, err
 	}
 	o := r.Outcome()
@@ -105,12 +105,12 @@ func (e *Engine) Decide(ctx context.Context, tx pgx.Tx, r *Request) (Outcome, er
 	return o, nil
 }
 
-// Submit sends a request, and returns once it is decided. tx is the caller's transaction, or nil.
-func (e *Engine) Submit(ctx context.Context, tx pgx.Tx, r *Request) error {
+// submit sends a request, and returns once it is decided. tx is the caller's transaction, or nil.
+func (e *Engine) submit(ctx context.Context, tx pgx.Tx, r *Request) error {
 	if tx != nil {
 		return e.Batcher.decideInTx(ctx, tx, r)
 	}
-	return e.Queues.Submit(ctx, r)
+	return e.Queues.submit(ctx, r)
 }
 
 // FallBack decides an ask in this process, by a share of the policy's limit.
@@ -163,10 +163,10 @@ func (s *Set) Decide(ctx context.Context, tx pgx.Tx) ([]Outcome, error) {
 		return nil, nil
 	}
 	r := s.Request
-	if err := s.engine.Submit(ctx, tx, r); err != nil {
+	if err := s.engine.submit(ctx, tx, r); err != nil {
 		return nil, err
 	}
-	allowed, first := r.Place <= r.Parts[0].Decision.Granted, 0
+	allowed, first := r.place <= r.Parts[0].Decision.Granted, 0
 	outcomes := make([]Outcome, len(s.asks))
 	for i, a := range s.asks {
 		last := first + len(a.Policy.Rules)
@@ -243,7 +243,7 @@ func (e *Engine) reset(ctx context.Context, db pg.DB, space *Space, key string, 
 	if e.Denials != nil {
 		e.Denials.Forget(space, key, nil) // also after an error, because the key may have been reset
 	}
-	e.Leases.Forget(space, key)
+	e.Leases.forget(space, key)
 	if tx.own() {
 		space.tell(key)
 	}
@@ -255,7 +255,7 @@ func (e *Engine) ReturnLeases(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
 		return GaveUp(err)
 	}
-	mine := e.Leases.All()
+	mine := e.Leases.all()
 	all := e.Leases.onTheirWay() // before giveBack starts, because a giving that fails at once is removed
 	go e.giveBack(mine)
 	var errs []error

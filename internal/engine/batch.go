@@ -78,7 +78,7 @@ func (b *Batcher) Send(d *Departure) (held, lost []*Request) {
 		err, refused := errNotAsked, b.refused.Load()
 		switch {
 		case refused != nil && refused.at.After(r.Since):
-			b.Report(r, refused.err, r.Probe)
+			b.report(r, refused.err, r.Probe)
 			r.Finish(refused.err)
 			return true
 		case b.Begin.Add(time.Duration(b.heldAt.Load())).After(r.Since):
@@ -121,7 +121,7 @@ func MergeAlike(requests []*Request) (leaders []*Request) {
 	}
 	oneGroup := true
 	for i, r := range requests {
-		r.next, r.last, r.Count, r.Place = nil, r, 1, 1
+		r.next, r.last, r.Count, r.place = nil, r, 1, 1
 		if i > 0 && !r.sameGroup(requests[i-1]) {
 			oneGroup = false
 			clear(last)
@@ -239,9 +239,9 @@ func (s *batch) ask(requests []*Request, skip bool, wait time.Duration) {
 		s.ask(requests, true, makingWait)
 		return
 	case refused:
-		s.Report(requests[0], nil, s.probe)
+		s.report(requests[0], nil, s.probe)
 	default:
-		s.Report(requests[0], err, s.probe)
+		s.report(requests[0], err, s.probe)
 	}
 	switch {
 	case err == nil:
@@ -321,8 +321,8 @@ func (s *batch) deliver(requests []*Request) {
 	}
 }
 
-// Report tells the breaker and the log how a statement has ended. r is its first request.
-func (b *Batcher) Report(r *Request, err error, probe bool) {
+// report tells the breaker and the log how a statement has ended. r is its first request.
+func (b *Batcher) report(r *Request, err error, probe bool) {
 	if errors.Is(err, pg.ErrPoolExhausted) {
 		b.exhaustedAt.Store(int64(time.Since(b.Begin)))
 	}
@@ -355,14 +355,14 @@ func (b *Batcher) Decide(ctx context.Context, db pg.DB, requests []*Request, tx 
 	}
 	leasing := slices.ContainsFunc(requests, func(r *Request) bool { return r.Parts[0].Space.Lease != nil })
 	asked, since := b.Denials.Elapsed(), b.Denials.Snapshot()
-	var left Instant
+	var left instant
 	if leasing {
-		left = b.Leases.Now()
+		left = b.Leases.now()
 	}
 	err := b.database.Execute(ctx, db, requests, tx)
 	told := b.Denials.Elapsed()
 	if leasing {
-		came := b.Leases.Now()
+		came := b.Leases.now()
 		for _, r := range requests {
 			b.Leases.settle(r, err, left, came)
 		}
@@ -372,7 +372,7 @@ func (b *Batcher) Decide(ctx context.Context, db pg.DB, requests []*Request, tx 
 		if r.Shadow != nil {
 			b.settleDenials(&r.Shadow.request, err, asked, told, &since)
 		}
-		if r.gives() && !r.OfLease {
+		if r.gives() && !r.ofLease {
 			for i := range r.Parts {
 				r.Parts[i].Space.tell(r.Parts[i].Key)
 			}
@@ -383,16 +383,16 @@ func (b *Batcher) Decide(ctx context.Context, db pg.DB, requests []*Request, tx 
 
 // settleDenials remembers a denial, or forgets the denials of its key.
 func (b *Batcher) settleDenials(r *Request, err error, asked, told time.Duration, since *Changes) {
-	b.Forget(r, err, since)
+	b.forget(r, err, since)
 	if p := &r.Parts[0]; err == nil && len(r.Parts) == 1 && p.Space.Remember && p.Cost > 0 &&
 		!r.PassedOver() && p.Decision.Granted < r.Count {
 		b.Denials.Remember(p, asked, told, since)
 	}
 }
 
-// Forget forgets the denials of a request's keys if the request has taken or given something, or may have. since is
+// forget forgets the denials of a request's keys if the request has taken or given something, or may have. since is
 // what its statement knows, or nil if none of its denials are remembered.
-func (b *Batcher) Forget(r *Request, err error, since *Changes) {
+func (b *Batcher) forget(r *Request, err error, since *Changes) {
 	if b.Denials == nil || r.Looks() || err == nil && r.Parts[0].Decision.Granted <= 0 {
 		return
 	}
@@ -427,7 +427,7 @@ func (b *Batcher) decideAlone(ctx context.Context, db pg.DB, r *Request) error {
 	if err != nil && !r.Looks() {
 		err = b.heldOrAway(ctx, db, requests, err)
 	}
-	b.Forget(r, err, nil)
+	b.forget(r, err, nil)
 	return err
 }
 

@@ -114,9 +114,9 @@ func (d *Denials) Snapshot() (since Changes) {
 	return since
 }
 
-// Stripe returns a key's stripe, and the index of its count of changes. The stripe is nil if nothing has been denied
+// stripe returns a key's stripe, and the index of its count of changes. The stripe is nil if nothing has been denied
 // yet.
-func (d *Denials) Stripe(key string) (s *DenialStripe, i uint64) {
+func (d *Denials) stripe(key string) (s *DenialStripe, i uint64) {
 	stripes := d.Stripes.Load()
 	if stripes == nil {
 		return nil, 0
@@ -127,7 +127,7 @@ func (d *Denials) Stripe(key string) (s *DenialStripe, i uint64) {
 
 // Lookup tells whether a remembered denial denies a request for n. If so, it sets o to it.
 func (d *Denials) Lookup(space *Space, m model.Rules, key string, n int64, o *Outcome) bool {
-	s, _ := d.Stripe(key)
+	s, _ := d.stripe(key)
 	if s == nil {
 		return false
 	}
@@ -181,7 +181,7 @@ func (d *Denials) Remember(p *Part, asked, told time.Duration, since *Changes) {
 	if d.Stripes.Load() == nil {
 		d.Stripes.CompareAndSwap(nil, new([DenialStripes]DenialStripe))
 	}
-	s, i := d.Stripe(p.Key)
+	s, i := d.stripe(p.Key)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.changes[i/DenialStripes].Load() != since.Of[i] || d.early.Load() != since.early {
@@ -208,7 +208,7 @@ func (d *Denials) Forget(space *Space, key string, since *Changes) {
 			since.early++
 		}
 	}
-	s, i := d.Stripe(key) // looked up after early has changed, because the stripes may just have been made
+	s, i := d.stripe(key) // looked up after early has changed, because the stripes may just have been made
 	if s == nil {
 		return
 	}

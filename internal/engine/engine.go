@@ -84,7 +84,7 @@ func NewEngine(db pg.DB, s Settings) *Engine {
 	if e.Pooled() {
 		e.Denials = NewDenials(s.DenialMaxAge, s.Clock)
 	}
-	e.Leases = NewLeases(s.Clock, s.Timeout, s.Hooks.Lease)
+	e.Leases = newLeases(s.Clock, s.Timeout, s.Hooks.Lease)
 	e.Leases.giveBack = e.giveBack
 	e.Batcher = e.Queues.start(e.newQueue).Batcher
 	return e

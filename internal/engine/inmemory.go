@@ -12,8 +12,8 @@ import (
 // ErrMemoryTx is the error for a caller's transaction, which cannot contain rows in memory.
 var ErrMemoryTx = errors.New("ratelimit: a row in memory is part of no transaction")
 
-// MemoryRow is a row in memory.
-type MemoryRow struct {
+// memoryRow is a row in memory.
+type memoryRow struct {
 	algorithm int16
 	State     model.State
 }
@@ -39,13 +39,13 @@ func (d *Database) decideInMemory(db pg.DB, requests []*Request) error {
 	d.memory.Mu.Lock()
 	defer d.memory.Mu.Unlock()
 	for _, r := range requests {
-		r.DecideIn(d.memory, now.UnixMicro())
+		r.decideIn(d.memory, now.UnixMicro())
 	}
 	return nil
 }
 
-// DecideIn decides a request and those merged with it. Each takes from all of its rows, or from none.
-func (r *Request) DecideIn(db *memory.DB, clock int64) {
+// decideIn decides a request and those merged with it. Each takes from all of its rows, or from none.
+func (r *Request) decideIn(db *memory.DB, clock int64) {
 	before := make([]model.State, len(r.Parts))
 	for i := range r.Parts {
 		before[i] = r.Parts[i].load(db)
@@ -55,17 +55,17 @@ func (r *Request) DecideIn(db *memory.DB, clock int64) {
 		granted++
 		for i := range r.Parts {
 			p := &r.Parts[i]
-			next, _ := p.Decide(p.load(db), clock, p.Cost)
+			next, _ := p.decide(p.load(db), clock, p.Cost)
 			p.store(db, next)
 		}
 	}
 	for i := range r.Parts {
 		p := &r.Parts[i]
 		now := p.load(db)
-		_, p.Decision = p.Decide(now, clock, 0)
+		_, p.Decision = p.decide(now, clock, 0)
 		p.Decision.RetryAfter, p.Decision.State.Log = 0, ""
 		if granted < r.Count {
-			if next, d := p.Decide(now, clock, p.Cost); d.Granted == 0 { // this part denies
+			if next, d := p.decide(now, clock, p.Cost); d.Granted == 0 { // this part denies
 				p.store(db, next) // the clock may have jumped back, and the row with it
 				p.Decision = d
 			}
@@ -87,15 +87,15 @@ func (r *Request) DecideIn(db *memory.DB, clock int64) {
 func (r *Request) fitsIn(db *memory.DB, clock int64) bool {
 	for i := range r.Parts {
 		p := &r.Parts[i]
-		if _, d := p.Decide(p.load(db), clock, p.Cost); d.Granted == 0 {
+		if _, d := p.decide(p.load(db), clock, p.Cost); d.Granted == 0 {
 			return false
 		}
 	}
 	return true
 }
 
-// Decide decides about a row in the state s. n is a take, a look (0), or what is given back or granted (below 0).
-func (p *Part) Decide(s model.State, clock, n int64) (model.State, model.Decision) {
+// decide decides about a row in the state s. n is a take, a look (0), or what is given back or granted (below 0).
+func (p *Part) decide(s model.State, clock, n int64) (model.State, model.Decision) {
 	switch {
 	case n >= 0:
 		return p.Rules.Decide(s, clock, n)
@@ -109,18 +109,18 @@ func (p *Part) Decide(s model.State, clock, n int64) (model.State, model.Decisio
 
 // credit returns the granted credit of a row in the state s.
 func (p *Part) credit(s model.State, clock int64) int64 {
-	_, d := p.Decide(s, clock, 0)
+	_, d := p.decide(s, clock, 0)
 	return *d.State.CreditColumn(p.Rules.Numbers().Algorithm)
 }
 
-// Row returns the name of the part's row in memory.
-func (p *Part) Row() memory.Row {
+// row returns the name of the part's row in memory.
+func (p *Part) row() memory.Row {
 	return memory.Row{Durable: p.Space.Durable, Name: p.Name, Key: p.Key}
 }
 
 // load returns the state of the part's row. A row of another algorithm counts as none.
 func (p *Part) load(db *memory.DB) model.State {
-	row, _ := db.Rows[p.Row()].(MemoryRow)
+	row, _ := db.Rows[p.row()].(memoryRow)
 	if row.algorithm != p.Rules.Numbers().Algorithm {
 		return model.State{}
 	}
@@ -134,7 +134,7 @@ func (p *Part) store(db *memory.DB, s model.State) {
 	if db.Rows == nil {
 		db.Rows = map[memory.Row]any{}
 	}
-	db.Rows[p.Row()] = MemoryRow{algorithm: p.Rules.Numbers().Algorithm, State: s}
+	db.Rows[p.row()] = memoryRow{algorithm: p.Rules.Numbers().Algorithm, State: s}
 }
 
 // resetInMemory deletes rows of a key.

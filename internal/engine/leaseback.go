@@ -10,17 +10,17 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Rest is what is left of a lease, to be given back: the units from From to before To.
-type Rest struct {
+// rest is what is left of a lease, to be given back: the units from From to before To.
+type rest struct {
 	space    *Space
-	Receipt  *Receipt
-	From, To int64
+	receipt  *Receipt
+	from, to int64
 	ended    int64 // how many units the lease does not hold any more: these, and those that were spent
 }
 
-// Takes returns the takes that the database needs to take the units back.
-func (r *Rest) Takes() []model.Take {
-	takes := r.Receipt.Between(r.From, r.To)
+// takes returns the takes that the database needs to take the units back.
+func (r *rest) takes() []model.Take {
+	takes := r.receipt.Between(r.from, r.to)
 	for i := range takes {
 		takes[i].Ended = r.ended
 	}
@@ -86,27 +86,27 @@ func (g *GivenBack) Swap(first, units, was, left int64) bool {
 	return true
 }
 
-// Giving is units of leases on their way back.
-type Giving struct {
-	Rests []Rest
+// giving is units of leases on their way back.
+type giving struct {
+	rests []rest
 	err   error         // why something did not arrive
 	done  chan struct{} // closed when it has ended
 }
 
 // begin starts a giving. It is called before its leases end, so that ReturnLeases waits for them.
-func (ls *Leases) begin() *Giving {
-	g := &Giving{done: make(chan struct{})}
+func (ls *Leases) begin() *giving {
+	g := &giving{done: make(chan struct{})}
 	ls.mu.Lock()
 	defer ls.mu.Unlock()
 	if ls.returning == nil {
-		ls.returning = make(map[*Giving]bool)
+		ls.returning = make(map[*giving]bool)
 	}
 	ls.returning[g] = true
 	return g
 }
 
 // end ends a giving, whether it has arrived or not.
-func (ls *Leases) end(g *Giving) {
+func (ls *Leases) end(g *giving) {
 	ls.mu.Lock()
 	defer ls.mu.Unlock()
 	delete(ls.returning, g)
@@ -114,7 +114,7 @@ func (ls *Leases) end(g *Giving) {
 }
 
 // onTheirWay returns all givings that have not ended.
-func (ls *Leases) onTheirWay() []*Giving {
+func (ls *Leases) onTheirWay() []*giving {
 	ls.mu.Lock()
 	defer ls.mu.Unlock()
 	return slices.Collect(maps.Keys(ls.returning))
@@ -122,12 +122,12 @@ func (ls *Leases) onTheirWay() []*Giving {
 
 // release ends the lease of a key of which too little is left, so that this goes back before the call asks. It returns
 // nil if nothing is left.
-func (ls *Leases) release(space *Space, key string) *Giving {
-	s := ls.Stripe(key)
+func (ls *Leases) release(space *Space, key string) *giving {
+	s := ls.stripe(key)
 	if s == nil {
 		return nil
 	}
-	now := ls.Now()
+	now := ls.now()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	e := s.Keys[DenialKey{space, key}]
@@ -135,34 +135,34 @@ func (ls *Leases) release(space *Space, key string) *Giving {
 		return nil
 	}
 	back, size := ls.begin(), e.outlived(now)
-	back.Rests = e.lapse(space)
-	e.Size = size
+	back.rests = e.lapse(space)
+	e.size = size
 	return back
 }
 
-// Forget ends the lease of a key that was just reset.
-func (ls *Leases) Forget(space *Space, key string) {
+// forget ends the lease of a key that was just reset.
+func (ls *Leases) forget(space *Space, key string) {
 	if space.Lease == nil {
 		return
 	}
-	now := ls.Now()
-	back, due := ls.Drop(space, key, now)
-	ls.wakeAt(due, now.Elapsed)
+	now := ls.now()
+	back, due := ls.drop(space, key, now)
+	ls.wakeAt(due, now.elapsed)
 	go ls.giveBack(back)
 }
 
-// Drop ends the lease, and returns what Forget has to give back, and when the timer is due. The lease goes back,
+// drop ends the lease, and returns what Forget has to give back, and when the timer is due. The lease goes back,
 // because it may have been taken after the reset. A lease that was asked for earlier and is still on its way is not
 // spent either.
-func (ls *Leases) Drop(space *Space, key string, now Instant) (back *Giving, due time.Duration) {
+func (ls *Leases) drop(space *Space, key string, now instant) (back *giving, due time.Duration) {
 	s := ls.Make(key)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	e, _ := s.Entry(space, key, now.Elapsed, true)
+	e, _ := s.Entry(space, key, now.elapsed, true)
 	back = ls.begin()
-	back.Rests = e.lapse(space)
-	*e = Lease{reset: now.Elapsed, memory: space.Lease.MaxLength}
-	e.Known.asked = now
+	back.rests = e.lapse(space)
+	*e = Lease{reset: now.elapsed, memory: space.Lease.MaxLength}
+	e.known.asked = now
 	return back, e.due()
 }
 
@@ -187,25 +187,25 @@ func (ls *Leases) tidy() {
 	ls.mu.Lock()
 	ls.Due = 0
 	ls.mu.Unlock()
-	now := ls.Now()
-	back, next := ls.Outdated(now)
+	now := ls.now()
+	back, next := ls.outdated(now)
 	if next != model.Never {
-		ls.wakeAt(next, now.Elapsed)
+		ls.wakeAt(next, now.elapsed)
 	}
 	ls.giveBack(back)
 }
 
-// Outdated ends the leases that end soon, and forgets the keys that nobody asks for. It returns what is to be given
+// outdated ends the leases that end soon, and forgets the keys that nobody asks for. It returns what is to be given
 // back, and when it has to be called next.
-func (ls *Leases) Outdated(now Instant) (back *Giving, next time.Duration) {
+func (ls *Leases) outdated(now instant) (back *giving, next time.Duration) {
 	next = model.Never
 	back = ls.collect(func(e *Lease) (lapse, forget bool) {
 		// Leases that are due a little later go back now, in the same statement.
-		if e.next < e.end && (now.Elapsed >= e.due()-e.lasts/16 || now.since(e.asked) >= e.lasts) {
-			next = min(next, e.Known.asked.Elapsed+e.memory)
+		if e.next < e.end && (now.elapsed >= e.due()-e.lasts/16 || now.since(e.asked) >= e.lasts) {
+			next = min(next, e.known.asked.elapsed+e.memory)
 			return true, false
 		}
-		if now.Elapsed >= e.due() {
+		if now.elapsed >= e.due() {
 			return false, true
 		}
 		next = min(next, e.due())
@@ -214,13 +214,13 @@ func (ls *Leases) Outdated(now Instant) (back *Giving, next time.Duration) {
 	return back, next
 }
 
-// All ends all leases, and returns what is to be given back.
-func (ls *Leases) All() *Giving {
+// all ends all leases, and returns what is to be given back.
+func (ls *Leases) all() *giving {
 	return ls.collect(func(*Lease) (lapse, forget bool) { return true, false })
 }
 
 // collect ends and forgets leases as which says, and returns what is left of them.
-func (ls *Leases) collect(which func(*Lease) (lapse, forget bool)) *Giving {
+func (ls *Leases) collect(which func(*Lease) (lapse, forget bool)) *giving {
 	back := ls.begin()
 	stripes := ls.Stripes.Load()
 	if stripes == nil {
@@ -232,7 +232,7 @@ func (ls *Leases) collect(which func(*Lease) (lapse, forget bool)) *Giving {
 		for k, e := range s.Keys {
 			switch lapse, forget := which(e); {
 			case lapse:
-				back.Rests = append(back.Rests, e.lapse(k.Space)...)
+				back.rests = append(back.rests, e.lapse(k.Space)...)
 			case forget:
 				delete(s.Keys, k)
 			}
@@ -243,25 +243,25 @@ func (ls *Leases) collect(which func(*Lease) (lapse, forget bool)) *Giving {
 }
 
 // giveBack gives back what is left of leases, and waits until that has ended.
-func (e *Engine) giveBack(back *Giving) { e.startGiving(back)() }
+func (e *Engine) giveBack(back *giving) { e.startGiving(back)() }
 
 // startGiving puts what is to be given back into the queue, before what comes later. It returns a function that waits
 // until that has ended.
-func (e *Engine) startGiving(back *Giving) (wait func()) {
-	requests := make([]*Request, len(back.Rests))
-	for i, left := range back.Rests {
-		r := e.Requests.Get(left.space, left.Receipt.Policy)
-		r.Add(left.space, left.Receipt.Policy, left.Receipt.Key, left.From-left.To,
-			left.Takes())
-		r.OfLease = true
+func (e *Engine) startGiving(back *giving) (wait func()) {
+	requests := make([]*Request, len(back.rests))
+	for i, left := range back.rests {
+		r := e.Requests.Get(left.space, left.receipt.Policy)
+		r.Add(left.space, left.receipt.Policy, left.receipt.Key, left.from-left.to,
+			left.takes())
+		r.ofLease = true
 		requests[i] = r
 	}
 	e.Queues.submitAll(requests)
 	return func() {
 		for i, r := range requests {
 			<-r.Done
-			use := LeaseUse{Limiter: back.Rests[i].space.Name}
-			if units := back.Rests[i].To - back.Rests[i].From; r.Err == nil {
+			use := LeaseUse{Limiter: back.rests[i].space.Name}
+			if units := back.rests[i].to - back.rests[i].from; r.Err == nil {
 				use.Returned = units
 			} else {
 				use.Stranded, back.err = units, r.Err

@@ -13,57 +13,7 @@ import (
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
-	"github.com/pgratelimit/ratelimit/internal/model"
 )
-
-// holdsTwo returns a world with a process that holds 2 of a limit of 3, for 100 ms at most.
-func holdsTwo(t *testing.T) (*leaseWorld, *leaser) {
-	t.Helper()
-	w := newLeasingWorld(model.FixedWindow{Limit: 3, Window: 800 * time.Millisecond}, noMistake)
-	p := w.processes[0]
-	for range 3 {
-		w.call(p, 1)
-	}
-	require.EqualValues(t, 2, p.held())
-	return w, p
-}
-
-// held is how much of the key the process holds.
-func (p *leaser) held() int64 { return p.leases.Held(p.space, p.rules, "key") }
-
-// No lease outlasts its length by the database's clock, whatever the process's clocks do.
-func TestLeasesEndByTheDatabasesClock(t *testing.T) {
-	t.Parallel()
-	for name, pass := range map[string]func(w *leaseWorld, p *leaser){
-		"slow":      func(w *leaseWorld, p *leaser) { p.slow = 3; w.pass(100_000, nil) },
-		"suspended": func(w *leaseWorld, p *leaser) { w.pass(100_000, p) },
-		"set back":  func(w *leaseWorld, p *leaser) { w.pass(100_000, nil); p.at.Wall -= time.Hour },
-	} {
-		w, p := holdsTwo(t)
-		pass(w, p)
-		require.Zero(t, p.held(), name)
-	}
-}
-
-// A lease ends when any answer for the key tells that the database's clock was set forward beyond its end.
-func TestLeaseEndsWhenTheClockIsSetForward(t *testing.T) {
-	t.Parallel()
-	w, p := holdsTwo(t)
-	hear := func() { // by a call that asked before the lease was there
-		p.request = &engine.Request{Space: p.space, Policy: p.rules, Count: 1, Place: 1}
-		p.request.Add(p.space, p.rules, "key", 1, nil)
-		p.decided = false
-		w.call(p, 1)
-		w.call(p, 1)
-	}
-	w.clock += 99_608
-	hear()
-	require.EqualValues(t, 2, p.held())
-	w.clock++
-	hear()
-	require.Zero(t, p.held())
-	require.Len(t, p.outbox, 1)
-}
 
 // A flood of keys keeps no busy key out, and ends no lease.
 func TestLeasesInAFloodOfKeys(t *testing.T) {
@@ -84,26 +34,6 @@ func TestLeasesInAFloodOfKeys(t *testing.T) {
 		}
 		require.LessOrEqual(t, n, engine.MaxLeased)
 	})
-}
-
-// A reset is not forgotten in a flood of keys while what was taken before it is on its way.
-func TestResetWhileALeaseIsOnItsWayInAFlood(t *testing.T) {
-	t.Parallel()
-	w := newLeasingWorld(model.FixedWindow{Limit: 3, Window: 800 * time.Millisecond}, noMistake)
-	p := w.processes[0]
-	w.call(p, 1)
-	w.call(p, 1)
-	clear(w.rows)
-	w.pass(1, nil)
-	p.leases.Drop(p.space, "key", p.at)
-	for i := range 2 * engine.MaxLeased {
-		r := &engine.Request{Space: p.space, Policy: p.rules, Count: 1, Place: 1}
-		r.Add(p.space, p.rules, fmt.Sprint("flood ", i), 1, nil)
-		w.decide(r)
-		p.leases.Learn(r, nil, p.at, p.at)
-	}
-	w.call(p, 1)
-	require.Zero(t, p.leases.Held(p.space, p.rules, "key"))
 }
 
 // While one call takes ahead, the others of the process ask for themselves alone.

@@ -1,4 +1,4 @@
-package engine_test
+package engine
 
 import (
 	"fmt"
@@ -9,10 +9,9 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/pgratelimit/ratelimit/internal/engine"
-	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/memory"
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // leaseWorld is a database, and processes that lease from one key. The processes run the code of this package, and the
@@ -31,23 +30,23 @@ type leaseWorld struct {
 
 // leaser is a process.
 type leaser struct {
-	leases  *engine.Leases
-	space   *engine.Space
+	leases  *Leases
+	space   *Space
 	rules   *model.Policy
-	at      engine.Instant // by its own clocks
-	slow    int64          // how many microseconds its clocks lose in 1,000
-	request *engine.Request
-	asked   engine.Instant
+	at      instant // by its own clocks
+	slow    int64   // how many microseconds its clocks lose in 1,000
+	request *Request
+	asked   instant
 	decided bool
-	outbox  []engine.Rest // on their way back
-	mine    []int         // its uses that were not given back
+	outbox  []rest // on their way back
+	mine    []int  // its uses that were not given back
 }
 
 // leaseUse is a request that was let through.
 type leaseUse struct {
 	at      int64 // when, by the database's clock
 	told    int64 // the result's DecidedAt
-	receipt *engine.Receipt
+	receipt *Receipt
 	first   int64 // of the units of the receipt
 	n       int64
 	back    bool // it was given back
@@ -96,26 +95,26 @@ func newLeaseWorld(policy model.Rules, processes int, mistake leaseMistake) *lea
 
 func (w *leaseWorld) newProcess() *leaser {
 	p := &leaser{
-		at:    engine.Instant{Elapsed: time.Hour, Wall: model.Duration(w.clock)},
-		space: &engine.Space{Name: "api", Lease: &engine.LeaseTerms{MaxShare: 1, MaxLength: time.Minute}},
+		at:    instant{elapsed: time.Hour, wall: model.Duration(w.clock)},
+		space: &Space{Name: "api", Lease: &LeaseTerms{MaxShare: 1, MaxLength: time.Minute}},
 	}
 	rules := w.policy
 	if w.mistake == survivesItsWindow || w.mistake == fullBucket {
 		rules = carelessModel{w.policy, w.mistake}
 	}
 	p.rules = model.NewPolicy(rules)
-	p.leases = engine.NewLeases(nil, 0, nil)
+	p.leases = newLeases(nil, 0, nil)
 	w.readClocks(p)
 	return p
 }
 
 func (w *leaseWorld) readClocks(p *leaser) {
-	p.leases.Now = func() engine.Instant { return w.read(p) }
+	p.leases.now = func() instant { return w.read(p) }
 }
 
-func (w *leaseWorld) read(p *leaser) engine.Instant {
+func (w *leaseWorld) read(p *leaser) instant {
 	if w.mistake == wrongClock {
-		return engine.Instant{Elapsed: p.at.Wall, Wall: p.at.Wall}
+		return instant{elapsed: p.at.wall, wall: p.at.wall}
 	}
 	return p.at
 }
@@ -130,20 +129,20 @@ func (w *leaseWorld) clone() *leaseWorld {
 		q.outbox, q.mine = slices.Clone(p.outbox), slices.Clone(p.mine)
 		if p.request != nil {
 			r := p.request
-			q.request = &engine.Request{
+			q.request = &Request{
 				Space: r.Space, Policy: r.Policy, Parts: slices.Clone(r.Parts), Done: r.Done, Count: r.Count,
-				Ahead: r.Ahead, OfLease: r.OfLease,
+				Ahead: r.Ahead, ofLease: r.ofLease,
 			}
 		}
-		q.leases = &engine.Leases{Seed: p.leases.Seed}
+		q.leases = &Leases{seed: p.leases.seed}
 		if stripes := p.leases.Stripes.Load(); stripes != nil {
-			of := new([engine.LeaseStripes]engine.LeaseStripe)
+			of := new([leaseStripes]LeaseStripe)
 			for i := range stripes {
 				for k, e := range stripes[i].Keys {
 					entry := *e
-					entry.Known.States = slices.Clone(e.Known.States)
+					entry.known.States = slices.Clone(e.known.States)
 					if of[i].Keys == nil {
-						of[i].Keys = map[engine.DenialKey]*engine.Lease{}
+						of[i].Keys = map[DenialKey]*Lease{}
 					}
 					of[i].Keys[k] = &entry
 				}
@@ -160,15 +159,15 @@ func (w *leaseWorld) clone() *leaseWorld {
 func (w *leaseWorld) call(p *leaser, n int64) {
 	switch {
 	case p.request == nil:
-		var result engine.Outcome
-		if p.leases.Spend(p.space, p.rules, "key", n, &result) {
+		var result Outcome
+		if p.leases.spend(p.space, p.rules, "key", n, &result) {
 			told := result.DecidedAt.UnixMicro()
 			w.leased += n
-			w.use(p, leaseUse{at: w.clock, told: told, receipt: result.Claim.Receipt, first: result.Claim.First, n: n})
+			w.use(p, leaseUse{at: w.clock, told: told, receipt: result.Claim.Receipt, first: result.Claim.first, n: n})
 			return
 		}
-		ahead := p.leases.Ahead(p.space, p.rules, "key", n)
-		p.request = &engine.Request{Space: p.space, Policy: p.rules, Count: 1 + ahead, Ahead: ahead, Place: 1}
+		ahead := p.leases.ahead(p.space, p.rules, "key", n)
+		p.request = &Request{Space: p.space, Policy: p.rules, Count: 1 + ahead, Ahead: ahead, place: 1}
 		p.request.Add(p.space, p.rules, "key", n, nil)
 		p.asked, p.decided = w.read(p), false
 	case !p.decided:
@@ -182,8 +181,8 @@ func (w *leaseWorld) call(p *leaser, n int64) {
 		if w.mistake == sinceTheAnswer {
 			asked = w.read(p)
 		}
-		if back, _, _ := p.leases.Learn(p.request, nil, asked, w.read(p)); back != nil {
-			p.outbox = append(p.outbox, back.Rests...)
+		if back, _, _ := p.leases.learn(p.request, nil, asked, w.read(p)); back != nil {
+			p.outbox = append(p.outbox, back.rests...)
 		}
 		p.request = nil
 	}
@@ -194,11 +193,11 @@ func (w *leaseWorld) use(p *leaser, u leaseUse) {
 	w.uses = append(w.uses, u)
 }
 
-func (w *leaseWorld) decide(r *engine.Request) {
-	r.DecideIn(w.database(), w.clock)
-	if row, ok := w.rows[r.Parts[0].Row()].(engine.MemoryRow); ok && w.mistake == fillsUp { // it forgets what is leased
+func (w *leaseWorld) decide(r *Request) {
+	r.decideIn(w.database(), w.clock)
+	if row, ok := w.rows[r.Parts[0].row()].(memoryRow); ok && w.mistake == fillsUp { // it forgets what is leased
 		row.State.Log = ""
-		w.rows[r.Parts[0].Row()] = row
+		w.rows[r.Parts[0].row()] = row
 	}
 }
 
@@ -210,16 +209,16 @@ func (w *leaseWorld) giveBack(p *leaser, all bool) {
 		back := p.outbox[0]
 		p.outbox = p.outbox[1:]
 		for range map[bool]int{false: 1, true: 2}[w.mistake == returnedTwice] {
-			w.refund(back.Receipt, back.To-back.From, back.Takes())
+			w.refund(back.receipt, back.to-back.from, back.takes())
 		}
 		return
 	}
 	kept := w.clone().processes[slices.Index(w.processes, p)].leases
 	if all {
-		p.outbox = p.leases.All().Rests
+		p.outbox = p.leases.all().rests
 	} else {
-		back, _ := p.leases.Outdated(w.read(p))
-		p.outbox = back.Rests
+		back, _ := p.leases.outdated(w.read(p))
+		p.outbox = back.rests
 	}
 	if w.mistake == spentAndReturned {
 		p.leases.Stripes.Store(kept.Stripes.Load())
@@ -227,8 +226,8 @@ func (w *leaseWorld) giveBack(p *leaser, all bool) {
 }
 
 // refund gives back units of a take.
-func (w *leaseWorld) refund(of *engine.Receipt, n int64, takes []model.Take) {
-	r := &engine.Request{Space: of.Space, Policy: of.Policy, Count: 1, Place: 1}
+func (w *leaseWorld) refund(of *Receipt, n int64, takes []model.Take) {
+	r := &Request{Space: of.Space, Policy: of.Policy, Count: 1, place: 1}
 	r.Add(of.Space, of.Policy, "key", -n, takes)
 	w.decide(r)
 }
@@ -249,9 +248,9 @@ func (w *leaseWorld) pass(micros int64, suspended *leaser) {
 	w.clock += micros
 	for _, p := range w.processes {
 		passed := model.Duration(micros) - time.Duration(micros*p.slow)
-		p.at.Wall += passed
+		p.at.wall += passed
 		if p != suspended {
-			p.at.Elapsed += passed
+			p.at.elapsed += passed
 		}
 	}
 }
@@ -306,7 +305,7 @@ func (w *leaseWorld) judge() error {
 // Every order of what two processes do, for some steps, with a limit of 3. They have called before, and so take ahead.
 func TestLeasesInEveryOrder(t *testing.T) {
 	t.Parallel()
-	depth := min(5+limitertest.Rounds(t)/4, 7)
+	depth := min(5+testkit.Rounds(t, "RATELIMIT_TEST_ROUNDS", 1)/4, 7)
 	for name, policy := range map[string]model.Rules{
 		"fixed":   model.FixedWindow{Limit: 3, Window: 800 * time.Millisecond},
 		"sliding": model.SlidingWindow{Limit: 3, Window: 800 * time.Millisecond},

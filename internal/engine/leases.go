@@ -21,22 +21,22 @@ import (
 // Each key that was asked for has an entry, even if nothing is leased of it, so that keys that are asked for again are
 // known. It is forgotten when nobody has asked for MaxLength. A timer runs only while there are entries.
 type Leases struct {
-	Now      func() Instant
+	now      func() instant
 	timeout  time.Duration
-	Seed     maphash.Seed
-	giveBack func(*Giving)                             // see Engine.giveBack
+	seed     maphash.Seed
+	giveBack func(*giving)                             // see Engine.giveBack
 	told     func(LeaseUse)                            // may be nil
-	Stripes  atomic.Pointer[[LeaseStripes]LeaseStripe] // nil until a limiter with a Lease has asked
+	Stripes  atomic.Pointer[[leaseStripes]LeaseStripe] // nil until a limiter with a Lease has asked
 
 	mu        sync.Mutex
 	timer     *time.Timer
 	Due       time.Duration    // when the timer fires; 0 if it is not set
-	returning map[*Giving]bool // what is on its way back
+	returning map[*giving]bool // what is on its way back
 }
 
 // Bounds of leases.
 const (
-	LeaseStripes = 16
+	leaseStripes = 16
 	MaxLeased    = 16384 // how many keys may have an entry
 	firstLease   = 4     // how many calls the first lease is for, at most
 	// ShortestLease is the shortest time that a lease is worth it. It also keeps the timer from firing all the time.
@@ -62,21 +62,21 @@ type LeaseStripe struct {
 // Lease is what a process holds of a key, and what it knows about the key.
 type Lease struct {
 	policy    *model.Policy
-	Receipt   *Receipt // for what was taken ahead; nil if nothing is held
+	receipt   *Receipt // for what was taken ahead; nil if nothing is held
 	next, end int64    // the units that are left: from next to before end
-	Size      int64    // how many units to take ahead, by demand
+	size      int64    // how many units to take ahead, by demand
 	decidedAt int64    // when they were taken, by the database's clock
-	asked     Instant  // when the statement left that took them
-	told      Instant  // when that statement came back
+	asked     instant  // when the statement left that took them
+	told      instant  // when that statement came back
 	lasts     time.Duration
 
 	// What the latest decision about the key has told.
-	Known struct {
+	known struct {
 		Remaining int64         // the least of all rows
 		rows      []knownRow    // all rows of the key
 		States    []model.State // the states of these rows
 		decidedAt int64
-		asked     Instant
+		asked     instant
 		lasts     time.Duration // how long a lease taken then could last
 	}
 	asking time.Duration // until then another call is taking ahead
@@ -90,60 +90,60 @@ type knownRow struct {
 	resetAt          int64 // when it is as good as new, by the database's clock
 }
 
-// Instant is a time by the clocks of this process.
-type Instant struct {
-	Elapsed time.Duration // by the monotonic clock
-	Wall    time.Duration // since 1970
+// instant is a time by the clocks of this process.
+type instant struct {
+	elapsed time.Duration // by the monotonic clock
+	wall    time.Duration // since 1970
 }
 
 // since returns how long ago an earlier instant was.
-func (t Instant) since(earlier Instant) time.Duration {
-	return max(t.Elapsed-earlier.Elapsed, t.Wall-earlier.Wall)
+func (t instant) since(earlier instant) time.Duration {
+	return max(t.elapsed-earlier.elapsed, t.wall-earlier.wall)
 }
 
-// NewLeases returns empty leases. told may be nil.
-func NewLeases(clock func() time.Time, timeout time.Duration, told func(LeaseUse)) *Leases {
-	return &Leases{Now: clocksOf(clock), timeout: timeout, Seed: maphash.MakeSeed(), told: told}
+// newLeases returns empty leases. told may be nil.
+func newLeases(clock func() time.Time, timeout time.Duration, told func(LeaseUse)) *Leases {
+	return &Leases{now: clocksOf(clock), timeout: timeout, seed: maphash.MakeSeed(), told: told}
 }
 
 // clocksOf returns a function that reads the clocks of this process, or the clock that replaces them.
-func clocksOf(clock func() time.Time) func() Instant {
+func clocksOf(clock func() time.Time) func() instant {
 	begin := time.Now()
-	return func() Instant {
+	return func() instant {
 		if clock != nil {
 			now := clock().Sub(time.Unix(0, 0))
-			return Instant{now, now}
+			return instant{now, now}
 		}
 		now := time.Now()
-		return Instant{now.Sub(begin), time.Duration(now.UnixNano())}
+		return instant{now.Sub(begin), time.Duration(now.UnixNano())}
 	}
 }
 
-// Stripe returns a key's stripe, or nil if nobody has asked yet.
-func (ls *Leases) Stripe(key string) *LeaseStripe {
+// stripe returns a key's stripe, or nil if nobody has asked yet.
+func (ls *Leases) stripe(key string) *LeaseStripe {
 	stripes := ls.Stripes.Load()
 	if stripes == nil {
 		return nil
 	}
-	return &stripes[maphash.String(ls.Seed, key)%LeaseStripes]
+	return &stripes[maphash.String(ls.seed, key)%leaseStripes]
 }
 
 // left returns how many units may be spent at an instant.
-func (e *Lease) left(now Instant) int64 {
-	if e.Receipt == nil || now.since(e.asked) >= e.lasts {
+func (e *Lease) left(now instant) int64 {
+	if e.receipt == nil || now.since(e.asked) >= e.lasts {
 		return 0
 	}
 	return e.end - e.next
 }
 
-// Spend takes n from the lease of a key, and sets o. It returns false if the lease does not have as much. With leases,
+// spend takes n from the lease of a key, and sets o. It returns false if the lease does not have as much. With leases,
 // 16 clients of 2 callers with 100 busy keys make 13 times as many decisions.
-func (ls *Leases) Spend(space *Space, policy *model.Policy, key string, n int64, o *Outcome) bool {
-	s := ls.Stripe(key)
+func (ls *Leases) spend(space *Space, policy *model.Policy, key string, n int64, o *Outcome) bool {
+	s := ls.stripe(key)
 	if s == nil {
 		return false
 	}
-	now := ls.Now()
+	now := ls.now()
 	s.mu.Lock()
 	e := s.Keys[DenialKey{space, key}]
 	if e == nil || e.left(now) < n || !e.policy.Is(policy) {
@@ -153,22 +153,22 @@ func (ls *Leases) Spend(space *Space, policy *model.Policy, key string, n int64,
 	first := e.next
 	e.next += n
 	// The database's clock shows this time, or a later one by at most the time that its answer took.
-	clock := e.decidedAt + int64(max(now.Elapsed-e.told.Elapsed, 0)/time.Microsecond)
-	e.Outcome(clock, o)
-	o.Claim = Claim{e.Receipt, first, n}
+	clock := e.decidedAt + int64(max(now.elapsed-e.told.elapsed, 0)/time.Microsecond)
+	e.outcome(clock, o)
+	o.Claim = Claim{e.receipt, first, n}
 	s.mu.Unlock()
 	return true
 }
 
-// Outcome sets o to the outcome of a call that spends from the lease. clock is the time by the database's clock.
-func (e *Lease) Outcome(clock int64, o *Outcome) {
-	if len(e.Known.rows) == 1 {
-		e.outcomeOf(&e.Known.rows[0], clock, o)
+// outcome sets o to the outcome of a call that spends from the lease. clock is the time by the database's clock.
+func (e *Lease) outcome(clock int64, o *Outcome) {
+	if len(e.known.rows) == 1 {
+		e.outcomeOf(&e.known.rows[0], clock, o)
 		return
 	}
-	each := make([]Outcome, len(e.Known.rows))
+	each := make([]Outcome, len(e.known.rows))
 	for i := range each {
-		e.outcomeOf(&e.Known.rows[i], clock, &each[i])
+		e.outcomeOf(&e.known.rows[i], clock, &each[i])
 	}
 	*o = outcomeOfAll(each)
 }
@@ -187,7 +187,7 @@ func (e *Lease) outcomeOf(row *knownRow, clock int64, o *Outcome) {
 
 // Held returns how many units of a key this process may spend.
 func (ls *Leases) Held(space *Space, policy *model.Policy, key string) int64 {
-	s := ls.Stripe(key)
+	s := ls.stripe(key)
 	if s == nil {
 		return 0
 	}
@@ -197,62 +197,62 @@ func (ls *Leases) Held(space *Space, policy *model.Policy, key string) int64 {
 	if e == nil || !e.policy.Is(policy) {
 		return 0
 	}
-	return e.left(ls.Now())
+	return e.left(ls.now())
 }
 
-// Ahead returns how many more requests for n a call asks for, when it has to ask anyway.
-func (ls *Leases) Ahead(space *Space, policy *model.Policy, key string, n int64) int64 {
-	s := ls.Stripe(key)
+// ahead returns how many more requests for n a call asks for, when it has to ask anyway.
+func (ls *Leases) ahead(space *Space, policy *model.Policy, key string, n int64) int64 {
+	s := ls.stripe(key)
 	if s == nil {
 		return 0
 	}
-	now, terms := ls.Now(), space.Lease
+	now, terms := ls.now(), space.Lease
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	e := s.Keys[DenialKey{space, key}]
-	if e == nil || !e.policy.Is(policy) || now.Elapsed < e.asking {
+	if e == nil || !e.policy.Is(policy) || now.elapsed < e.asking {
 		return 0
 	}
-	size := min(e.wants(now, n), int64(float64(e.Known.Remaining)*terms.MaxShare))
-	if size < n || e.Known.lasts < ShortestLease {
+	size := min(e.wants(now, n), int64(float64(e.known.Remaining)*terms.MaxShare))
+	if size < n || e.known.lasts < ShortestLease {
 		return 0
 	}
-	clock, excess := e.Known.decidedAt+model.MicrosUp(now.since(e.Known.asked)), int64(0)
+	clock, excess := e.known.decidedAt+model.MicrosUp(now.since(e.known.asked)), int64(0)
 	for i, m := range policy.Rules {
-		rolled, _ := m.Roll(e.Known.States[i], clock)
+		rolled, _ := m.Roll(e.known.States[i], clock)
 		spare, _ := m.LeaseOf(rolled, clock, model.Micros(terms.MaxLength))
 		excess = max(excess, -spare)
 	}
 	switch {
 	case excess > 0 && len(policy.Rules) > 1: // room made in a bucket would cost the other policies units
 		return 0
-	case size+excess > staleUnits && now.since(e.Known.asked) > freshFor:
+	case size+excess > staleUnits && now.since(e.known.asked) > freshFor:
 		return 0 // this call's answer tells what is left, and the next call takes ahead
 	}
-	e.asking = now.Elapsed + ls.timeout
+	e.asking = now.elapsed + ls.timeout
 	return (size + excess) / n
 }
 
 // wants returns how many units to take ahead by demand. After an exhausted lease, outlived decides. Otherwise it is
 // what was used of the last lease. If nothing was used, it is half of what calls will use if they keep coming at the
 // present interval, but at most firstLease calls.
-func (e *Lease) wants(now Instant, n int64) int64 {
-	if e.Receipt != nil {
-		e.Size = e.next
+func (e *Lease) wants(now instant, n int64) int64 {
+	if e.receipt != nil {
+		e.size = e.next
 		if e.next == e.end {
-			e.Size = e.outlived(now)
+			e.size = e.outlived(now)
 		}
 	}
-	if e.Size < n {
-		gap := max(now.since(e.Known.asked), 1)
-		e.Size = n * min(firstLease, int64(e.Known.lasts/gap/2))
+	if e.size < n {
+		gap := max(now.since(e.known.asked), 1)
+		e.size = n * min(firstLease, int64(e.known.lasts/gap/2))
 	}
-	return e.Size
+	return e.size
 }
 
 // outlived returns the size of the next lease after one that was not enough. It doubles if less than half of the
 // lease's time has passed.
-func (e *Lease) outlived(now Instant) int64 {
+func (e *Lease) outlived(now instant) int64 {
 	if now.since(e.asked) < e.lasts/2 {
 		return 2 * e.end
 	}
@@ -268,22 +268,22 @@ func (ls *Leases) tell(use LeaseUse) {
 
 // settle stores what a statement has taken ahead for a request, and what its answer says about the key. asked and told
 // are when the statement left and came back.
-func (ls *Leases) settle(r *Request, err error, asked, told Instant) {
-	back, due, event := ls.Learn(r, err, asked, told)
+func (ls *Leases) settle(r *Request, err error, asked, told instant) {
+	back, due, event := ls.learn(r, err, asked, told)
 	ls.tell(event)
 	if back != nil {
 		go ls.giveBack(back)
 	}
 	if due != 0 {
-		ls.wakeAt(due, told.Elapsed)
+		ls.wakeAt(due, told.elapsed)
 	}
 }
 
-// Learn updates the entry. It returns what settle has to give back, if anything, when the timer is due, or 0, and what
+// learn updates the entry. It returns what settle has to give back, if anything, when the timer is due, or 0, and what
 // the hook is told.
-func (ls *Leases) Learn(
-	r *Request, err error, asked, told Instant,
-) (back *Giving, due time.Duration, event LeaseUse) {
+func (ls *Leases) learn(
+	r *Request, err error, asked, told instant,
+) (back *giving, due time.Duration, event LeaseUse) {
 	p := &r.Parts[0]
 	if p.Space.Lease == nil || r.Policy == nil || p.Cost <= 0 || r.Shadow != nil || err == nil && r.PassedOver() {
 		return nil, 0, event
@@ -291,12 +291,12 @@ func (ls *Leases) Learn(
 	s := ls.Make(p.Key)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	e, kept := s.Entry(p.Space, p.Key, told.Elapsed, err == nil)
+	e, kept := s.Entry(p.Space, p.Key, told.elapsed, err == nil)
 	if err != nil {
 		e.asking = 0
 		return nil, 0, event
 	}
-	rests, event := e.Learn(r, asked, told)
+	rests, event := e.learn(r, asked, told)
 	if !kept {
 		rests = append(rests, e.lapse(p.Space)...)
 	} else {
@@ -304,7 +304,7 @@ func (ls *Leases) Learn(
 	}
 	if len(rests) > 0 {
 		back = ls.begin()
-		back.Rests = rests
+		back.rests = rests
 	}
 	return back, due, event
 }
@@ -312,9 +312,9 @@ func (ls *Leases) Learn(
 // Make returns a key's stripe, and makes the stripes if they are missing.
 func (ls *Leases) Make(key string) *LeaseStripe {
 	if ls.Stripes.Load() == nil {
-		ls.Stripes.CompareAndSwap(nil, new([LeaseStripes]LeaseStripe))
+		ls.Stripes.CompareAndSwap(nil, new([leaseStripes]LeaseStripe))
 	}
-	return ls.Stripe(key)
+	return ls.stripe(key)
 }
 
 // Entry returns the entry of a key, and whether it is stored. If add is true, it stores a new one if there is room. The
@@ -324,7 +324,7 @@ func (s *LeaseStripe) Entry(space *Space, key string, now time.Duration, add boo
 		return e, true
 	}
 	e = &Lease{}
-	if !add || len(s.Keys) >= MaxLeased/LeaseStripes && !s.evict(now) {
+	if !add || len(s.Keys) >= MaxLeased/leaseStripes && !s.evict(now) {
 		return e, false
 	}
 	if s.Keys == nil {
@@ -351,8 +351,8 @@ func (s *LeaseStripe) evict(now time.Duration) bool {
 	return false
 }
 
-// Learn is Leases.Learn for the entry. It returns what is to be given back. The caller holds the mutex of the stripe.
-func (e *Lease) Learn(r *Request, asked, told Instant) (rests []Rest, event LeaseUse) {
+// learn is Leases.Learn for the entry. It returns what is to be given back. The caller holds the mutex of the stripe.
+func (e *Lease) learn(r *Request, asked, told instant) (rests []rest, event LeaseUse) {
 	first := &r.Parts[0]
 	space, d := first.Space, &first.Decision
 	decidedAt := d.DecidedAt.UnixMicro()
@@ -376,18 +376,18 @@ func (e *Lease) Learn(r *Request, asked, told Instant) (rests []Rest, event Leas
 	if surplus <= 0 {
 		return rests, event
 	}
-	e.Receipt = NewReceipt(space, r.Policy, strings.Clone(first.Key), surplus)
-	e.Receipt.Back = &GivenBack{}
+	e.receipt = NewReceipt(space, r.Policy, strings.Clone(first.Key), surplus)
+	e.receipt.Back = &GivenBack{}
 	for i := range r.Parts {
 		p := &r.Parts[i]
 		taken := p.Decision.Taken
 		taken.Units = d.Granted * p.Cost
-		e.Receipt.Parts[i] = taken.Portion(p.Rules, used, used+surplus)
+		e.receipt.Parts[i] = taken.Portion(p.Rules, used, used+surplus)
 	}
-	room := float64(e.Known.Remaining+surplus) * space.Lease.MaxShare
+	room := float64(e.known.Remaining+surplus) * space.Lease.MaxShare
 	e.next, e.end = 0, min(surplus, spare, int64(room))
 	e.decidedAt, e.asked, e.told, e.lasts = decidedAt, asked, told, lasts
-	if lasts < ShortestLease || told.since(asked) >= lasts || asked.Elapsed < e.reset ||
+	if lasts < ShortestLease || told.since(asked) >= lasts || asked.elapsed < e.reset ||
 		len(r.Parts) > 1 && spare < surplus { // room made in a bucket would cost the other policies units
 		e.end = 0
 	}
@@ -398,14 +398,14 @@ func (e *Lease) Learn(r *Request, asked, told Instant) (rests []Rest, event Leas
 	}
 	if e.end < returns {
 		noted := min(surplus, spare) // see TokenBucket.Lend
-		rests = append(rests, Rest{space, e.Receipt, e.end, returns, noted - e.end})
+		rests = append(rests, rest{space, e.receipt, e.end, returns, noted - e.end})
 	}
 	return rests, LeaseUse{Limiter: space.Name, Taken: surplus, Stranded: surplus - returns}
 }
 
 // know stores what an answer says about the key, unless a later decision has come before it. It returns how much may be
 // held of the key, and for how long. The caller holds the mutex of the stripe.
-func (e *Lease) know(r *Request, asked Instant) (spare int64, lasts time.Duration) {
+func (e *Lease) know(r *Request, asked instant) (spare int64, lasts time.Duration) {
 	space, decidedAt := r.Parts[0].Space, r.Parts[0].Decision.DecidedAt.UnixMicro()
 	spare, longest := int64(model.Never), model.Micros(space.Lease.MaxLength)
 	for i := range r.Parts {
@@ -414,7 +414,7 @@ func (e *Lease) know(r *Request, asked Instant) (spare int64, lasts time.Duratio
 		spare, longest = min(spare, max(room, 0)), min(longest, micros)
 	}
 	lasts = model.Duration(max(longest, 0)) / 256 * 255 // allows for clocks whose rates differ by 0.4 %
-	known := &e.Known
+	known := &e.known
 	if decidedAt < known.decidedAt {
 		return spare, lasts
 	}
@@ -437,14 +437,14 @@ func (e *Lease) know(r *Request, asked Instant) (spare int64, lasts time.Duratio
 }
 
 // lapse ends a lease, and returns what is left of it, to be given back. The caller holds the mutex of the stripe.
-func (e *Lease) lapse(space *Space) (rests []Rest) {
-	if e.Receipt == nil {
+func (e *Lease) lapse(space *Space) (rests []rest) {
+	if e.receipt == nil {
 		return nil
 	}
 	if e.next < e.end {
-		rests = append(rests, Rest{space, e.Receipt, e.next, e.end, e.end})
+		rests = append(rests, rest{space, e.receipt, e.next, e.end, e.end})
 	}
-	e.Size, e.Receipt, e.next, e.end = e.next, nil, 0, 0
+	e.size, e.receipt, e.next, e.end = e.next, nil, 0, 0
 	return rests
 }
 
@@ -452,7 +452,7 @@ func (e *Lease) lapse(space *Space) (rests []Rest) {
 // arrive before it ends, or the key is forgotten. The caller holds the mutex of the stripe.
 func (e *Lease) due() time.Duration {
 	if e.next < e.end {
-		return e.asked.Elapsed + e.lasts/8*7
+		return e.asked.elapsed + e.lasts/8*7
 	}
-	return e.Known.asked.Elapsed + e.memory
+	return e.known.asked.elapsed + e.memory
 }

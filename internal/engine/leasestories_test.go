@@ -1,4 +1,4 @@
-package engine_test
+package engine
 
 import (
 	"fmt"
@@ -8,9 +8,9 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/pgratelimit/ratelimit/internal/engine"
-	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // Stories of what may happen to five processes, their clocks and the database. In some, somebody sets the database's
@@ -20,14 +20,14 @@ func TestLeasesInStories(t *testing.T) {
 	for name, policy := range storyPolicies {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			leased, seed := int64(0), limitertest.Seed(t)
-			for story := range uint64(60 * limitertest.Rounds(t)) {
+			leased, seed := int64(0), testkit.Seed(t, modeltest.SeedVariable)
+			for story := range uint64(60 * testkit.Rounds(t, "RATELIMIT_TEST_ROUNDS", 1)) {
 				w := newLeaseWorld(policy, 5, noMistake)
 				w.tell(rand.New(rand.NewPCG(seed, story)))
 				leased += w.leased
 				require.NoError(t, w.judge(), "story %d", story)
 			}
-			require.Greater(t, leased, int64(20_000*limitertest.Rounds(t)))
+			require.Greater(t, leased, int64(20_000*testkit.Rounds(t, "RATELIMIT_TEST_ROUNDS", 1)))
 		})
 	}
 }
@@ -55,7 +55,7 @@ func TestMistakesInLeasesShowInStories(t *testing.T) {
 			}
 			t.Run(fmt.Sprint(name, " with mistake ", mistake), func(t *testing.T) {
 				t.Parallel()
-				seed := limitertest.Seed(t)
+				seed := testkit.Seed(t, modeltest.SeedVariable)
 				for story := uint64(0); ; story++ {
 					require.Less(t, story, uint64(100_000), "nothing was noticed")
 					w := newLeaseWorld(policy, 5, mistake)
@@ -71,10 +71,10 @@ func TestMistakesInLeasesShowInStories(t *testing.T) {
 
 // wants has the process take so much ahead, whatever its demand is.
 func (p *leaser) wants(size int64) {
-	if s := p.leases.Stripe("key"); s != nil {
+	if s := p.leases.stripe("key"); s != nil {
 		for _, e := range s.Keys {
-			if e.Receipt == nil {
-				e.Size = size
+			if e.receipt == nil {
+				e.size = size
 			}
 		}
 	}
@@ -120,7 +120,7 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 			}
 		case 10:
 			if i%2 == 1 {
-				p.at.Wall += model.Duration(r.Int64N(4*longest) - 3*longest)
+				p.at.wall += model.Duration(r.Int64N(4*longest) - 3*longest)
 			}
 		case 11:
 			if steps {
@@ -162,7 +162,7 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 			w.takeAll(r)
 		case 15: // the answer is lost
 			if p.request != nil && p.decided {
-				p.leases.Learn(p.request, engine.ErrNotTried, p.asked, w.read(p))
+				p.leases.learn(p.request, ErrNotTried, p.asked, w.read(p))
 				p.request = nil
 			}
 		case 14: // all take what they can
@@ -253,14 +253,14 @@ func TestResetWhileALeaseIsOnItsWay(t *testing.T) {
 			w.call(p, 1)
 		}
 		w.pass(1, nil)
-		p.leases.Drop(p.space, "key", p.at)
+		p.leases.drop(p.space, "key", p.at)
 		w.call(p, 1) // it hears of it
 		require.Zero(t, p.leases.Held(p.space, p.rules, "key"))
 		require.Len(t, p.outbox, 1)
 		w.giveBack(p, false)
-		left := &engine.Request{Space: p.space, Policy: p.rules, Count: 1, Place: 1}
+		left := &Request{Space: p.space, Policy: p.rules, Count: 1, place: 1}
 		left.Add(p.space, p.rules, "key", 0, nil)
-		left.DecideIn(w.database(), w.clock)
+		left.decideIn(w.database(), w.clock)
 		require.Equal(t, map[bool]int64{false: 2, true: 3}[before], left.Parts[0].Decision.Remaining)
 	}
 }
@@ -271,14 +271,14 @@ func TestLeasesKnowTheLatest(t *testing.T) {
 	w := newLeaseWorld(model.FixedWindow{Limit: 1000, Window: time.Hour}, 1, noMistake)
 	p := w.processes[0]
 	hear := func(later time.Duration, remaining int64) int64 {
-		r := &engine.Request{Space: p.space, Policy: p.rules, Count: 1, Place: 1}
+		r := &Request{Space: p.space, Policy: p.rules, Count: 1, place: 1}
 		r.Add(p.space, p.rules, "key", 1, nil)
 		r.Parts[0].Decision = model.Decision{
 			Granted: 1, Remaining: remaining, DecidedAt: time.UnixMicro(w.clock).Add(later),
 			State: model.State{WindowStart: w.clock, ExpiresAt: model.Never},
 		}
-		p.leases.Learn(r, nil, p.at, p.at)
-		return p.leases.Stripe("key").Keys[engine.DenialKey{Space: p.space, Key: "key"}].Known.Remaining
+		p.leases.learn(r, nil, p.at, p.at)
+		return p.leases.stripe("key").Keys[DenialKey{Space: p.space, Key: "key"}].known.Remaining
 	}
 	require.EqualValues(t, 900, hear(time.Second, 900))
 	require.EqualValues(t, 900, hear(0, 950))
@@ -291,17 +291,86 @@ func TestLeasesRememberWhatIsLeased(t *testing.T) {
 	w := newLeaseWorld(model.TokenBucket{Capacity: 1000, Refill: 1, Every: time.Second}, 1, noMistake)
 	p := w.processes[0]
 	hear := func(ahead int64, log model.Entries) model.Entries {
-		r := &engine.Request{Space: p.space, Policy: p.rules, Count: 1 + ahead, Ahead: ahead, Place: 1}
+		r := &Request{Space: p.space, Policy: p.rules, Count: 1 + ahead, Ahead: ahead, place: 1}
 		r.Add(p.space, p.rules, "key", 1, nil)
 		r.Parts[0].Decision = model.Decision{
 			Granted: 1 + ahead, Remaining: 900, DecidedAt: time.UnixMicro(w.clock), State: model.State{Log: log, ExpiresAt: model.Never},
 		}
-		p.leases.Learn(r, nil, p.at, p.at)
-		return p.leases.Stripe("key").Keys[engine.DenialKey{Space: p.space, Key: "key"}].Known.States[0].Log
+		p.leases.learn(r, nil, p.at, p.at)
+		return p.leases.stripe("key").Keys[DenialKey{Space: p.space, Key: "key"}].known.States[0].Log
 	}
 	leased := model.NewEntries([]int64{w.clock, 7, 0})
 	require.Empty(t, hear(0, ""))
 	require.Equal(t, leased, hear(3, leased))
 	require.Equal(t, leased, hear(0, ""))
 	require.Empty(t, hear(3, ""))
+}
+
+// holdsTwo returns a world with a process that holds 2 of a limit of 3, for 100 ms at most.
+func holdsTwo(t *testing.T) (*leaseWorld, *leaser) {
+	t.Helper()
+	w := newLeasingWorld(model.FixedWindow{Limit: 3, Window: 800 * time.Millisecond}, noMistake)
+	p := w.processes[0]
+	for range 3 {
+		w.call(p, 1)
+	}
+	require.EqualValues(t, 2, p.held())
+	return w, p
+}
+
+// held is how much of the key the process holds.
+func (p *leaser) held() int64 { return p.leases.Held(p.space, p.rules, "key") }
+
+// No lease outlasts its length by the database's clock, whatever the process's clocks do.
+func TestLeasesEndByTheDatabasesClock(t *testing.T) {
+	t.Parallel()
+	for name, pass := range map[string]func(w *leaseWorld, p *leaser){
+		"slow":      func(w *leaseWorld, p *leaser) { p.slow = 3; w.pass(100_000, nil) },
+		"suspended": func(w *leaseWorld, p *leaser) { w.pass(100_000, p) },
+		"set back":  func(w *leaseWorld, p *leaser) { w.pass(100_000, nil); p.at.wall -= time.Hour },
+	} {
+		w, p := holdsTwo(t)
+		pass(w, p)
+		require.Zero(t, p.held(), name)
+	}
+}
+
+// A lease ends when any answer for the key tells that the database's clock was set forward beyond its end.
+func TestLeaseEndsWhenTheClockIsSetForward(t *testing.T) {
+	t.Parallel()
+	w, p := holdsTwo(t)
+	hear := func() { // by a call that asked before the lease was there
+		p.request = &Request{Space: p.space, Policy: p.rules, Count: 1, place: 1}
+		p.request.Add(p.space, p.rules, "key", 1, nil)
+		p.decided = false
+		w.call(p, 1)
+		w.call(p, 1)
+	}
+	w.clock += 99_608
+	hear()
+	require.EqualValues(t, 2, p.held())
+	w.clock++
+	hear()
+	require.Zero(t, p.held())
+	require.Len(t, p.outbox, 1)
+}
+
+// A reset is not forgotten in a flood of keys while what was taken before it is on its way.
+func TestResetWhileALeaseIsOnItsWayInAFlood(t *testing.T) {
+	t.Parallel()
+	w := newLeasingWorld(model.FixedWindow{Limit: 3, Window: 800 * time.Millisecond}, noMistake)
+	p := w.processes[0]
+	w.call(p, 1)
+	w.call(p, 1)
+	clear(w.rows)
+	w.pass(1, nil)
+	p.leases.drop(p.space, "key", p.at)
+	for i := range 2 * MaxLeased {
+		r := &Request{Space: p.space, Policy: p.rules, Count: 1, place: 1}
+		r.Add(p.space, p.rules, fmt.Sprint("flood ", i), 1, nil)
+		w.decide(r)
+		p.leases.learn(r, nil, p.at, p.at)
+	}
+	w.call(p, 1)
+	require.Zero(t, p.leases.Held(p.space, p.rules, "key"))
 }

@@ -38,19 +38,19 @@ func (r *Request) Outcome() Outcome { return r.outcomeOf(0, len(r.Parts), r.Poli
 func (r *Request) outcomeOf(first, last int, policy *model.Policy) Outcome {
 	var o Outcome
 	if last-first == 1 {
-		o = r.Parts[first].Outcome(r.Place)
+		o = r.Parts[first].Outcome(r.place)
 	} else {
 		each := make([]Outcome, last-first)
 		for i := range each {
-			each[i] = r.Parts[first+i].Outcome(r.Place)
+			each[i] = r.Parts[first+i].Outcome(r.place)
 		}
 		o = outcomeOfAll(each)
 	}
-	if p := &r.Parts[first]; p.Cost > 0 && r.Place <= p.Decision.Granted {
+	if p := &r.Parts[first]; p.Cost > 0 && r.place <= p.Decision.Granted {
 		receipt := NewReceipt(p.Space, policy, p.Key, p.Cost)
 		for i := range receipt.Parts {
 			part := &r.Parts[first+i]
-			receipt.Parts[i] = part.Decision.TakenBy(part.Rules, part.Cost, r.Place)
+			receipt.Parts[i] = part.Decision.TakenBy(part.Rules, part.Cost, r.place)
 		}
 		o.Claim.Receipt = receipt
 	}
@@ -95,13 +95,13 @@ func (p *Part) Outcome(place int64) Outcome {
 	return o
 }
 
-// Add adds what this process holds of a key to the answer of the database.
-func (o *Outcome) Add(held int64) {
+// add adds what this process holds of a key to the answer of the database.
+func (o *Outcome) add(held int64) {
 	o.Remaining += held
 	if held > 0 {
 		o.Allowed, o.RetryAfter = true, 0
 	}
 	for i := range o.Each {
-		o.Each[i].Add(held)
+		o.Each[i].add(held)
 	}
 }

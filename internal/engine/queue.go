@@ -174,7 +174,7 @@ func (q *Queue) takeTurn(ctx context.Context, r *Request) error {
 		return ErrNotTried
 	}
 	err := b.decideAlone(ctx, b.database.DB, r)
-	b.Report(r, err, r.Probe)
+	b.report(r, err, r.Probe)
 	return err
 }
 
@@ -408,7 +408,7 @@ func (q *Queue) NextBatch(batch []*Request) []*Request {
 	s := q.Turns[turn]
 	lead := s.groups[i]
 	if len(lead.requests) > min(SmallGroup, q.MaxBatch) || q.smallGroups(&lead) < WorthMixing {
-		batch = q.Depart(batch, s, i)
+		batch = q.depart(batch, s, i)
 		q.Turns = slices.Delete(q.Turns, turn, turn+1)
 		if len(s.groups) > 0 {
 			q.Turns = append(q.Turns, s)
@@ -422,7 +422,7 @@ func (q *Queue) NextBatch(batch []*Request) []*Request {
 		before = len(batch)
 		for _, s := range q.Turns {
 			if i := s.smallGroup(&lead); i >= 0 && len(batch)+len(s.groups[i].requests) <= q.MaxBatch {
-				batch = q.Depart(batch, s, i)
+				batch = q.depart(batch, s, i)
 				served[s] = true
 			}
 		}
@@ -467,9 +467,9 @@ func (l *group) leavesWith(lead *group) bool {
 	return len(l.requests) <= SmallGroup && l.looks == lead.looks && l.kind == lead.kind
 }
 
-// Depart moves up to MaxBatch requests of a limiter's i-th group to batch. If any are left, the group goes behind the
+// depart moves up to MaxBatch requests of a limiter's i-th group to batch. If any are left, the group goes behind the
 // limiter's others. The caller holds q.mu.
-func (q *Queue) Depart(batch []*Request, s *limiterGroups, i int) []*Request {
+func (q *Queue) depart(batch []*Request, s *limiterGroups, i int) []*Request {
 	g := s.groups[i]
 	n := min(len(g.requests), q.MaxBatch)
 	batch = append(batch, g.requests[:n]...)

@@ -11,7 +11,7 @@ import (
 type Claim struct {
 	Receipt *Receipt
 	// The units within the receipt of a lease. If units is 0, the claim is to the whole receipt.
-	First, units int64
+	first, units int64
 }
 
 // Receipt says what was taken, so that it can be given back.
@@ -31,8 +31,8 @@ func (t Claim) Own() *Receipt {
 	if t.units == 0 {
 		return t.Receipt
 	}
-	spent := t.Receipt.portion(t.First, t.First+t.units)
-	spent.Back, spent.first = t.Receipt.Back, t.First
+	spent := t.Receipt.portion(t.first, t.first+t.units)
+	spent.Back, spent.first = t.Receipt.Back, t.first
 	return spent
 }
 

@@ -42,13 +42,13 @@ type Request struct {
 	Shadow *Shadow // may be nil
 	Ahead  int64   // how many of Count are taken ahead for a lease
 	// OfLease tells that it gives back what is left of a lease.
-	OfLease bool
+	ofLease bool
 
 	// Merged requests are a list. Its first request, the leader, is asked for all.
 	Count int64    // how many requests the leader stands for, itself included
 	next  *Request // the next in the list
 	last  *Request // the last in the list
-	Place int64    // the place in the list, from 1
+	place int64    // the place in the list, from 1
 }
 
 // Part is one row that a request asks for, with its decision.
@@ -84,7 +84,7 @@ func (p *requestPool) Get(space *Space, policy *model.Policy) *Request {
 	if r.Parts == nil {
 		r.Parts = r.Single[:0]
 	}
-	r.Space, r.Policy, r.Count, r.last, r.Place = space, policy, 1, r, 1
+	r.Space, r.Policy, r.Count, r.last, r.place = space, policy, 1, r, 1
 	return r
 }
 
@@ -106,7 +106,7 @@ func (p *requestPool) put(r *Request) {
 		r.Parts = nil
 	}
 	r.Space, r.Policy, r.Err, r.next, r.last, r.Shadow = nil, nil, nil, nil, nil, nil
-	r.Ahead, r.OfLease = 0, false
+	r.Ahead, r.ofLease = 0, false
 	p.pool.Put(r)
 }
 
@@ -160,7 +160,7 @@ func (r *Request) Finish(err error) {
 		if f.Shadow != nil {
 			f.Shadow.copyFrom(r.Shadow, place)
 		}
-		f.Place, f.Err = place, err
+		f.place, f.Err = place, err
 		f.Done <- struct{}{}
 		f = next
 	}

@@ -27,7 +27,7 @@ func NewShadow(a *Ask) *Shadow {
 	}
 	s := &Shadow{}
 	r := &s.request
-	r.Parts, r.Policy, r.Space, r.Place = r.Single[:0], a.Beside.Policy, a.Beside.Space, 1
+	r.Parts, r.Policy, r.Space, r.place = r.Single[:0], a.Beside.Policy, a.Beside.Space, 1
 	r.Add(r.Space, r.Policy, a.Key, a.Cost, nil)
 	for i := range r.Parts {
 		r.Parts[i].Decision.Granted = PassedOver
@@ -45,7 +45,7 @@ func (s *Shadow) policy() *model.Policy {
 
 // copyFrom sets the shadow of a merged request from the leader's shadow. place is the request's place among the merged.
 func (s *Shadow) copyFrom(of *Shadow, place int64) {
-	s.request.Place = place
+	s.request.place = place
 	for i := range s.request.Parts {
 		s.request.Parts[i].Decision = of.request.Parts[i].Decision
 	}

@@ -73,8 +73,8 @@ func (qs *queues) Learn(shards int) bool {
 	return true
 }
 
-// Submit sends a request whose keys have one queue. See Queue.Submit.
-func (qs *queues) Submit(ctx context.Context, r *Request) error {
+// submit sends a request whose keys have one queue. See Queue.Submit.
+func (qs *queues) submit(ctx context.Context, r *Request) error {
 	return qs.Of(r.Parts[0].Key).Submit(ctx, r)
 }
 
@@ -89,7 +89,7 @@ func (qs *queues) submitAll(requests []*Request) {
 // shard is being split. It ends those whose own keys have several queues, with err.
 func (qs *queues) SubmitAgain(requests []*Request, err error) {
 	for q, its := range qs.divide(requests, err) {
-		q.SubmitAgain(its)
+		q.submitAgain(its)
 	}
 }
 
@@ -106,8 +106,8 @@ func (qs *queues) divide(requests []*Request, err error) map[*Queue][]*Request {
 	return each
 }
 
-// SubmitAgain puts requests before those that came later, unless the breaker turns them away.
-func (q *Queue) SubmitAgain(requests []*Request) {
+// submitAgain puts requests before those that came later, unless the breaker turns them away.
+func (q *Queue) submitAgain(requests []*Request) {
 	q.PushBack(slices.DeleteFunc(requests, func(r *Request) bool {
 		if !r.Probe {
 			var pass bool
@@ -140,7 +140,7 @@ func (s *batch) asksElsewhere(requests []*Request, err error) bool {
 	several = several && s.queues.Learn(shards)
 	switch {
 	case several && slices.ContainsFunc(requests, s.isElsewhere):
-		s.Report(requests[0], nil, s.probe)
+		s.report(requests[0], nil, s.probe)
 		s.queues.SubmitAgain(appendAll(nil, requests), err)
 		return true
 	case several, // although no request has another queue: the proxy's map is just changing
