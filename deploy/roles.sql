@@ -40,5 +40,5 @@ GRANT USAGE ON SCHEMA rate_limit TO rate_limit_app, rate_limit_sweeper, rate_lim
     rate_limit_policy_admin;
 
 -- This lets doctor see which sessions hold up VACUUM. A role with it can also read all statements in pg_stat_activity
--- and pg_stat_statements, so set passwords with psql's \password.
+-- and pg_stat_statements, so set passwords with the password command of psql.
 GRANT pg_read_all_stats TO rate_limit_reader;

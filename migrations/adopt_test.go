@@ -326,7 +326,7 @@ func TestDownBesideAnOverload(t *testing.T) {
 func TestDownAndUpMendADamagedSchema(t *testing.T) {
 	t.Parallel()
 
-	fresh := pgtest.New(t)
+	fresh := pgtest.Catalog(t, pgtest.New(t).Pool, "public")
 	for sql, to := range map[string]int64{
 		"DROP FUNCTION rate_limit_version()": 1,
 		"DROP FUNCTION _rate_limit_late(), rate_limit_sweep; ALTER FUNCTION rate_limit_reset RESET ALL": 1,
@@ -347,7 +347,7 @@ func TestDownAndUpMendADamagedSchema(t *testing.T) {
 			pgtest.Exec(t, db.Pool, sql)
 			require.NoError(t, migrations.DownTo(t.Context(), db.Pool, to), sql)
 			require.NoError(t, migrations.Up(t.Context(), db.Pool), sql)
-			require.Empty(t, pgtest.Differences(pgtest.Catalog(t, fresh.Pool, "public"), pgtest.Catalog(t, db.Pool, "public")), sql)
+			require.Empty(t, pgtest.Differences(fresh, pgtest.Catalog(t, db.Pool, "public")), sql)
 			requireApplied(t, db.Pool, latest(t))
 			if to > 0 {
 				require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT count(*) = 1 FROM rate_limit_durable"))

@@ -35,12 +35,19 @@ func TestHashIsThatOfTheClient(t *testing.T) {
 		}
 		keys[i] = key.String()
 	}
+	want := make([]int, len(keys))
 	for n := 2; n <= 1024; n *= 8 {
+		for i, key := range keys {
+			want[i] = shardkey.Of(key, n)
+		}
 		for _, collation := range []string{"", ` COLLATE "C"`, " COLLATE loose"} {
 			found := pgtest.Scalar[[]int](t, db.Pool, "SELECT array_agg(_rate_limit_shard(key"+collation+
 				", $2) ORDER BY i) FROM unnest($1::text[]) WITH ORDINALITY AS u (key, i)", keys, n)
+			require.Len(t, found, len(want))
 			for i, key := range keys {
-				require.Equal(t, shardkey.Of(key, n), found[i], "%q", key)
+				if want[i] != found[i] { // to ask require each time takes seconds
+					require.Equal(t, want[i], found[i], "%q", key)
+				}
 			}
 		}
 	}
