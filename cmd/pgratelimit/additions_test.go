@@ -13,7 +13,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// hardening is what a platform does to each new table. It secures the rows, and has changes audited.
+// hardening is what some platforms do to each new table: they enable row-level security and audit changes.
 const hardening = `
 	CREATE SCHEMA platform;
 	CREATE TABLE platform.log (who text, what text);
@@ -37,12 +37,12 @@ const hardening = `
 	ALTER DEFAULT PRIVILEGES GRANT USAGE ON TYPES TO pg_read_all_stats;
 	GRANT USAGE ON SCHEMA limits TO pg_monitor, pg_read_all_data`
 
-// Nothing of a platform's hardening keeps a command from its work, neither a superuser's nor the owner's.
+// A platform's hardening stops no command, whether a superuser or the owner runs it.
 func TestHardenedDatabase(t *testing.T) {
 	t.Parallel()
 
 	for _, owner := range []string{"", "pg_monitor"} {
-		for _, late := range []bool{false, true} { // the tables were there before the platform's rule
+		for _, late := range []bool{false, true} { // the tables are older than the platform's rule
 			db := pgtest.Empty(t)
 			pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC; "+hardening)
 			url := urlWith(t, db, "search_path=limits")
@@ -59,7 +59,7 @@ func TestHardenedDatabase(t *testing.T) {
 					END LOOP; END $$`)
 			}
 			for _, args := range append([][]string{{"migrate", "up"}}, asking()...) {
-				if args[0] == "doctor" && owner != "" { // who cannot log in
+				if args[0] == "doctor" && owner != "" { // this role cannot log in
 					pgtest.Exec(t, db.Pool, "GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA limits TO pg_signal_backend")
 				}
 				o := invoke(t, url, args...)
@@ -79,7 +79,7 @@ func TestHardenedDatabase(t *testing.T) {
 			require.Contains(t, found.Do, "`DROP TRIGGER audit ON limits.rate_limit_ephemeral`")
 			require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT count(*) > 0 FROM platform.log WHERE what = 'rate_limit_policy'"))
 
-			// Another tool has migrated, and its records are adopted.
+			// Another tool has migrated, and Up adopts its records.
 			pgtest.Exec(t, db.Pool, "DROP TABLE limits.rate_limit_goose_version")
 			pool := db.OwnerPool(t, func(config *pgxpool.Config) {
 				config.ConnConfig.RuntimeParams["search_path"] = "limits"
@@ -93,8 +93,9 @@ func TestHardenedDatabase(t *testing.T) {
 	}
 }
 
-// An ordinary audit trigger runs with the rights of whoever changes rows. It keeps nobody from commands that read, or
-// that change rows by our functions, which do so as the owner. Whoever would change rows as another role is refused.
+// An ordinary audit trigger runs with the rights of the role that changes rows. It does not affect commands that only
+// read, or that change rows through our functions, which run as the owner. Commands that would change rows as another
+// role are refused.
 func TestAuditByTheOwner(t *testing.T) {
 	t.Parallel()
 
@@ -137,14 +138,14 @@ func TestAuditByTheOwner(t *testing.T) {
 			}
 		}
 		require.Equal(t, "pg_monitor", pgtest.Scalar[string](t, db.Pool, "SELECT string_agg(DISTINCT who, ',') FROM audit.log"))
-		// What is deferred would run as the caller.
+		// Deferred triggers would run as the caller.
 		pgtest.Exec(t, db.Pool, `CREATE CONSTRAINT TRIGGER late AFTER INSERT ON rate_limit_ephemeral
 			DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION audit.note()`)
 		invoke(t, db.URL, "sweep").complains(t, exitFailed, "trigger late runs audit.note() of pg_monitor")
 	}
 }
 
-// A role that row-level security shows nothing to is told so, rather than that there is nothing.
+// If row-level security hides all rows from a role, the command says so, and does not say that there are none.
 func TestRoleThatRowSecurityBinds(t *testing.T) {
 	t.Parallel()
 

@@ -11,8 +11,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// Whatever gives something to a key tells processes to forget denials of it, also where the function resets because the
-// role may not delete. Nothing else does.
+// Every command that gives something to a key tells processes to drop remembered denials of the key, even if a function
+// resets it because the role may not delete. Nothing else does.
 func TestProcessesAreToldToForget(t *testing.T) {
 	t.Parallel()
 
@@ -67,7 +67,7 @@ func TestProcessesAreToldToForget(t *testing.T) {
 	require.Contains(t, invoke(t, urlWith(t, db, "role=pg_monitor"), "reset", "login", "--all", "--yes").done(t), "reset 3")
 	told("a", "b", "c")
 
-	// Credit that is given is no failure, or somebody would give it again.
+	// Given credit is a success even if the notification fails, or the user would give it again.
 	pgtest.Exec(t, db.Pool, "REVOKE EXECUTE ON FUNCTION pg_notify FROM PUBLIC")
 	o := invoke(t, urlWith(t, db, "role=pg_monitor"), "grant", "login", "secret", policy, "--cost", "1")
 	require.Zero(t, o.code)

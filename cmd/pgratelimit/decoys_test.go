@@ -11,7 +11,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// A superuser looks after a database in which somebody else may create in the schema of the functions and in public.
+// A superuser manages a database in which another role can create in public and in the schema of the functions.
 func TestNothingThatOthersCreateIsRun(t *testing.T) {
 	t.Parallel()
 
@@ -35,13 +35,13 @@ func TestNothingThatOthersCreateIsRun(t *testing.T) {
 		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "limits, public" },
 	)
 	_, err := pool.Exec(t.Context(), "SELECT cardinality(ARRAY['a'])")
-	require.ErrorContains(t, err, "decoy limits.cardinality(text[]) was run by") // so they are in place
+	require.ErrorContains(t, err, "decoy limits.cardinality(text[]) was run by") // this shows that they work
 
 	for _, schema := range [][]string{nil, {"--schema", "limits"}} {
 		for _, policy := range []string{"fixed 100/1h", "sliding 100/1h", "log 100/1h", "bucket 100 1/1h"} {
 			for _, more := range [][]string{nil, {"--durable"}} {
 				if (more != nil || schema != nil) && policy != "log 100/1h" {
-					continue // the table and the schema each change one argument, for all policies alike
+					continue // only one argument each, and the same for all policies
 				}
 				more = append(more, schema...)
 				for _, args := range [][]string{{"take", "login", "a"}, {"take", "login", "b"}, {"peek", "login", "a"}, {"top", "login"}} {

@@ -44,7 +44,7 @@ func TestDemoOnAServerOfItsOwn(t *testing.T) {
 	pgtest.OwnServer(t)
 
 	cmd := command(t, "", "demo")
-	tempDir := testkit.OpenDir(t) // the user of the server can reach it
+	tempDir := testkit.OpenDir(t) // so that the server's user can reach it
 	cmd.Env = append(cmd.Env, "TMPDIR="+tempDir)
 	out, err := cmd.Output()
 	require.NoError(t, err)
@@ -57,7 +57,7 @@ func TestServeAndInterrupt(t *testing.T) {
 	pgtest.OwnServer(t)
 
 	cmd := command(t, "", "demo", "--serve")
-	tempDir := testkit.OpenDir(t) // the user of the server can reach it
+	tempDir := testkit.OpenDir(t) // so that the server's user can reach it
 	cmd.Env = append(cmd.Env, "TMPDIR="+tempDir)
 	process := start(t, cmd)
 	process.readTo("psql 'postgres")
@@ -110,7 +110,7 @@ func TestInterruptWhileTheServerStarts(t *testing.T) {
 	t.Parallel()
 
 	cmd := command(t, "", "demo")
-	tempDir := testkit.OpenDir(t) // the user of the server can reach it
+	tempDir := testkit.OpenDir(t) // so that the server's user can reach it
 	cmd.Env = append(cmd.Env, "TMPDIR="+tempDir)
 	process := start(t, cmd)
 	process.readTo("1.")
@@ -119,7 +119,7 @@ func TestInterruptWhileTheServerStarts(t *testing.T) {
 	requireEmpty(t, tempDir)
 }
 
-// A reader like head closes the pipe, and the next write of a program that does not expect it is its last.
+// A reader like head closes the pipe. The next write ends a program that is not prepared for that.
 func TestReaderLeaves(t *testing.T) {
 	t.Parallel()
 
@@ -162,7 +162,7 @@ func TestDatabaseThatIsNotOurs(t *testing.T) {
 	require.ErrorContains(t, err, "SQLSTATE 25006")
 }
 
-// requireStory looks for what the demo promises to show.
+// requireStory checks that the output shows everything that the demo promises.
 func requireStory(t *testing.T, out string) {
 	t.Helper()
 	created := regexp.MustCompile(`(?m)^ ?\d+  201 Created            remaining \d$`).FindAllString(out, -1)
@@ -205,13 +205,13 @@ func find(t *testing.T, pattern, text string) string {
 	return match[1]
 }
 
-// process is a command that runs.
+// process is a running command.
 type process struct {
 	t      *testing.T
 	cmd    *exec.Cmd
 	stdout io.ReadCloser
 	lines  *bufio.Reader
-	out    strings.Builder // what has been read of stdout
+	out    strings.Builder // the part of stdout that was read
 	stderr bytes.Buffer
 }
 
@@ -221,7 +221,8 @@ func start(t *testing.T, cmd *exec.Cmd) *process {
 	require.NoError(t, err)
 	p := &process{t: t, cmd: cmd, stdout: stdout, lines: bufio.NewReader(stdout)}
 	cmd.Stderr = &p.stderr
-	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) } // if the test fails, so that it cleans up
+	// if the test fails, so that the command cleans up
+	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	require.NoError(t, cmd.Start())
 	t.Cleanup(func() {
 		if err := cmd.Wait(); err != nil && t.Failed() {
@@ -231,7 +232,7 @@ func start(t *testing.T, cmd *exec.Cmd) *process {
 	return p
 }
 
-// readTo reads up to a line that begins with prefix.
+// readTo reads until a line that begins with prefix.
 func (p *process) readTo(prefix string) {
 	p.t.Helper()
 	for {

@@ -29,11 +29,11 @@ func readDeploy(t *testing.T, name string) string {
 	return string(content)
 }
 
-// The roles, as somebody sets them up by the comments of the files, each with a login of its own.
+// The roles are set up by the comments in the files, each with its own login.
 func TestRoles(t *testing.T) {
 	t.Parallel()
 
-	server := pgtest.Server(t, pgserver.Config{}) // roles belong to a whole server
+	server := pgtest.Server(t, pgserver.Config{}) // roles belong to the whole server
 	conn, err := pgx.Connect(t.Context(), server.URL())
 	require.NoError(t, err)
 	defer conn.Close(t.Context())
@@ -62,7 +62,7 @@ func TestRoles(t *testing.T) {
 	follow("roles.sql")
 	require.Contains(t, invoke(t, as("boss", ""), "doctor", "--schema", "rate_limit").stdout,
 		"run `PGOPTIONS='-c role=rate_limit_owner' pgratelimit migrate up --schema 'rate_limit'`")
-	// Whoever forgets the role is told.
+	// If the role is missing, the command says so.
 	o := invoke(t, as("boss", ""), "migrate", "up")
 	require.Zero(t, o.code)
 	require.Equal(t, "warning: the new tables and functions belong to boss, and the functions run with the rights of boss. "+
@@ -70,7 +70,7 @@ func TestRoles(t *testing.T) {
 		"run `pgratelimit migrate down --to 0`, `DROP TABLE rate_limit.rate_limit_goose_version`, then `PGOPTIONS='-c role=rate_limit_owner' pgratelimit migrate up`. "+
 		"That loses all counts, policies and bans made meanwhile\n", o.stderr)
 	invoke(t, as("boss", ""), "migrate", "up").done(t)
-	// So is whoever did not read it, and keeps the counts.
+	// A user who missed that gets other advice from doctor, which keeps the counts.
 	invoke(t, as("boss", ""), "take", "login", "a", "--policy=sliding 100/365d").done(t)
 	o = invoke(t, as("boss", ""), "doctor", "--json")
 	o.code, o.stderr = 0, ""
@@ -85,11 +85,12 @@ func TestRoles(t *testing.T) {
 	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "down", "--to", "0", "--yes").done(t)
 	psql("DROP TABLE rate_limit.rate_limit_goose_version")
 	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "up").done(t)
-	// What to do as the owner is told in full.
+	// The advice says in full what to do as the owner.
 	psql("DROP FUNCTION rate_limit.rate_limit_sweep")
 	require.Contains(t, invoke(t, as("boss", ""), "doctor").stdout, "as rate_limit_owner: `pgratelimit doctor --fix`")
 	require.Contains(t, invoke(t, as("boss", ""), "doctor", "--fix").stdout, "repaired: ")
-	require.NotRegexp(t, "(?m)^problem +(objects|schema) ", invoke(t, as("boss", ""), "doctor").stdout) // it belongs to the owner
+	// it belongs to the owner
+	require.NotRegexp(t, "(?m)^problem +(objects|schema) ", invoke(t, as("boss", ""), "doctor").stdout)
 	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "down", "--to", "1", "--yes").done(t)
 	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "up").done(t)
 	const forgotten = "only their owner may execute rate_limit_all"
@@ -124,7 +125,7 @@ func TestRoles(t *testing.T) {
 		{[]string{"migrate", "status"}, "app sweeper reader on_call admin"},
 		{[]string{"top", "login", policy}, "on_call"},
 		{[]string{"reset", "login", "--all", "--yes"}, "on_call"},
-		{[]string{"migrate", "up"}, "app sweeper reader on_call admin"}, // to whom it says that there is nothing to do
+		{[]string{"migrate", "up"}, "app sweeper reader on_call admin"}, // for them there is nothing to do
 		{[]string{"migrate", "down", "--yes"}, ""},
 		{[]string{"policy", "set", "login", "--key=a", "sliding 100/365d", why}, "admin"},
 		{[]string{"policy", "set", "login", "--key=a", "sliding 100/365d", why, "--dry-run"}, "reader on_call admin"},
@@ -136,17 +137,17 @@ func TestRoles(t *testing.T) {
 		{[]string{"unban", "login", "a"}, "admin"},
 		{[]string{"policy", "unset", "login", "--key=a"}, "admin"},
 	} {
-		if test.args[0] == "limits" { // there has to be something to count
+		if test.args[0] == "limits" { // so that there is something to count
 			invoke(t, as("app", ""), "take", "login", "b", policy).done(t)
 		}
 		for _, login := range logins {
-			if test.args[0] == "reset" { // and something to reset, because there are rows in the other table
+			if test.args[0] == "reset" { // and something to reset, because the other table has rows
 				invoke(t, as("app", ""), "take", "login", "a", policy).done(t)
 			}
 			o := invoke(t, as(login, ""), test.args...)
 			if strings.Contains(" "+test.allowed+" ", " "+login+" ") {
 				require.Zero(t, o.code, "%s %v: %s", login, test.args, o.stderr)
-			} else if login == "nobody" { // who does not see the schema
+			} else if login == "nobody" { // this role does not see the schema
 				o.complains(t, exitFailed)
 			} else {
 				o.complains(t, exitFailed, "42501")
@@ -159,11 +160,11 @@ func TestRoles(t *testing.T) {
 
 	invoke(t, as("admin", ""), "doctor").done(t)
 	require.Contains(t, invoke(t, as("on_call", ""), "explain", "login", "a", policy).done(t), "under sliding 100/365d")
-	// The history tells who it was, and not in which role.
+	// The history shows the login, and not the role.
 	require.Equal(t, "admin", decode[[]policies.PolicyEvent](t, invoke(t, as("reader", ""), "policy", "history", "--json"))[0].By)
 	require.Equal(t, "admin", changed(t, as("admin", "&role=rate_limit_policy_admin"), "ban", "login", "a", "--for=1h", why).Added.ChangedBy)
 
-	// What the command does not try.
+	// The command does not try these.
 	sessions := map[string]*pgx.Conn{}
 	for _, login := range logins {
 		conn, err := pgx.Connect(t.Context(), as(login, ""))
@@ -212,7 +213,7 @@ func TestRoles(t *testing.T) {
 			} else {
 				var pgErr *pgconn.PgError
 				require.ErrorAs(t, err, &pgErr, "%s: %s", login, sql)
-				if login != "nobody" { // who does not see the schema
+				if login != "nobody" { // this role does not see the schema
 					require.Equal(t, "42501", pgErr.Code, "%s: %s: %v", login, sql, err)
 				}
 			}
@@ -221,8 +222,8 @@ func TestRoles(t *testing.T) {
 	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "down", "--to", "0", "--yes").done(t)
 }
 
-// The command lines of roles.sql, as a person types them, in two databases of one server, whatever the connection
-// string looks like.
+// The command lines in roles.sql, as a person types them, in two databases of one server, with each form of connection
+// string.
 func TestRolesInEveryDatabaseOfAServer(t *testing.T) {
 	t.Parallel()
 
@@ -278,7 +279,7 @@ func TestRolesInEveryDatabaseOfAServer(t *testing.T) {
 func TestDeployRunsTheCommand(t *testing.T) {
 	t.Parallel()
 
-	// The crontab line, in the form of /etc/cron.d: five fields, a user, a command.
+	// The line of the crontab in the format of /etc/cron.d: five fields, a user, a command.
 	lines := 0
 	for line := range strings.Lines(readDeploy(t, "pgratelimit.cron")) {
 		if fields := strings.Fields(line); len(fields) > 6 && fields[0] != "#" {
@@ -344,7 +345,7 @@ func TestDocumentedCommandsMakeSense(t *testing.T) {
 	}
 }
 
-// systemd's own check, where there is systemd.
+// systemd's own check, if systemd is there.
 func TestSystemdUnits(t *testing.T) {
 	t.Parallel()
 

@@ -25,19 +25,19 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/doctor"
 )
 
-// checksOfAll is how many there are if nothing is missing: some for each table.
+// checksOfAll is the number of checks if nothing is missing; some run for each table.
 const checksOfAll = 14 + 2*7
 
 func TestDoctorOfAHealthyDatabase(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // which Postgres 14 grants
+	pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // Postgres 14 grants this
 	before := pgtest.Objects(t, db.Pool)
 	findings := decode[[]cli.Finding](t, invoke(t, db.URL, "doctor", "--json"))
 	require.Len(t, findings, checksOfAll)
 	for _, f := range findings {
-		if f.Check != "long transactions" { // somebody else's test may be slow
+		if f.Check != "long transactions" { // another test may be slow
 			require.Equal(t, cli.Fine, f.Level, f)
 			require.Empty(t, f.Do)
 		}
@@ -46,7 +46,7 @@ func TestDoctorOfAHealthyDatabase(t *testing.T) {
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 }
 
-// A session that compiles what costs next to nothing compiles the calls. EXPLAIN tells whether this one does.
+// A session that compiles cheap statements also compiles the calls. EXPLAIN shows whether this session does.
 func TestDoctorFindsCallsThatAreCompiled(t *testing.T) {
 	t.Parallel()
 
@@ -79,12 +79,12 @@ func TestDoctorFindsCallsThatAreCompiled(t *testing.T) {
 		}
 		require.Equal(t, want, found, settings)
 	}
-	if pgtest.Scalar[bool](t, db.Pool, "SELECT pg_jit_available()") { // in some systems it is a package of its own
+	if pgtest.Scalar[bool](t, db.Pool, "SELECT pg_jit_available()") { // on some systems this is a separate package
 		require.Equal(t, 2, compiled)
 	}
 }
 
-// examined is what the doctor says about a database, by check.
+// examined returns doctor's findings about a database, by check.
 func examined(t *testing.T, url string, args ...string) map[string]cli.Finding {
 	t.Helper()
 	o := invoke(t, url, append([]string{"doctor", "--json"}, args...)...)
@@ -100,7 +100,7 @@ func examined(t *testing.T, url string, args ...string) map[string]cli.Finding {
 	return all
 }
 
-// follow does what a finding advises: all that stands between backquotes, as its reader would.
+// follow carries out a finding's advice: everything between backquotes, as a reader would.
 func follow(t *testing.T, db *pgtest.DB, advice string) {
 	t.Helper()
 	parts := strings.Split(advice, "`")
@@ -112,19 +112,20 @@ func follow(t *testing.T, db *pgtest.DB, advice string) {
 				invoke(t, db.URL, args...).done(t)
 				continue
 			}
-			require.Empty(t, invoke(t, db.URL, append(args, "--yes")...).stderr) // which may find other problems
+			require.Empty(t, invoke(t, db.URL, append(args, "--yes")...).stderr) // it may find other problems
 		} else {
 			pgtest.Exec(t, db.Pool, parts[i], pgx.QueryExecModeSimpleProtocol)
 		}
 	}
 }
 
-// Each of these is something that happens to databases. The doctor finds it, and what it says to do cures it.
+// Each of these happens to real databases. doctor finds it, and following its advice cures it.
 func TestDoctorFindsWhatIsWrong(t *testing.T) {
 	t.Parallel()
 
 	const database = `DO $$ BEGIN EXECUTE format('ALTER DATABASE %I OWNER TO pg_monitor', current_database()); END $$; `
-	const granted = `GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA public TO pg_signal_backend; ` // for pg_monitor cannot log in
+	// because pg_monitor cannot log in
+	const granted = `GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA public TO pg_signal_backend; `
 	for name, test := range map[string]struct {
 		sql, check string
 		level      cli.Level
@@ -432,7 +433,8 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
-			pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // as Postgres 14 comes without it
+			// because Postgres 14 does not have it
+			pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
 			pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_durable (prefix, key) VALUES ('a', 'b')")
 			pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, policy, comment) VALUES ('api', 'customer:42', 'fixed 1/1m', 'why')")
 			pgtest.Exec(t, db.Pool, test.sql)
@@ -448,7 +450,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 				}
 			}
 			require.Len(t, cured, checksOfAll)
-			// What was there and is not said to be lost is there.
+			// Everything that is not reported as lost is still there.
 			if !strings.Contains(test.sql, "DROP TABLE rate_limit_durable") && !strings.Contains(test.sql, ", rate_limit_durable") &&
 				!strings.Contains(found.Do, "loses all rows of rate_limit_durable") && !strings.Contains(found.Do, "sweep") {
 				require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT count(*) = 1 FROM rate_limit_durable WHERE key = 'b'"))
@@ -470,7 +472,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 	}
 }
 
-// The owner of the functions lacks a right, and the database is somebody else's.
+// The functions' owner lacks a right, and the database belongs to another role.
 func TestDoctorFindsAnOwnerWithoutRights(t *testing.T) {
 	t.Parallel()
 
@@ -487,7 +489,7 @@ func TestDoctorFindsAnOwnerWithoutRights(t *testing.T) {
 	require.Equal(t, cli.Fine, examined(t, db.URL)["rights"].Level)
 }
 
-// What a role may do by design is no problem, and what it lacks is one.
+// Rights that a role has by design are no problem, but missing rights are.
 func TestDoctorOfRoles(t *testing.T) {
 	t.Parallel()
 
@@ -522,7 +524,7 @@ func TestDoctorOfRoles(t *testing.T) {
 		})
 	}
 
-	// A role that does not see the schema is told so, whether it knows its name or not.
+	// A role that cannot see the schema is told so, with or without its name.
 	for _, args := range [][]string{{"--schema", "limits"}, nil} {
 		db := pgtest.Empty(t)
 		pgtest.Exec(t, db.Pool, "CREATE SCHEMA limits; REVOKE CREATE ON SCHEMA public FROM PUBLIC")
@@ -535,7 +537,7 @@ func TestDoctorOfRoles(t *testing.T) {
 		require.Equal(t, cli.Fine, examined(t, url, args...)["migrations"].Level)
 	}
 
-	// Somebody who looks in the wrong place is told of the right one.
+	// A user who looks in the wrong place is told the right one.
 	db := pgtest.Empty(t)
 	pgtest.Exec(t, db.Pool, "CREATE SCHEMA limits")
 	invoke(t, db.URL, "migrate", "up", "--schema", "limits").done(t)
@@ -545,7 +547,7 @@ func TestDoctorOfRoles(t *testing.T) {
 	require.Equal(t, cli.Fine, examined(t, db.URL, "--schema", "limits")["migrations"].Level)
 }
 
-// The advice names the schema that the doctor was asked about.
+// The advice names the schema that doctor was asked about.
 func TestDoctorsAdviceNamesTheSchema(t *testing.T) {
 	t.Parallel()
 
@@ -554,7 +556,7 @@ func TestDoctorsAdviceNamesTheSchema(t *testing.T) {
 	invoke(t, db.URL, "migrate", "up", "--schema", "Limits").done(t)
 	pgtest.Exec(t, db.Pool, `DROP TABLE "Limits".rate_limit_durable; ALTER TABLE "Limits".rate_limit_ephemeral RESET (fillfactor)`)
 	all := examined(t, db.URL, "--schema", "Limits")
-	follow(t, db, strings.ReplaceAll(all["objects"].Do, "'", "")) // which a shell takes away
+	follow(t, db, strings.ReplaceAll(all["objects"].Do, "'", "")) // a shell removes these
 	pgtest.Exec(t, db.Pool, `DROP FUNCTION "Limits"._rate_limit_late()`)
 	all = examined(t, db.URL, "--schema", "Limits")
 	require.Contains(t, all["objects"].Do, "`pgratelimit doctor --fix --schema 'Limits'`")
@@ -567,7 +569,7 @@ func TestDoctorsAdviceNamesTheSchema(t *testing.T) {
 	}
 }
 
-// What the doctor says to do gives nothing to whoever has put a function there, and nothing of theirs to the owner.
+// The advice gives nothing to a stranger who created a function, and nothing of the stranger's to the owner.
 func TestDoctorHelpsNoStranger(t *testing.T) {
 	t.Parallel()
 
@@ -586,7 +588,7 @@ func TestDoctorHelpsNoStranger(t *testing.T) {
 	}
 }
 
-// A version function that is a stranger's is a finding too, and does not keep the doctor from the others.
+// A stranger's version function is a finding too, and does not stop the other checks.
 func TestDoctorAmongStrangers(t *testing.T) {
 	t.Parallel()
 
@@ -601,7 +603,7 @@ func TestDoctorAmongStrangers(t *testing.T) {
 	require.Regexp(t, `(?m)^problem +schema +.*function public.rate_limit_version\(\) belongs to pg_monitor`, o.stdout)
 }
 
-// The server may quote all names in what it tells of definitions.
+// The server may quote all names in the definitions that it returns.
 func TestDoctorWhereAllNamesAreQuoted(t *testing.T) {
 	t.Parallel()
 
@@ -636,7 +638,7 @@ func TestDoctorOfADatabaseThatIsBehind(t *testing.T) {
 	require.Regexp(t, `(?m)^problem +migrations +ratelimit/migrations: status: no schema`, o.stdout)
 }
 
-// What is made anew keeps the rights that others have on what is there, and gives none to anybody else.
+// A recreated object keeps the rights that others had on it, and gives no new ones.
 func TestDoctorFixKeepsRights(t *testing.T) {
 	t.Parallel()
 
@@ -668,7 +670,7 @@ func TestDoctorFixKeepsRights(t *testing.T) {
 	require.NotContains(t, invoke(t, db.URL, "doctor", "--fix").done(t), "mended")
 	pgtest.Exec(t, db.Pool, "ALTER DEFAULT PRIVILEGES REVOKE ALL ON TABLES FROM PUBLIC")
 
-	// Nothing is lost without an answer, and nothing of somebody else's is dropped.
+	// Nothing is lost without a question, and no foreign object is dropped.
 	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_durable DROP COLUMN key")
 	invoke(t, db.URL, "doctor", "--fix").complains(t, exitUsage, "nobody can answer")
 	pgtest.Exec(t, db.Pool, "CREATE VIEW mine AS SELECT prefix FROM rate_limit_durable")
@@ -676,7 +678,7 @@ func TestDoctorFixKeepsRights(t *testing.T) {
 	require.Equal(t, before, rights())
 }
 
-// Nothing is pending, and yet something is missing.
+// No migration is pending, but an object is missing.
 func TestMigrateUpFindsWhatIsMissing(t *testing.T) {
 	t.Parallel()
 
@@ -696,7 +698,7 @@ func TestMigrateUpFindsWhatIsMissing(t *testing.T) {
 	}
 }
 
-// Whoever has had a lock on our tables for a while is named, and can be ended, even one whom the doctor would wait for.
+// A session that has locked our tables for a while is named and can be ended, even one that doctor would wait for.
 func TestDoctorSaysWhoHasLocks(t *testing.T) {
 	t.Parallel()
 
@@ -731,7 +733,7 @@ func TestDoctorSaysWhoHasLocks(t *testing.T) {
 			who = `prepared transaction "it's" (since `
 		}
 
-		held, err := e.ReadLocks(t.Context(), 0) // nobody wants to wait for 5 s
+		held, err := e.ReadLocks(t.Context(), 0) // do not wait for 5 s
 		require.NoError(t, err)
 		f := doctor.JudgeLocks(held)
 		require.Equal(t, test.level, f.Level, f)
@@ -749,7 +751,7 @@ func TestDoctorSaysWhoHasLocks(t *testing.T) {
 		_ = holder.Close(t.Context())
 	}
 
-	// If somebody keeps the doctor from the tables, it says that and nothing else.
+	// If a lock keeps doctor from the tables, it reports that and nothing else.
 	holder := pgtest.Begin(t, db)
 	pgtest.Exec(t, holder, "LOCK TABLE rate_limit_durable")
 	testkit.WaitUntil(t, func() bool {
@@ -761,7 +763,7 @@ func TestDoctorSaysWhoHasLocks(t *testing.T) {
 	require.Contains(t, all["locks"].Found, "calls fail meanwhile: process ")
 }
 
-// What matters most stands last, in red for a person who has not said no to that.
+// The most important findings come last, in red on a terminal that allows colors.
 func TestDoctorsOutput(t *testing.T) {
 	t.Parallel()
 

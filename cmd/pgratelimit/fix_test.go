@@ -16,7 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// What commits while fix runs is not lost: fix waits for it, and others wait for fix.
+// Changes that commit while fix runs are not lost: fix waits for them, and others wait for fix.
 func TestFixLosesNothingThatCommitsMeanwhile(t *testing.T) {
 	t.Parallel()
 
@@ -40,7 +40,7 @@ func TestFixLosesNothingThatCommitsMeanwhile(t *testing.T) {
 	require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*)::integer FROM rate_limit_policy WHERE key = 'b'"))
 }
 
-// Whoever keeps fix from the tables is named, and nothing changes.
+// A session that keeps fix from the tables is named, and nothing changes.
 func TestFixSaysWhoHasTheTables(t *testing.T) {
 	t.Parallel()
 
@@ -59,7 +59,7 @@ func TestFixSaysWhoHasTheTables(t *testing.T) {
 	require.NoError(t, tx.Rollback(t.Context()))
 }
 
-// All tables that fix may touch are locked.
+// fix locks all tables that it may change.
 func TestFixLocksAllTables(t *testing.T) {
 	t.Parallel()
 
@@ -74,7 +74,7 @@ func TestFixLocksAllTables(t *testing.T) {
 	require.ElementsMatch(t, tables, slices.Clone(cli.AllTables))
 }
 
-// A changed or missing column is mended in place, with all that others have added to the table.
+// A changed or missing column is repaired in place, and the additions of others to the table stay.
 func TestFixAltersColumnsInPlace(t *testing.T) {
 	t.Parallel()
 
@@ -123,7 +123,7 @@ func TestFixAltersColumnsInPlace(t *testing.T) {
 	}
 }
 
-// No id is given a second time, even if its row was deleted and only history tells of it.
+// No id is used again, even if its row was deleted and only the history has it.
 func TestFixGivesNoIDAgain(t *testing.T) {
 	t.Parallel()
 
@@ -139,7 +139,7 @@ func TestFixGivesNoIDAgain(t *testing.T) {
 	}
 }
 
-// A column under another name is renamed before anything is made anew or dropped.
+// A renamed column is renamed back before anything is recreated or dropped.
 func TestFixLeavesARenamedColumnToItsOwner(t *testing.T) {
 	t.Parallel()
 

@@ -76,7 +76,7 @@ func TestTakePeekAndReset(t *testing.T) {
 	}
 }
 
-// What the encoding of the database refuses is the caller's mistake, and the complaint shows nothing of it.
+// Text that the database's encoding refuses is the caller's mistake, and the message does not show it.
 func TestTextThatTheEncodingRefuses(t *testing.T) {
 	t.Parallel()
 
@@ -110,7 +110,7 @@ func TestTextThatTheEncodingRefuses(t *testing.T) {
 	invoke(t, parsed.String(), "reset", strings.Repeat("n", 129), "k").complains(t, exitUsage, "1 to 128 bytes")
 }
 
-// fill makes rows of a limiter in SQL: key 1 to n, each with so much taken of a window of a year.
+// fill creates rows of a limiter in SQL: key 1 to n, each with usage in a window of a year.
 func fill(t *testing.T, db *pgtest.DB, table, name string, n, taken int) {
 	t.Helper()
 	pgtest.Exec(t, db.Pool, `INSERT INTO `+table+` (prefix, key, algorithm, count, window_start, expires_at)
@@ -138,7 +138,7 @@ func TestResetAll(t *testing.T) {
 	invoke(t, db.URL, "reset", "login", "--all").complains(t, exitUsage, "--yes")
 	require.Equal(t, "login durable 2500, login ephemeral 2500, logins durable 7, logins ephemeral 7", rows())
 
-	// A row of somebody's transaction is left out, waited for at the end, and then given up.
+	// A row that is locked by another transaction is skipped, waited for at the end, and then given up.
 	var held string
 	tx, err := db.Pool.Begin(t.Context())
 	require.NoError(t, err)
@@ -164,9 +164,9 @@ func TestResetAll(t *testing.T) {
 	require.Contains(t, invoke(t, db.URL, "reset", "login", "--all", "--yes").done(t), "nothing to reset")
 }
 
-// A function locks longer keys first. What resets a whole limiter in another order, and waits with rows in its
-// hands, deadlocks with it.
-// A role that may only read and call has the function delete, and waits for the key that somebody holds by itself.
+// A function locks longer keys first. A reset of a whole limiter in another order, if it waited while holding row
+// locks, would deadlock with it. If a role may only read and call, the function deletes, and waits only for the locked
+// key.
 func TestResetAllByARoleThatMayNotDelete(t *testing.T) {
 	t.Parallel()
 
@@ -232,7 +232,7 @@ func TestResetAllDeadlocksWithNobody(t *testing.T) {
 				require.NoError(t, err)
 			}
 
-			// Somebody holds bb, as a function does that is about to lock a.
+			// Another session locks bb, like a function that will lock a next.
 			tx, err := db.Pool.Begin(t.Context())
 			require.NoError(t, err)
 			defer tx.Rollback(context.WithoutCancel(t.Context()))
@@ -263,7 +263,7 @@ func TestResetAllDeadlocksWithNobody(t *testing.T) {
 	}
 }
 
-// Under load, too; here the counter of the server tells.
+// Also under load; here the server's counter shows it.
 func TestResetAllUnderLoad(t *testing.T) {
 	t.Parallel()
 
@@ -346,7 +346,7 @@ func TestTop(t *testing.T) {
 	require.NotContains(t, out, "\na ")
 	require.Contains(t, out, "\n6 rows of limiter login in rate_limit_ephemeral looked at\n")
 
-	// A lowered limit is over-used.
+	// After the limit was lowered, usage is above it.
 	out = invoke(t, db.URL, "top", "login", "--policy", "sliding 2/365d", "-n", "1").done(t)
 	require.Regexp(t, `(?m)^[abcd]    0 `, out)
 }
@@ -383,7 +383,7 @@ func TestTopOfAnotherTableAndAlgorithm(t *testing.T) {
 			"which is about 0.5 % of them: see --max-rows\n",
 	)
 
-	// To another algorithm they are as good as new.
+	// For another algorithm, they are as good as new.
 	for _, policy := range []string{"sliding 5/365d", "bucket 5 1/1d", "log 5/365d"} {
 		require.Empty(
 			t,
@@ -410,7 +410,7 @@ func TestTopOfALog(t *testing.T) {
 	require.EqualValues(t, 2, keys[1].Remaining)
 }
 
-// Whoever chooses the keys must not reach the terminal of the person on call.
+// Users who choose their keys must not control the terminal of the person on call.
 func TestKeysAreShownHarmlessly(t *testing.T) {
 	t.Parallel()
 

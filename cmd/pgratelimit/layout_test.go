@@ -14,7 +14,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// requireNarrow requires that no line is wider than this, or has half of a time.
+// requireNarrow checks that no line is wider than this, and that no time is broken.
 func requireNarrow(t *testing.T, text string, columns int) {
 	t.Helper()
 	for line := range strings.Lines(text) {
@@ -68,7 +68,7 @@ no table
 	require.Empty(t, cli.Layout("", 80))
 }
 
-// On a terminal, tables of all commands fit, also with keys and comments that are long.
+// On a terminal, tables of all commands fit, even with long keys and comments.
 func TestTerminalOf100Columns(t *testing.T) {
 	t.Parallel()
 

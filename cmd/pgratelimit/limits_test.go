@@ -71,7 +71,7 @@ func TestLimits(t *testing.T) {
 	require.NotContains(t, text, "~")
 }
 
-// A table beyond the size of a sample is not read as a whole, and what is shown says so.
+// A table larger than a sample is not read completely, and the output says so.
 func TestLimitsOfALargeTableAreEstimated(t *testing.T) {
 	t.Parallel()
 
@@ -99,7 +99,7 @@ func TestLimitsOfALargeTableAreEstimated(t *testing.T) {
 	require.EqualValues(t, rows, exact.Rows)
 	require.NotContains(t, invoke(t, db.URL, "limits", "--exact").done(t), "~")
 
-	// Whatever takes too long is ended.
+	// Statements that take too long are ended.
 	o := invoke(t, db.URL, "limits", "--exact", "--timeout", "1ms")
 	o.complains(t, exitFailed, "SQLSTATE 57014", "--timeout allows a statement more than 1ms")
 }

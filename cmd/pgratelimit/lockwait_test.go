@@ -13,7 +13,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// No command waits for a lock in silence. After a second it says who has the lock, and never what the statement was.
+// No command waits for a lock in silence. After a second it says who holds the lock, without the holder's statement.
 func TestNoCommandWaitsInSilence(t *testing.T) {
 	t.Parallel()
 

@@ -1,4 +1,4 @@
-// Command pgratelimit operates rate limits that are kept in Postgres. Its help describes it.
+// Command pgratelimit operates rate limits in Postgres. Its help describes it.
 package main
 
 import (
@@ -26,7 +26,7 @@ import (
 // Exit codes.
 const (
 	exitFailed = 1
-	exitUsage  = 2 // the command line makes no sense
+	exitUsage  = 2 // the command line is invalid
 	exitDenied = 3 // of take
 )
 
@@ -39,8 +39,8 @@ PGPASSWORD or ~/.pgpass.
 Exit codes: 0 done, 1 failed, 2 the command line makes no sense, 3 denied (take).`
 
 func main() {
-	// If a reader of our output, such as head, has seen enough, that must not end this process before it has
-	// cleaned up.
+	// A reader of our output, such as head, may close it early. That must not end this process before it has cleaned
+	// up.
 	signal.Ignore(syscall.SIGPIPE)
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
 	code := run(ctx, os.Args[1:], &cli.App{Stdin: os.Stdin, Stdout: os.Stdout, Stderr: os.Stderr})
@@ -126,7 +126,7 @@ func rootCommand(a *cli.App) *cobra.Command {
 	return root
 }
 
-// version returns the version of the module that `go install` has built.
+// version returns the version of the module that `go install` built.
 func version() string {
 	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
 		return info.Main.Version

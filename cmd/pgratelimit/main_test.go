@@ -35,7 +35,7 @@ func TestMain(m *testing.M) {
 	pgtest.Main(m)
 }
 
-// Tests, and the commands that they run, see no DATABASE_URL that happens to be set, however they are run.
+// Tests and their commands never see a DATABASE_URL from the environment.
 func TestNobodysDatabaseIsUsed(t *testing.T) {
 	t.Parallel()
 
@@ -52,7 +52,7 @@ func TestNobodysDatabaseIsUsed(t *testing.T) {
 	require.NoError(t, err, string(output))
 }
 
-// command is the command as a process of its own.
+// command is the command in its own process.
 func command(t *testing.T, databaseURL string, args ...string) *exec.Cmd {
 	t.Helper()
 	path, err := os.Executable()
@@ -63,13 +63,13 @@ func command(t *testing.T, databaseURL string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// outcome is what a person sees of a command.
+// outcome is the visible result of a command.
 type outcome struct {
 	code           int
 	stdout, stderr string
 }
 
-// invoke runs the command as a process of its own, with pipes.
+// invoke runs the command in its own process, with pipes.
 func invoke(t *testing.T, databaseURL string, args ...string) outcome {
 	t.Helper()
 	return invokeWith(t, nil, databaseURL, args...)
@@ -88,7 +88,7 @@ func invokeWith(t *testing.T, environment []string, databaseURL string, args ...
 	return outcome{cmd.ProcessState.ExitCode(), stdout.String(), stderr.String()}
 }
 
-// done requires success without a complaint, and returns what was printed.
+// done requires success and an empty standard error, and returns the output.
 func (o outcome) done(t *testing.T) string {
 	t.Helper()
 	require.Zero(t, o.code, o.stderr)
@@ -96,7 +96,7 @@ func (o outcome) done(t *testing.T) string {
 	return o.stdout
 }
 
-// complains requires an exit code, no output, and one line on standard error that says all of this.
+// complains requires an exit code, no output, and one line on standard error with all of these texts.
 func (o outcome) complains(t *testing.T, code int, words ...string) {
 	t.Helper()
 	require.Equal(t, code, o.code, o.stderr)
@@ -108,7 +108,7 @@ func (o outcome) complains(t *testing.T, code int, words ...string) {
 	}
 }
 
-// decode reads the JSON that a successful command has printed.
+// decode reads the JSON output of a successful command.
 func decode[T any](t *testing.T, o outcome) T {
 	t.Helper()
 	var value T
@@ -118,7 +118,7 @@ func decode[T any](t *testing.T, o outcome) T {
 	return value
 }
 
-// urlWith returns the connection string of a database with a parameter added.
+// urlWith adds a parameter to a database's connection string.
 func urlWith(t *testing.T, db *pgtest.DB, parameter string) string {
 	t.Helper()
 	parsed, err := url.Parse(db.URL)
@@ -130,7 +130,7 @@ func urlWith(t *testing.T, db *pgtest.DB, parameter string) string {
 	return parsed.String()
 }
 
-// commands returns all commands that do something, by what a person types.
+// commands returns all commands that do something, by their words.
 func commands(t *testing.T) map[string]*cobra.Command {
 	t.Helper()
 	all := map[string]*cobra.Command{}
@@ -172,7 +172,7 @@ func TestHelp(t *testing.T) {
 	require.Contains(t, invoke(t, "", "__complete", "peek", "login", "key", "--policy", "").stdout, "sliding 100/1m")
 }
 
-// examples are command lines that somebody is told to type: all that follows the word pgratelimit in a line of shell.
+// examples are the command lines in documents: the rest of a line of shell after the word pgratelimit.
 func examples(t *testing.T, text string) [][]string {
 	t.Helper()
 	var all [][]string
@@ -192,7 +192,7 @@ func examples(t *testing.T, text string) [][]string {
 	return all
 }
 
-// requireAccepted requires that a command line makes sense.
+// requireAccepted requires that a command line is valid.
 func requireAccepted(t *testing.T, args []string) {
 	t.Helper()
 	cmd, rest, err := rootCommand(new(cli.App)).Find(args)
@@ -300,7 +300,7 @@ func TestCommandLinesThatMakeNoSense(t *testing.T) {
 	}
 }
 
-// asking are all commands that ask the database, with arguments with which they would work.
+// asking are all commands that use the database, with valid arguments.
 func asking() [][]string {
 	const policy = "--policy=sliding 10/1m"
 	return [][]string{
@@ -337,7 +337,7 @@ func TestNoDatabase(t *testing.T) {
 		require.NotContains(t, o.stderr, "user:123")
 	}
 
-	// As psql does it: without a connection string, by the PG* variables.
+	// As in psql: without a connection string, the PG* variables count.
 	host, port, err := net.SplitHostPort(address)
 	require.NoError(t, err)
 	cmd := command(t, "", "limits")
@@ -371,7 +371,7 @@ func TestDatabaseThatIsNotMigrated(t *testing.T) {
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 }
 
-// What others have put where the tables and functions should be is not run with the rights of whoever looks after them.
+// Strangers' objects with the names of our tables and functions are never run with the rights of the operator.
 func TestForeignObjectsAreNotRun(t *testing.T) {
 	t.Parallel()
 	fakes := map[string]string{
@@ -389,7 +389,7 @@ func TestForeignObjectsAreNotRun(t *testing.T) {
 		}
 		if kind != "function" {
 			pgtest.Exec(t, db.Pool, sql)
-			for _, args := range asking()[3:] { // those before them migrate
+			for _, args := range asking()[3:] { // the ones before these migrate
 				invoke(t, db.URL, args...).complains(t, 1, kind+" ", "is not what the migrations make")
 			}
 			continue
@@ -408,14 +408,14 @@ func TestForeignObjectsAreNotRun(t *testing.T) {
 	invoke(t, urlWith(t, db, "search_path=public,pg_catalog"), "limits").complains(t, 1, "leave pg_catalog out")
 }
 
-// What a stranger owns could become something else between the look at it and its use, so nothing of it is used.
+// A stranger could change its own object between the check and the use, so none of these is used.
 func TestObjectsOfStrangersAreNotUsed(t *testing.T) {
 	t.Parallel()
 
 	for _, owned := range []string{"TABLE rate_limit_ephemeral", "TABLE rate_limit_durable", "FUNCTION rate_limit_sweep", "FUNCTION rate_limit_all"} {
 		db := pgtest.New(t)
 		pgtest.Exec(t, db.Pool, "GRANT CREATE ON SCHEMA public TO pg_monitor; ALTER "+owned+" OWNER TO pg_monitor")
-		for _, args := range asking()[3:] { // those before them migrate
+		for _, args := range asking()[3:] { // the ones before these migrate
 			if args[0] != "doctor" {
 				invoke(
 					t,
@@ -423,14 +423,14 @@ func TestObjectsOfStrangersAreNotUsed(t *testing.T) {
 					args...).complains(t, 1, "belongs to pg_monitor, who owns neither the schema nor the database")
 			}
 		}
-		// The owner of the database could put anything there at any time.
+		// The database's owner could create anything there at any time.
 		pgtest.Exec(t, db.Pool,
 			`DO $$ BEGIN EXECUTE format('ALTER DATABASE %I OWNER TO pg_monitor', current_database()); END $$`)
 		invoke(t, db.URL, "limits").done(t)
 	}
 }
 
-// The doctor looks at tables of strangers too. They cannot attach anything to them meanwhile that would run.
+// doctor reads strangers' tables too. Meanwhile they cannot add anything to these tables that would run.
 func TestDoctorRunsNothingThatAppearsMeanwhile(t *testing.T) {
 	t.Parallel()
 
@@ -459,8 +459,8 @@ func TestDoctorRunsNothingThatAppearsMeanwhile(t *testing.T) {
 			)
 		})
 	}
-	// The doctor has looked at the table, and waits for the first transaction to use it. The next one comes before its
-	// next use.
+	// doctor has checked the table, and waits for the first transaction to use it. The next one changes the table
+	// before doctor uses it again.
 	first, second := begin(), begin()
 	_, err := first.Exec(t.Context(), "LOCK TABLE rate_limit_ephemeral")
 	require.NoError(t, err)
@@ -522,11 +522,11 @@ func TestRoleWithoutRights(t *testing.T) {
 	require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral"))
 }
 
-// patience is how long a test waits at most for what is certain to come.
+// patience is the longest wait for something that is certain to come.
 const patience = time.Minute
 
-// Statements that look at the catalogs seem dear where enable_nestloop is off, and took seconds to compile. Here
-// whatever is to be compiled fails, because plpgsql is no compiler.
+// With enable_nestloop off, catalog queries looked expensive, and took seconds to compile. Here every compilation
+// fails, because plpgsql is no compiler.
 func TestCommandsAreNotCompiled(t *testing.T) {
 	t.Parallel()
 
@@ -561,7 +561,7 @@ func TestCommandsAreNotCompiled(t *testing.T) {
 	} {
 		invoke(t, server.URL(), args...).done(t)
 	}
-	// The doctor finds out whether there is a compiler, which is the only thing that fails.
+	// doctor checks whether there is a compiler, and only that fails.
 	require.Equal(t, 1, strings.Count(invoke(t, server.URL(), "doctor").stdout, "could not be looked at"))
 	conn, err := pgx.Connect(t.Context(), server.URL())
 	require.NoError(t, err)

@@ -60,12 +60,12 @@ func TestMigrateUpAndDown(t *testing.T) {
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 }
 
-// What migrate print prints does, in another tool, what migrate up does.
+// In another tool, the output of migrate print has the same effect as migrate up.
 func TestMigratePrint(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.Empty(t)
-	pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // which Postgres 14 grants
+	pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // Postgres 14 grants this
 	before := pgtest.Objects(t, db.Pool)
 	apply := func(args ...string) {
 		_, err := db.Pool.Exec(
@@ -91,7 +91,7 @@ func TestMigratePrint(t *testing.T) {
 	apply("--down")
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 
-	// What was printed is adopted, from every version on, and rolled back. Status, doctor and the tables agree.
+	// Printed migrations are adopted at every version, and rolled back. status, doctor and the tables agree.
 	for _, migration := range all {
 		apply(fmt.Sprint(migration.Version))
 		listed := decode[[]upkeep.MigrationStatus](t, invoke(t, db.URL, "migrate", "up", "--json"))
@@ -107,7 +107,7 @@ func TestMigratePrint(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "DROP TABLE rate_limit_goose_version")
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 
-	// What was changed since is not.
+	// Changed objects are not adopted.
 	apply()
 	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_durable DROP COLUMN scale")
 	invoke(t, db.URL, "migrate", "up").complains(t, exitFailed, "table rate_limit_durable lacks column scale")
@@ -129,7 +129,7 @@ func TestMigrateStatusOfANewerVersion(t *testing.T) {
 	invoke(t, db.URL, "migrate", "down", "--yes").complains(t, exitFailed, "newer version of this module")
 }
 
-// The server would read the name of a schema as another one. So the command says what to do, before it does anything.
+// The server would read this schema name as another one. So the command gives advice before it does anything.
 func TestSchemaThatTheEncodingGarbles(t *testing.T) {
 	t.Parallel()
 

@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// why is the flag that commands require which change policies.
+// why is the flag that all commands that change policies require.
 const why = "--comment=why"
 
 // changed is the JSON of a command that changes policies.
@@ -26,7 +26,7 @@ func changed(t *testing.T, url string, args ...string) policies.PolicyChange {
 	return decode[policies.PolicyChange](t, invoke(t, url, append(args, "--json")...))
 }
 
-// gets are the policies that apply to a key, or to everybody, as "state mode policy".
+// gets are the policies for a key, or for all keys, as "state mode policy".
 func gets(t *testing.T, url string, args ...string) (all []string) {
 	t.Helper()
 	for _, r := range decode[[]policies.PolicyRow](t, invoke(t, url, append([]string{"policy", "get", "api", "--json"}, args...)...)) {
@@ -53,7 +53,7 @@ func TestPolicySetReplacesWhatIsInForce(t *testing.T) {
 	require.Equal(t, []string{"in force enforce sliding 200/1m"}, gets(t, db.URL, "a"))
 	require.Empty(t, gets(t, db.URL, "ab"))
 
-	// Others' rows stay: of prefixes, everybody, limiters, and shadows.
+	// Other rows stay: those for prefixes, for all keys, of other limiters, and shadows.
 	changed(t, db.URL, "policy", "set", "api", "--prefix", "a", "sliding 300/1m", why)
 	changed(t, db.URL, "policy", "set", "api", "--everybody", "sliding 10/1m", why)
 	changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 1/1m", "--mode", "shadow", why)
@@ -74,7 +74,7 @@ func TestPolicySetReplacesWhatIsInForce(t *testing.T) {
 	}, gets(t, db.URL, "abc"))
 }
 
-// What has an end overrides what is there, which is in force again afterwards.
+// A row with an end overrides the existing one, which is in force again afterwards.
 func TestPolicySetForAWhile(t *testing.T) {
 	t.Parallel()
 
@@ -92,8 +92,8 @@ func TestPolicySetForAWhile(t *testing.T) {
 	require.Equal(t, time.Date(2100, 1, 2, 0, 0, 0, 0, time.UTC), *c.Added.ValidFrom)
 	require.Equal(t, 17*time.Hour, c.Added.ValidUntil.Sub(*c.Added.ValidFrom))
 	c = changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 300/1m", why, "--from", "1d", "--until", "2h")
-	require.Equal(t, 2*time.Hour, c.Added.ValidUntil.Sub(*c.Added.ValidFrom)) // from the beginning on
-	require.Equal(t, "sliding 200/1m", *c.Overrides.Policy)                   // which then is still in force
+	require.Equal(t, 2*time.Hour, c.Added.ValidUntil.Sub(*c.Added.ValidFrom)) // counted from the beginning
+	require.Equal(t, "sliding 200/1m", *c.Overrides.Policy)                   // it is in force again then
 	set := []string{"policy", "set", "api", "--key", "a", "sliding 400/1m", why, "--from", "2d"}
 	require.Contains(t, invoke(t, db.URL, append(set, "--dry-run")...).done(t),
 		"would be overridden  api      key a  enforce  sliding 100/1m")
@@ -104,7 +104,7 @@ func TestPolicySetForAWhile(t *testing.T) {
 		"in force enforce sliding 200/1m", "overridden enforce sliding 100/1m",
 	}, gets(t, db.URL, "a"))
 
-	// Without an end, what has begun is replaced, and what is yet to begin stays.
+	// A row without an end replaces the one that has begun, and future ones stay.
 	c = changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 500/1m", why)
 	require.Len(t, c.Removed, 2)
 	require.Nil(t, c.Overrides)
@@ -119,14 +119,15 @@ func TestPolicySetForAWhile(t *testing.T) {
 		invoke(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 1000/1m", why, flag, "9999-12-31").
 			complains(t, exitFailed, "before 9999-12-31 (UTC)")
 	}
-	for _, flag := range []string{"--until", "--from"} { // the time that Go takes for none
+	for _, flag := range []string{"--until", "--from"} { // Go's zero time
 		invoke(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 300/1m", why, flag, "0001-01-01").
 			complains(t, exitUsage, flag+", 0001-01-01 00:00:00Z, is not later than")
 	}
 	require.Len(t, gets(t, db.URL, "a"), 4)
 }
 
-// A limit becomes lower only by --force: at once or in the long run, of what is replaced, or of what would be in force.
+// A limit is lowered only with --force: at once or in the long run, compared with the replaced row, or with the one
+// that would be in force.
 func TestPolicySetLowersOnlyByForce(t *testing.T) {
 	t.Parallel()
 
@@ -165,12 +166,12 @@ func TestPolicySetLowersOnlyByForce(t *testing.T) {
 			if test.now != "--off" {
 				require.False(t, changed(t, db.URL, append(set, "--dry-run", "--mode=shadow")...).Lowers)
 			}
-			require.Len(t, gets(t, db.URL, "a"), 1) // nothing was done so far
+			require.Len(t, gets(t, db.URL, "a"), 1) // nothing has changed so far
 			require.Equal(t, test.lowers, changed(t, db.URL, append(set, "--force")...).Lowers)
 		})
 	}
 
-	// What is in force for a wider prefix or for everybody counts, and what is for others or in the code does not.
+	// Rows in force for a shorter prefix or for all keys count. Rows for other keys and the policy in the code do not.
 	db := pgtest.New(t)
 	changed(t, db.URL, "policy", "set", "api", "--everybody", "sliding 50/1m", why)
 	changed(t, db.URL, "policy", "set", "api", "--prefix", "a:", "sliding 100/1m", why)
@@ -179,7 +180,7 @@ func TestPolicySetLowersOnlyByForce(t *testing.T) {
 	} {
 		require.Equal(t, lowers, changed(t, db.URL, "policy", "set", "api", target, "sliding 60/1m", why, "--dry-run").Lowers, target)
 	}
-	// A ban that is replaced hides no limit under it, and nothing is lower than a ban.
+	// A replaced ban hides no limit below it, and nothing is lower than a ban.
 	changed(t, db.URL, "policy", "set", "api", "--key", "c", "sliding 100/1m", why)
 	changed(t, db.URL, "ban", "api", "c", "--for", "1h", why)
 	changed(t, db.URL, "ban", "api", "d", "--for", "1h", why)
@@ -195,7 +196,7 @@ func TestPolicySetLowersOnlyByForce(t *testing.T) {
 	require.False(t, changed(t, db.URL, "policy", "set", "api", "--key", "c", "--off", why, "--dry-run").Lowers)
 }
 
-// Whoever sets a policy of another kind than all rows of the limiter is warned.
+// A policy of another kind than all rows of the limiter causes a warning.
 func TestPolicySetOfAnotherKind(t *testing.T) {
 	t.Parallel()
 
@@ -219,14 +220,14 @@ func TestPolicySetOfAnotherKind(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "SELECT rate_limit_allow('api', 'c', 'sliding 10/1d')")
 	require.Empty(t, set("sliding 10/1m", "--force"))
 
-	// A role that may not look sets it all the same.
+	// A role that may not read the tables sets it anyway.
 	pgtest.Exec(t, db.Pool, "GRANT SELECT, INSERT, UPDATE, DELETE ON rate_limit_policy TO pg_monitor")
 	o := invoke(t, urlWith(t, db, "role=pg_monitor"), "policy", "set", "api", "--key=a", "log 10/1m", "--force", why)
 	require.Zero(t, o.code)
 	require.Empty(t, o.stderr)
 }
 
-// A dry run tells the same as a run, and changes nothing. It needs no right to change anything.
+// A dry run prints the same as a run, and changes nothing. It needs no right to change anything.
 func TestPolicyDryRun(t *testing.T) {
 	t.Parallel()
 
@@ -273,7 +274,7 @@ func TestPolicyUnset(t *testing.T) {
 	require.Equal(t, "there is nothing to remove\n", invoke(t, db.URL, "policy", "unset", "api", "--everybody").done(t))
 }
 
-// What a person sees.
+// The output for people.
 func TestPoliciesAreListed(t *testing.T) {
 	t.Parallel()
 
@@ -347,7 +348,7 @@ func TestPolicyHistory(t *testing.T) {
 	require.Regexp(t, `(?m)^20\S+ \S+Z +postgres +delete +api +key a +enforce +sliding 100/1m`, out)
 }
 
-// Two people change the policy of a key at once. The second one waits, and sees what the first one has done.
+// Two people change a key's policy at once. The second one waits, and sees the first one's change.
 func TestOperatorsTakeTurns(t *testing.T) {
 	t.Parallel()
 
@@ -374,7 +375,7 @@ func TestOperatorsTakeTurns(t *testing.T) {
 	require.Equal(t, []string{"in force enforce sliding 200/1m"}, gets(t, db.URL, "a"))
 }
 
-// Without the table, or without rights, the command says what to do, and nothing of the key.
+// Without the table, or without rights, the command gives advice, and does not show the key.
 func TestPoliciesThatCannotBeChanged(t *testing.T) {
 	t.Parallel()
 
@@ -404,7 +405,7 @@ func TestPoliciesThatCannotBeChanged(t *testing.T) {
 	}
 }
 
-// The rows are those of the schema that is asked about, whatever its name is.
+// The rows are those in the given schema, for any schema name.
 func TestPoliciesInASchema(t *testing.T) {
 	t.Parallel()
 
@@ -422,7 +423,7 @@ func TestPoliciesInASchema(t *testing.T) {
 	}
 }
 
-// A trigger that somebody else has put on the table, or a function of a stranger's, is not run.
+// A trigger that a stranger has added to the table, and a stranger's function, are not run.
 func TestForeignTriggersOfPoliciesAreNotRun(t *testing.T) {
 	t.Parallel()
 
@@ -452,7 +453,7 @@ func TestForeignTriggersOfPoliciesAreNotRun(t *testing.T) {
 	}
 }
 
-// Times that came around the triggers, and that JSON cannot have, keep no command from its work.
+// Times that bypassed the triggers, and that JSON cannot represent, stop no command.
 func TestTimesOfPoliciesThatJSONCannotHave(t *testing.T) {
 	t.Parallel()
 
@@ -493,7 +494,7 @@ func TestBanAndUnban(t *testing.T) {
 	require.Equal(t, policies.ModeDeny, c.Added.Mode)
 	require.Equal(t, time.Hour, c.Added.ValidUntil.Sub(*c.Added.ValidFrom))
 	require.False(t, c.Added.Automatic)
-	// A shorter one changes nothing, a longer one takes its place, and a limiter's stays.
+	// A shorter ban changes nothing, a longer one replaces it, and a limiter's ban stays.
 	require.Regexp(t, "^the key is already banned, until 20.*Z\n$", invoke(t, db.URL, "ban", "api", "a", "--for", "59m", why).done(t))
 	c = changed(t, db.URL, "ban", "api", "a", "--for", "7d", why)
 	require.Len(t, c.Removed, 1)
@@ -502,7 +503,7 @@ func TestBanAndUnban(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, mode, comment) VALUES ('api', 'c', 'deny', 'for ever')")
 	require.Equal(t, "the key is already banned, without an end\n", invoke(t, db.URL, "ban", "api", "c", "--for", "9d", why).done(t))
 
-	// A ban that something else overrides bans nobody.
+	// A ban that another row overrides bans nobody.
 	changed(t, db.URL, "ban", "api", "e", "--for", "100d", why)
 	changed(t, db.URL, "policy", "set", "api", "--key", "e", "sliding 1/1m", why, "--until", "1h")
 	c = changed(t, db.URL, "ban", "api", "e", "--for", "2h", why)
@@ -514,7 +515,7 @@ func TestBanAndUnban(t *testing.T) {
 	require.Equal(t, []string{"in force enforce sliding 1/1m"}, gets(t, db.URL, "b"))
 	require.Contains(t, invoke(t, db.URL, "unban", "api", "a").done(t), "removed  api      key a  deny")
 	require.Equal(t, "the key is not banned\n", invoke(t, db.URL, "unban", "api", "a").done(t))
-	// Whoever is unbanned begins anew.
+	// After unban, a key starts again.
 	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, mode, valid_from, valid_until, comment, automatic)
 		VALUES ('api', 'd', 'deny', now() - interval '2 hours', now() - interval '1 hour', 'why', true)`)
 	require.Len(t, changed(t, db.URL, "unban", "api", "d").Removed, 1)
@@ -551,13 +552,13 @@ func TestExplain(t *testing.T) {
 	require.EqualValues(t, 60, e.State[0].Remaining)
 	require.EqualValues(t, 960, e.State[1].Remaining)
 	require.EqualValues(t, 100, explain("--durable").State[0].Remaining)
-	// A limiter of another kind passes the row over.
+	// A limiter of another kind ignores the row.
 	e = explain("--policy", "fixed 7/1h")
 	require.Equal(t, "code", e.Source)
 	require.Len(t, e.PassedOver, 1)
 	require.EqualValues(t, 7, e.State[0].Remaining)
 	require.Contains(t, invoke(t, db.URL, "explain", "api", "a:1", "--policy", "fixed 7/1h").done(t), "passed over")
-	// So does every limiter with rows that cannot be read, as a newer release might write them.
+	// All limiters ignore rows that they cannot read, such as those of a newer release.
 	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, `ALTER TABLE rate_limit_policy DISABLE TRIGGER USER;
 		INSERT INTO rate_limit_policy (name, key, mode, policy, comment) VALUES ('api', 'a:1', 'enforce', NULL, 'none'),
@@ -575,7 +576,7 @@ func TestExplain(t *testing.T) {
 	}
 	require.Equal(t, []string{"in force shadow sliding 5/1h", "in force enforce sliding 100/1h, sliding 1000/1d"}, shown[5:])
 	require.Equal(t, 5, strings.Count(invoke(t, db.URL, "policy", "list").done(t), policies.PassedOver))
-	// What is set is compared with what is in force.
+	// A new policy is compared with the one in force.
 	set := []string{"policy", "set", "api", "--key", "a:1", "--until=1h", "--dry-run", why}
 	require.False(t, changed(t, db.URL, append(set, "sliding 100/1h, sliding 1000/1d")...).Lowers)
 	require.True(t, changed(t, db.URL, append(set, "sliding 99/1h")...).Lowers)
@@ -599,14 +600,14 @@ func TestExplain(t *testing.T) {
 	require.Regexp(t, `(?m)^banned +without an end, by postgres, for prefix a:: attack$`, out)
 	require.Contains(t, out, "left      not known: nothing is counted while this row is in force\n")
 
-	// Whoever may read policies, and not ask, is told the rest.
+	// A role that may read policies but not peek gets the other information.
 	pgtest.Exec(t, db.Pool, "GRANT SELECT ON rate_limit_policy TO pg_monitor")
 	out = invoke(t, urlWith(t, db, "role=pg_monitor"), "explain", "api", "b").done(t)
 	require.Contains(t, out, "for everybody")
 	require.Contains(t, out, "left      not known: this role may not ask")
 }
 
-// The statements of the commands need no scan of a large table, whatever the planner believes.
+// The commands' statements never scan a large table, for any estimate of the planner.
 func TestPolicyCommandsUseTheIndex(t *testing.T) {
 	t.Parallel()
 
@@ -626,7 +627,7 @@ func TestPolicyCommandsUseTheIndex(t *testing.T) {
 	require.Less(t, scans.IndexRows, int64(100))
 }
 
-// anyTx is a connection in the place of a transaction.
+// anyTx is a connection used as a transaction.
 type anyTx struct {
 	pgx.Tx
 	conn *pgx.Conn

@@ -12,7 +12,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// What the processes have reported is shown for each shadow policy, with the keys that it would have denied most.
+// The reports of the processes are shown for each shadow policy, with the keys that it would have denied most.
 func TestPolicyCompare(t *testing.T) {
 	t.Parallel()
 
@@ -28,7 +28,7 @@ func TestPolicyCompare(t *testing.T) {
 	pgtest.Exec(t, db.Pool, `SELECT rate_limit_report(array_fill($1::bigint, ARRAY[4]), ARRAY['', 'a', E'b\n', 'c'],
 		ARRAY[1000, 0, 0, 0]::bigint[], ARRAY[10, 8, 2, 0]::bigint[], ARRAY[55, 20, 30, 5]::bigint[])`, id)
 
-	// It counts from when the row was last changed, or from when it begins, and not from the first report.
+	// Counts start when the row was last changed, or when it begins, and not at the first report.
 	pgtest.Exec(t, db.Pool, `ALTER TABLE rate_limit_policy DISABLE TRIGGER USER;
 		UPDATE rate_limit_policy SET valid_from = now() - interval '9 days', changed_at = now() - interval '3 days';
 		ALTER TABLE rate_limit_policy ENABLE TRIGGER USER`)

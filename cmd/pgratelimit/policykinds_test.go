@@ -12,7 +12,7 @@ import (
 
 const inOtherTable = "limiter api has its rows in rate_limit_%s, not in rate_limit_%s: %s"
 
-// A limiter whose rows are in the other table is not taken for one without rows.
+// A limiter with rows in the other table does not count as one without rows.
 func TestForgettingDurableIsTold(t *testing.T) {
 	t.Parallel()
 
@@ -69,7 +69,7 @@ func TestForgettingDurableIsTold(t *testing.T) {
 			out := run(false, "limits").done(t)
 			require.Contains(t, out, "\napi has rows in both tables: perhaps somebody left out --durable, or durable => true\n")
 			require.NotContains(t, out, "\nother has")
-			// What is in both tables is in the one that was named.
+			// If both tables have rows, the given one counts.
 			run(!test.durable, "peek", "api", test.key, policy).done(t)
 			run(!test.durable, "reset", "api", "--all", "--yes").done(t)
 			require.Equal(t, before, rows())
@@ -80,7 +80,7 @@ func TestForgettingDurableIsTold(t *testing.T) {
 	}
 }
 
-// Rows that have expired tell where a limiter has its rows if nothing else does.
+// If there are no other rows, expired ones show a limiter's table.
 func TestForgettingDurableOfExpiredRows(t *testing.T) {
 	t.Parallel()
 
@@ -94,7 +94,7 @@ func TestForgettingDurableOfExpiredRows(t *testing.T) {
 	require.Contains(t, invoke(t, db.URL, "peek", "api", "a", policy).done(t), "give --durable")
 }
 
-// A policy of another kind than the rows would have them forgotten.
+// With a policy of another kind than the rows, their counts would be ignored.
 func TestPolicyOfAnotherKindIsTold(t *testing.T) {
 	t.Parallel()
 
@@ -120,7 +120,7 @@ func TestPolicyOfAnotherKindIsTold(t *testing.T) {
 			}
 			asking := [][]string{{"peek", "api", test.key}, {"explain", "api", test.key}}
 			if test.written != "fixed 10/365d, log 9/365d" && test.asked != "fixed 20/1d, log 9/365d" {
-				asking = append(asking, []string{"top", "api"}) // which takes one policy
+				asking = append(asking, []string{"top", "api"}) // it takes one policy
 			}
 			for _, args := range asking {
 				out := invoke(t, db.URL, append(args, "--policy", test.asked)...).done(t)
@@ -147,7 +147,7 @@ func TestPolicyOfAnotherKindIsTold(t *testing.T) {
 	}
 }
 
-// A role that may not read the tables is not told, and does what it may.
+// A role that may not read the tables gets no warning, and can do what it may.
 func TestNobodyIsToldWithoutRights(t *testing.T) {
 	t.Parallel()
 

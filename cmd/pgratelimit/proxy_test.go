@@ -23,7 +23,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/shard"
 )
 
-// proxy is a database that is to be a proxy of others on the same server.
+// proxy is a database that will be a proxy of others on the same server.
 type proxy struct {
 	*pgtest.DB
 
@@ -32,8 +32,8 @@ type proxy struct {
 	user        string
 }
 
-// newProxy makes the databases. It skips the test where the server has no PL/Proxy, unless RATELIMIT_TEST_PLPROXY says
-// that it has.
+// newProxy creates the databases. It skips the test if the server has no PL/Proxy, unless RATELIMIT_TEST_PLPROXY is
+// set.
 func newProxy(t *testing.T, n int) *proxy {
 	t.Helper()
 	p := &proxy{DB: pgtest.Empty(t)}
@@ -61,7 +61,7 @@ func (p *proxy) set(t *testing.T, args ...string) outcome {
 		append(cmd, p.connections...)...)
 }
 
-// made is a proxy that works.
+// made returns a working proxy.
 func madeProxy(t *testing.T, n int) *proxy {
 	t.Helper()
 	p := newProxy(t, n)
@@ -83,7 +83,7 @@ func TestShardSet(t *testing.T) {
 	}
 }
 
-// What is wrong is said before anything is changed, with the shard that it is about.
+// Problems are reported before anything changes, with the shard's name.
 func TestShardSetRefuses(t *testing.T) {
 	t.Parallel()
 
@@ -122,7 +122,7 @@ func TestShardSetRefuses(t *testing.T) {
 	refused(name(0)+"is not migrated in schema public", "pgratelimit migrate up")
 	invoke(t, p.shards[0].URL, "migrate", "up").done(t)
 
-	// What PL/Proxy itself meets is found in the transaction that makes the proxy.
+	// Problems of PL/Proxy itself are found in the transaction that makes the proxy.
 	user := p.user
 	p.user = "nobody_" + strings.ToLower(rand.Text())
 	refused("the proxy stays as it was", "PL/Proxy cannot use it")
@@ -174,7 +174,7 @@ func TestShardConnectionsThatMakeNoSense(t *testing.T) {
 	invoke(t, "postgres://h/app", "shard", "set", "dbname=a").complains(t, exitFailed)
 }
 
-// The commands do with a proxy what they do with a database that has limits.
+// The commands work on a proxy as on a database with limits.
 func TestCommandsOnAProxy(t *testing.T) {
 	t.Parallel()
 
@@ -239,7 +239,7 @@ func TestCommandsOnAProxy(t *testing.T) {
 		note, err = listening.WaitForNotification(t.Context())
 		require.NoError(t, err)
 	}
-	require.Equal(t, len(p.shards)+1, told) // each has told what it has reset
+	require.Equal(t, len(p.shards)+1, told) // each has announced its reset keys
 	for _, shard := range p.shards {
 		pgtest.Exec(t, shard.Pool, "INSERT INTO rate_limit_ephemeral (prefix, key) SELECT 'old', i::text FROM generate_series(1, 2000) AS i")
 	}
@@ -253,12 +253,12 @@ func TestCommandsOnAProxy(t *testing.T) {
 	run("shard", "list", "--schema=other").complains(t, exitFailed, "is no proxy of shards")
 }
 
-// Shards as docs/operating.md sets them up: a schema and roles with no more rights than they need.
+// Shards as docs/operating.md sets them up: a schema and roles with only the rights that they need.
 func TestShardsWithRoles(t *testing.T) {
 	t.Parallel()
 
-	newProxy(t, 0)                                // which skips where there is no PL/Proxy
-	server := pgtest.Server(t, pgserver.Config{}) // roles belong to a whole server
+	newProxy(t, 0)                                // skips the test without PL/Proxy
+	server := pgtest.Server(t, pgserver.Config{}) // roles belong to the whole server
 	config, err := pgx.ParseConfig(server.URL())
 	require.NoError(t, err)
 	as := func(user, database string) string {
@@ -298,7 +298,7 @@ func TestShardsWithRoles(t *testing.T) {
 		"GRANT rate_limit_app, rate_limit_sweeper TO")
 	psql("limits_0", "GRANT rate_limit_app, rate_limit_sweeper TO limits_proxy")
 	invoke(t, boss, set...).done(t)
-	psql("limits_0", "GRANT rate_limit_app TO reader") // to look at keys, as people on call do
+	psql("limits_0", "GRANT rate_limit_app TO reader") // to read keys, like people on call
 
 	const policy = "--policy=fixed 1/1h"
 	for _, test := range []struct {
@@ -324,7 +324,7 @@ func TestShardsWithRoles(t *testing.T) {
 	examined(t, as("app", "limits"))
 }
 
-// The connection strings may lead to PgBouncer in transaction mode.
+// The connection strings may lead to a PgBouncer in transaction mode.
 func TestShardsBehindPgBouncer(t *testing.T) {
 	t.Parallel()
 
@@ -332,14 +332,14 @@ func TestShardsBehindPgBouncer(t *testing.T) {
 	for i, shard := range p.shards {
 		p.connections[i], _, _ = strings.Cut(pgtest.PgBouncer(t, shard, "transaction", 4), " user=")
 		p.connections[i] += " dbname=" + shard.Pool.Config().ConnConfig.Database
-		pgtest.Exec(t, shard.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // which Postgres 14 grants
+		pgtest.Exec(t, shard.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // Postgres 14 grants this
 	}
 	p.set(t).done(t)
 	invoke(t, p.URL, "take", "login", "key", "--policy=fixed 1/1h").done(t)
 	invoke(t, p.URL, "limits").done(t)
 	invoke(t, p.URL, "reset", "login", "--all", "--yes").done(t)
 	for check, f := range examined(t, p.URL) {
-		if !strings.HasSuffix(check, "long transactions") { // somebody else's test may be slow
+		if !strings.HasSuffix(check, "long transactions") { // another test may be slow
 			require.Equal(t, cli.Fine, f.Level, "%s: %v", check, f)
 		}
 	}

@@ -20,14 +20,14 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/shard"
 )
 
-// setOption changes a connection string behind the back of the command.
+// setOption changes a connection string without the command.
 func (p *proxy) setOption(t *testing.T, place int, connection string) {
 	t.Helper()
 	pgtest.Exec(t, p.Pool, fmt.Sprintf("ALTER SERVER %s OPTIONS (SET p%d %s)", shards.Server, place,
 		"'"+strings.ReplaceAll(connection, "'", "''")+"'"))
 }
 
-// listed is what 'shard list' says, and whether it finds something wrong.
+// listed is the output of 'shard list', and whether it reports a problem.
 func (p *proxy) listed(t *testing.T) (states []shard.State, wrong bool) {
 	t.Helper()
 	o := invoke(t, p.URL, "shard", "list", "--json")
@@ -58,7 +58,7 @@ func TestShardList(t *testing.T) {
 	require.Contains(t, states[1].Wrong[0].Found, "cannot be reached")
 	require.Contains(t, invoke(t, p.URL, "shard", "list").stdout, "shard 1 (gone) cannot be reached: ")
 
-	p.setOption(t, 1, p.connections[0]) // the map of somebody else
+	p.setOption(t, 1, p.connections[0]) // another proxy's map
 	states, wrong = p.listed(t)
 	require.True(t, wrong)
 	require.Equal(t, "is shard 0 of 2, and not shard 1 of 2", states[1].Wrong[0].Found)
@@ -76,7 +76,7 @@ func TestShardList(t *testing.T) {
 	invoke(t, p.shards[0].URL, "shard", "list").complains(t, exitFailed, "is no proxy of shards")
 }
 
-// Two proxies whose maps differ: the doctor of the one that is wrong says with which shards.
+// Two proxies have different maps: doctor on the wrong one names the shards.
 func TestDoctorOfProxiesWhoseMapsDiffer(t *testing.T) {
 	t.Parallel()
 
@@ -102,12 +102,12 @@ func TestDoctorOfProxiesWhoseMapsDiffer(t *testing.T) {
 	other.set(t).done(t)
 	require.Empty(t, wrong(other))
 
-	// A database that is no shard yet becomes one beside others only if the proxy has had those before.
+	// A new database becomes a shard beside others only if the proxy already has those.
 	stranger := &proxy{DB: pgtest.Empty(t), user: p.user, connections: []string{p.connections[0], strangers.connections[1]}}
 	stranger.set(t).complains(t, exitFailed, "shard 1 (", " is no shard yet, and shard 0 (", "`pgratelimit shard list` of another proxy")
 	require.Nil(t, pgtest.Scalar[*string](t, strangers.shards[1].Pool, "SELECT to_regclass('rate_limit_shard')::text"))
 
-	// Then it takes the place of another, and whoever still has that one is told.
+	// Then it replaces another one, and a proxy that still has that one is told so.
 	other.connections[1] = strangers.connections[1]
 	out := other.set(t).done(t)
 	require.Contains(t, out, "shard 1 ("+strangers.shards[1].Pool.Config().ConnConfig.Database+") takes the place of another "+
@@ -128,13 +128,13 @@ func TestDoctorOfProxiesWhoseMapsDiffer(t *testing.T) {
 	stranger.set(t).complains(t, exitFailed, "is a proxy of shards itself")
 }
 
-// A proxy and shards that are well, and what happens to them, each found.
+// A healthy proxy with healthy shards, and problems that happen to them, each found.
 func TestDoctorOfAProxy(t *testing.T) {
 	t.Parallel()
 
 	p := madeProxy(t, 2)
 	for _, shard := range p.shards {
-		pgtest.Exec(t, shard.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // which Postgres 14 grants
+		pgtest.Exec(t, shard.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // Postgres 14 grants this
 	}
 	name := func(i int) string {
 		return fmt.Sprintf("shard %d (%s): ", i, p.shards[i].Pool.Config().ConnConfig.Database)
@@ -142,13 +142,13 @@ func TestDoctorOfAProxy(t *testing.T) {
 	all := examined(t, p.URL)
 	require.Len(t, all, 6+2*(2+13+2*7))
 	for check, f := range all {
-		if !strings.HasSuffix(check, "long transactions") { // somebody else's test may be slow
+		if !strings.HasSuffix(check, "long transactions") { // another test may be slow
 			require.Equal(t, cli.Fine, f.Level, f)
 		}
 	}
 	require.Equal(t, "it answers", all[name(1)+"through the proxy"].Found)
 
-	// On a shard, its own doctor's cures hold.
+	// On a shard, the advice of its own doctor works.
 	pgtest.Exec(t, p.shards[1].Pool, "ALTER TABLE rate_limit_durable SET (fillfactor = 90)")
 	f := examined(t, p.URL)[name(1)+"rate_limit_durable: kind"]
 	require.Equal(t, cli.Warning, f.Level)
@@ -156,7 +156,7 @@ func TestDoctorOfAProxy(t *testing.T) {
 	follow(t, p.shards[1], f.Do)
 	require.Equal(t, cli.Fine, examined(t, p.URL)[name(1)+"rate_limit_durable: kind"].Level)
 
-	// What is there while a shard is divided is no damage.
+	// Additional objects during a division are no damage.
 	pgtest.Exec(t, p.shards[1].Pool, "CREATE TRIGGER rate_limit_note_deleted AFTER DELETE ON rate_limit_durable "+
 		"FOR EACH ROW EXECUTE FUNCTION _rate_limit_note_deleted()")
 	require.Equal(t, cli.Fine, examined(t, p.URL)[name(1)+"objects"].Level)
@@ -199,7 +199,7 @@ func TestDoctorOfAProxy(t *testing.T) {
 	require.Contains(t, all[name(1)+"through the proxy"].Found, "this database is shard 0 of 2")
 }
 
-// What is to be a proxy is not migrated, nor is one that has lost its functions.
+// A future proxy is not migrated, and neither is one that has lost its functions.
 func TestDoctorOfWhatIsNoProxyYet(t *testing.T) {
 	t.Parallel()
 
@@ -214,13 +214,13 @@ func TestDoctorOfWhatIsNoProxyYet(t *testing.T) {
 	_, wrong := p.listed(t)
 	require.False(t, wrong)
 
-	// Whoever puts an empty database in the place of shard 0 is told what that loses.
+	// If an empty database would replace shard 0, the command says what that loses.
 	other := newProxy(t, 1)
 	p.connections = other.connections
 	require.Contains(t, p.set(t).done(t), "the counts, and all policies and bans, that are there are forgotten.")
 }
 
-// All keys keep what they have taken, and the new shards decide.
+// All keys keep their usage, and the new shards decide.
 func TestShardGrow(t *testing.T) {
 	t.Parallel()
 
@@ -229,14 +229,14 @@ func TestShardGrow(t *testing.T) {
 	p.connections = first[:1]
 	run := func(args ...string) outcome { return invoke(t, p.URL, args...) }
 	const policy = "--policy=fixed 1/1h"
-	for i := range 12 { // a database that has counts becomes the only shard
+	for i := range 12 { // a database with counts becomes the only shard
 		invoke(t, p.shards[0].URL, "take", "login", fmt.Sprint("key ", i), policy).done(t)
 	}
 	p.set(t).done(t)
 	run("shard", "grow", "--yes", more.connections[0], more.connections[1]).complains(t, exitFailed, "a proxy of 1 shard, which takes")
 	run("shard", "grow", "--yes", first[0]).complains(t, exitFailed, "is the same database as shard 0 (")
 
-	other := &proxy{DB: more.DB, user: p.user, connections: p.connections} // another proxy of them
+	other := &proxy{DB: more.DB, user: p.user, connections: p.connections} // another proxy of the same shards
 	other.set(t).done(t)
 	pgtest.Exec(t, more.shards[2].Pool, "INSERT INTO rate_limit_durable (prefix, key) VALUES ('a', 'b')")
 	run("shard", "grow", "--yes", more.connections[2]).complains(t, exitFailed, "has counts already")
@@ -244,7 +244,7 @@ func TestShardGrow(t *testing.T) {
 	require.Contains(t, out, ": took over\n")
 	require.Contains(t, out, "shard 1 of 2")
 	states := decode[[]shard.State](t, run("shard", "grow", "--yes", "--json", "--proxy", other.URL, first[1]))
-	require.Len(t, states, 2) // what is done is not done again
+	require.Len(t, states, 2) // finished steps are not repeated
 	run("shard", "grow", "--yes", "--proxy", other.URL, more.connections[0], more.connections[1]).done(t)
 	for _, url := range []string{p.URL, other.URL} {
 		states := decode[[]shard.State](t, invoke(t, url, "shard", "list", "--json"))
@@ -262,12 +262,12 @@ func TestShardGrow(t *testing.T) {
 	require.Equal(t, 12, rows)
 }
 
-// The password with which PL/Proxy connects is recorded nowhere, even by a server that records everything. If somebody
-// has written it into a statement, the doctor finds that.
+// PL/Proxy's password is recorded nowhere, even by a server that records everything. If someone has used it in a
+// statement, doctor finds that.
 func TestShardPasswordIsNotRecorded(t *testing.T) {
 	t.Parallel()
 
-	newProxy(t, 0) // which skips where there is no PL/Proxy
+	newProxy(t, 0) // skips the test without PL/Proxy
 	server := pgtest.Server(t, pgserver.Config{Settings: map[string]string{
 		"shared_preload_libraries": "pg_stat_statements,auto_explain", "pg_stat_statements.track": "all",
 		"log_statement": "all", "log_min_duration_statement": "0", "log_transaction_sample_rate": "1",

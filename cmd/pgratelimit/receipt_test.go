@@ -25,14 +25,14 @@ func TestRefundByReceipt(t *testing.T) {
 	} {
 		for _, more := range [][]string{nil, {"--durable"}, {"--schema", "my limits"}} {
 			if more != nil && !strings.Contains(policy, "log") {
-				continue // where a row is, is all the same to most policies
+				continue // most policies work with both tables
 			}
 			t.Run(policy+strings.Join(more, " "), func(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
 				schema := more
 				if len(more) == 1 {
-					schema = nil // the receipt says in which table the row is
+					schema = nil // the receipt contains the row's table
 				} else if more != nil {
 					pgtest.Exec(t, db.Pool, `CREATE SCHEMA "my limits"`)
 					invoke(t, db.URL, append([]string{"migrate", "up"}, more...)...).done(t)
@@ -59,7 +59,7 @@ func TestRefundByReceipt(t *testing.T) {
 				invoke(t, db.URL, refund...).complains(t, exitFailed, "no such file", "used before")
 				require.EqualValues(t, 4, remaining())
 
-				// What is denied leaves no receipt, and what no longer counts gives nothing back.
+				// A denial leaves no receipt, and units that no longer count are not given back.
 				require.Equal(t, exitDenied, ask("take", "--cost", "5", "--receipt", file).code)
 				require.NoFileExists(t, file)
 				ask("take", "--receipt", file).done(t)
@@ -77,7 +77,7 @@ func TestRefundByReceipt(t *testing.T) {
 	}
 }
 
-// A receipt is used up unless nothing can have been given back.
+// A receipt is used up unless certainly nothing was given back.
 func TestReceiptStaysIfTheDatabaseRefuses(t *testing.T) {
 	t.Parallel()
 
@@ -104,7 +104,7 @@ func TestReceiptStaysIfTheDatabaseRefuses(t *testing.T) {
 	require.Contains(t, invoke(t, db.URL, "refund", file).done(t), "5 of 5 remaining")
 }
 
-// What is no receipt gives nothing back, and the complaint shows no key.
+// An invalid receipt gives nothing back, and the message shows no key.
 func TestFilesThatAreNoReceipts(t *testing.T) {
 	t.Parallel()
 
@@ -143,7 +143,7 @@ func TestFilesThatAreNoReceipts(t *testing.T) {
 		decode[keys.Answer](t, invoke(t, db.URL, "peek", "mail", "alice", "--policy", "fixed 5/365d", "--json")).Remaining)
 }
 
-// An application's receipt is taken too.
+// An application's receipt is accepted too.
 func TestRefundOfAnApplicationsTake(t *testing.T) {
 	t.Parallel()
 
@@ -161,7 +161,7 @@ func TestRefundOfAnApplicationsTake(t *testing.T) {
 	require.Contains(t, invoke(t, db.URL, "refund", file).done(t), "5 of 5 remaining")
 }
 
-// A receipt is used up by whatever link it is reached.
+// A receipt is used up through any link to it.
 func TestRefundByALink(t *testing.T) {
 	t.Parallel()
 

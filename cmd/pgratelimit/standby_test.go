@@ -30,7 +30,7 @@ func TestStandby(t *testing.T) {
 	require.NoError(t, os.Chmod(signal, 0o666))
 	require.NoError(t, server.Restart(t.Context()))
 
-	// What a standby cannot tell or do is not asked of it.
+	// Commands do not ask a standby for things that it cannot know or do.
 	for check, f := range examined(t, server.URL()) {
 		if check == "standby" {
 			require.Equal(t, cli.Problem, f.Level)

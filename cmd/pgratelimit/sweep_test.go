@@ -12,7 +12,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/upkeep"
 )
 
-// fillExpired makes rows that expired long ago.
+// fillExpired creates rows that expired long ago.
 func fillExpired(t *testing.T, db *pgtest.DB, name string, n int) {
 	t.Helper()
 	pgtest.Exec(
@@ -85,10 +85,10 @@ func TestSweepShowsABarOnATerminal(t *testing.T) {
 	code, shown := p.wait()
 	require.Zero(t, code, shown)
 	require.Regexp(t, `sweeping +\d+% \|█+ *\|`, shown)
-	last := shown[strings.LastIndex(shown, "\r")+1:] // what the bar's clearing leaves on the line
+	last := shown[strings.LastIndex(shown, "\r")+1:] // left on the line after the bar is cleared
 	require.Regexp(t, `^deleted 20000 rows, read \d+ pages, in \d+ batches and \S+\n$`, last)
 
-	// With JSON there is none.
+	// With JSON there is no bar.
 	fillExpired(t, db, "login", 3000)
 	p = onTerminal(t, command(t, db.URL, "sweep", "--json"))
 	code, shown = p.wait()

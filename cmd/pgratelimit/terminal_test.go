@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// terminal is a command on a terminal of its own, with a person at it.
+// terminal is a command with its own terminal and a user at it.
 type terminal struct {
 	t    *testing.T
 	cmd  *exec.Cmd
@@ -36,7 +36,7 @@ func onTerminal(t *testing.T, cmd *exec.Cmd) *terminal {
 	t.Cleanup(func() { _ = file.Close() })
 	go func() {
 		defer close(p.closed)
-		_, _ = io.Copy(p, file) // until the command has closed its end
+		_, _ = io.Copy(p, file) // until the command closes its end
 	}()
 	return p
 }
@@ -71,10 +71,10 @@ func (p *terminal) typeIn(text string) {
 	require.NoError(p.t, err)
 }
 
-// wait returns the exit code and all that was shown.
+// wait returns the exit code and all output.
 func (p *terminal) wait() (int, string) {
 	p.t.Helper()
-	_ = p.cmd.Wait() // the exit code says it all
+	_ = p.cmd.Wait() // the exit code is enough
 	<-p.closed
 	return p.cmd.ProcessState.ExitCode(), p.shown()
 }

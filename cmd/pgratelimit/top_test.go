@@ -14,7 +14,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/keys"
 )
 
-// The keys that are limited come behind all others, by their names and on disk.
+// The keys without room are last by name and on disk.
 func TestTopFindsKeysThatComeLast(t *testing.T) {
 	t.Parallel()
 
@@ -34,7 +34,7 @@ func TestTopFindsKeysThatComeLast(t *testing.T) {
 	}
 }
 
-// Of a table beyond the size of a sample, a part is read.
+// If a table is larger than a sample, only a part is read.
 func TestTopOfALargeTable(t *testing.T) {
 	t.Parallel()
 
@@ -57,7 +57,7 @@ func TestTopOfALargeTable(t *testing.T) {
 	require.EqualValues(t, rows, top.Looked)
 }
 
-// All times count from one moment, however many batches there are: keys that are alike are told the same.
+// All times count from one moment, for any number of batches: equal keys get equal answers.
 func TestTopTellsOneMoment(t *testing.T) {
 	t.Parallel()
 

@@ -1,4 +1,4 @@
-// Package cli is what the commands share: output, questions, flags, errors, and access to the database or its shards.
+// Package cli is shared by the commands: output, questions, flags, errors, and access to the database or its shards.
 package cli
 
 import (
@@ -15,13 +15,13 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// App is what all commands share.
+// App is shared by all commands.
 type App struct {
 	Stdin          io.Reader
 	Stdout, Stderr io.Writer
 
 	DatabaseURL string
-	Connection  string // connects to the shard at Place; empty for the database of DatabaseURL
+	Connection  string // the connection string of the shard at Place; empty for the database of DatabaseURL
 	Place       int
 	Schema      string
 	JSON        bool
@@ -33,7 +33,7 @@ func KnownCommand(cmd *cobra.Command, args []string) error {
 	if len(args) == 0 {
 		return nil
 	}
-	cmd.SuggestionsMinimumDistance = 2 // how many letters may be wrong
+	cmd.SuggestionsMinimumDistance = 2 // how many letters may differ
 	text := fmt.Sprintf("unknown command %q", args[0])
 	if meant := cmd.SuggestionsFor(args[0]); len(meant) > 0 {
 		text += ", did you mean " + strings.Join(meant, " or ") + "?"
@@ -43,13 +43,13 @@ func KnownCommand(cmd *cobra.Command, args []string) error {
 
 func MissingCommand(*cobra.Command, []string) error { return errors.New("a command is missing") }
 
-// Action makes a command of run. An error of run is a Failure, unless IsUsage says otherwise. All other errors that
-// cobra returns are about the command line.
+// Action makes a command of run. run's errors are Failures, unless IsUsage says otherwise. All other errors from cobra
+// concern the command line.
 func Action(run func(ctx context.Context, args []string) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		err := run(cmd.Context(), args)
 		if err != nil && cmd.Context().Err() != nil && !errors.Is(err, ErrInterrupted) {
-			err = ErrInterrupted // the interruption may show as any error
+			err = ErrInterrupted // an interruption may cause any error
 		}
 		if err != nil {
 			return &Failure{err}
@@ -71,7 +71,7 @@ func (a *App) AddJSON(cmd *cobra.Command) {
 	cmd.Flags().BoolVar(&a.JSON, "json", false, "print JSON")
 }
 
-// Finish adds the flags that nearly all commands have.
+// Finish adds the flags that almost all commands have.
 func (a *App) Finish(cmd *cobra.Command) *cobra.Command {
 	a.AddJSON(cmd)
 	cmd.Flags().DurationVar(&a.Timeout, "timeout", 10*time.Second,
@@ -85,7 +85,7 @@ func (a *App) Finish(cmd *cobra.Command) *cobra.Command {
 	return cmd
 }
 
-// Print writes the output of a command, as JSON if --json is given. Tabs of the text become columns, which fit into the
+// Print writes a command's output, as JSON if --json is given. It turns tabs in the text into columns that fit into the
 // terminal.
 func (a *App) Print(value any, text func(w io.Writer)) error {
 	var out bytes.Buffer
@@ -105,7 +105,7 @@ func (a *App) Print(value any, text func(w io.Writer)) error {
 	return err
 }
 
-// Command returns a command line of pgratelimit for the same schema, between backquotes.
+// Command returns a pgratelimit command line for the same schema, between backquotes.
 func (a *App) Command(line string) string {
 	if a.Schema != "" {
 		line += " --schema '" + strings.ReplaceAll(a.Schema, "'", `'\''`) + "'"

@@ -6,7 +6,8 @@ import (
 	"github.com/schollz/progressbar/v3"
 )
 
-// Bar shows how far a command is, from its first update on. It ignores errors, because the work goes on without it.
+// Bar shows the progress of a command. It appears with its first update. It ignores errors, because the work continues
+// without it.
 type Bar struct {
 	Shown *progressbar.ProgressBar // nil if nobody would see it
 }

@@ -16,7 +16,7 @@ func AddYes(cmd *cobra.Command, yes *bool) {
 	cmd.Flags().BoolVarP(yes, "yes", "y", false, "do not ask")
 }
 
-// Confirm asks the person at the terminal, and returns an error unless the answer is yes.
+// Confirm asks the user at the terminal, and returns an error unless the answer is yes.
 func (a *App) Confirm(ctx context.Context, question string, yes bool) error {
 	if yes {
 		return nil
@@ -44,7 +44,7 @@ func (a *App) Confirm(ctx context.Context, question string, yes bool) error {
 	}
 }
 
-// IsTerminal tells whether a stream is a terminal, where a person may be.
+// IsTerminal tells whether a stream is a terminal.
 func IsTerminal(stream any) bool {
 	file, ok := stream.(*os.File)
 	return ok && term.IsTerminal(int(file.Fd()))

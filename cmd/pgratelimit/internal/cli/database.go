@@ -21,7 +21,7 @@ import (
 )
 
 const (
-	ConnectTimeout = 10 * time.Second // unless the connection string has another
+	ConnectTimeout = 10 * time.Second // unless the connection string has another one
 
 	// cancelGrace is how long an interrupted statement may take to end.
 	cancelGrace = 2 * time.Second
@@ -36,7 +36,7 @@ var (
 	foreignSQL string
 )
 
-// WithPool calls do with a pool of connections to the database, or to the shard.
+// WithPool calls do with a pool for the database, or for the shard.
 func (a *App) WithPool(ctx context.Context, do func(pool *pgxpool.Pool) error) error {
 	pool, err := a.Open(ctx)
 	if err != nil {
@@ -46,7 +46,7 @@ func (a *App) WithPool(ctx context.Context, do func(pool *pgxpool.Pool) error) e
 	return do(pool)
 }
 
-// Open returns a pool of a few connections. It connects when it is first used.
+// Open returns a pool of a few connections. It opens them when they are needed.
 func (a *App) Open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pgxpool.Pool, error) {
 	config, err := a.Config()
 	if err != nil {
@@ -54,7 +54,7 @@ func (a *App) Open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pg
 	}
 	config.MaxConns = 2
 	conn := config.ConnConfig
-	// Each statement is sent once, so there is nothing to gain from preparing it, and a pooler may not allow it.
+	// Each statement is sent once, so preparing it has no advantage, and a pooler may not support it.
 	conn.DefaultQueryExecMode = pgx.QueryExecModeExec
 	if conn.ConnectTimeout == 0 {
 		conn.ConnectTimeout = ConnectTimeout
@@ -81,7 +81,7 @@ func (a *App) Open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pg
 	return pgxpool.NewWithConfig(ctx, config)
 }
 
-// checkSearchPath refuses a search_path in which others' functions and types come before those of Postgres.
+// checkSearchPath refuses a search_path in which others' functions and types come before pg_catalog.
 func checkSearchPath(ctx context.Context, conn *pgx.Conn) error {
 	var path string
 	if err := conn.QueryRow(ctx, "SHOW search_path").Scan(&path); err != nil {
@@ -95,7 +95,7 @@ func checkSearchPath(ctx context.Context, conn *pgx.Conn) error {
 	return nil
 }
 
-// Home returns the schema of the tables and functions, or "" if there are none. It checks who owns them.
+// Home returns the schema of the tables and functions, or "" if there is none. It checks their owners.
 func (a *App) Home(ctx context.Context, pool *pgxpool.Pool) (schema string, err error) {
 	err = a.Read(ctx, pool, func(tx pgx.Tx) error {
 		schema = tx.(Qualified).Schema
@@ -116,9 +116,9 @@ func (a *App) Read(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx
 	return a.Transaction(ctx, pool, pgx.ReadOnly, "", false, query)
 }
 
-// Rows returns the rows of a query, whose columns are the exported fields of a struct, in their order.
+// Rows returns the rows of a query. The columns are the exported fields of a struct, in order.
 func Rows[T any](ctx context.Context, tx pgx.Tx, sql string, args ...any) ([]T, error) {
-	rows, _ := tx.Query(ctx, sql, args...) // an error comes with the rows
+	rows, _ := tx.Query(ctx, sql, args...) // rows has the error too
 	return pgx.CollectRows(rows, pgx.RowToStructByPos[T])
 }
 
@@ -127,7 +127,7 @@ func (a *App) Look(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx
 	return a.Transaction(ctx, pool, pgx.ReadOnly, AccessShare, false, query)
 }
 
-// Call is Write for statements that change rows only by calls of our functions.
+// Call is Write for statements that change rows only through our functions.
 func (a *App) Call(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
 	return a.Transaction(ctx, pool, pgx.ReadWrite, "", false, query)
 }
@@ -137,29 +137,28 @@ func (a *App) Write(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.T
 	return a.Transaction(ctx, pool, pgx.ReadWrite, "", true, query)
 }
 
-// The modes of locks on our tables. Statements that call our functions need none.
+// The lock modes for our tables. Statements that call our functions need none.
 const (
 	AccessShare     = "ACCESS SHARE"
 	AccessExclusive = "ACCESS EXCLUSIVE"
 )
 
-// AllTables are locked in this order, in which calls read them.
+// AllTables lists the tables in the order in which they are locked. Calls read them in the same order.
 var AllTables = []string{"rate_limit_policy", "rate_limit_policy_history", "rate_limit_shadow", "rate_limit_sweeper",
 	Table(true), Table(false)}
 
-// LockedError says that somebody else kept a lock on our tables.
+// LockedError says that another session kept a lock on our tables.
 type LockedError struct{ error }
 
 func (a *App) Transaction(
 	ctx context.Context, pool *pgxpool.Pool, mode pgx.TxAccessMode, lock string, changes bool,
 	query func(tx pgx.Tx) error,
 ) error {
-	// Each statement has to see what was committed before it, whatever the database's default is.
+	// Each statement has to see all earlier commits, regardless of the database's default.
 	return refusedText(pgx.BeginTxFunc(ctx, pool, pgx.TxOptions{
 		IsoLevel: pgx.ReadCommitted, AccessMode: mode,
 	}, func(tx pgx.Tx) error {
-		// Where enable_nestloop is off, Postgres overestimates statements that read its catalogs, and would take
-		// seconds to compile them.
+		// If enable_nestloop is off, Postgres overestimates catalog queries, and would compile them for seconds.
 		if _, err := tx.Exec(ctx, "SET LOCAL jit = off"); err != nil {
 			return err
 		}
@@ -169,14 +168,14 @@ func (a *App) Transaction(
 			&schema, &pid, nil, nil, nil, nil, nil); err != nil {
 			return err
 		}
-		if err := pg.Garbled(tx.Conn(), schema); err != nil { // search_path may have found the schema
+		if err := pg.Garbled(tx.Conn(), schema); err != nil { // the schema may come from search_path
 			return err
 		}
 		defer lockwait.Watch(ctx, tx.Conn(), pid)()
 		locked := []string{}
 		if lock != "" {
-			// A stranger who may create in the schema could have made the tables. The doctor has to say so. The lock
-			// keeps a table from becoming something else.
+			// A stranger with the right to create in the schema could have made the tables. doctor has to report that.
+			// The lock prevents a table from being replaced.
 			var tables []string
 			of, whole := []string{Table(false), Table(true), "rate_limit_policy"}, lock == AccessExclusive
 			if whole {
@@ -186,7 +185,7 @@ func (a *App) Transaction(
 				return err
 			}
 			if len(tables) > 0 {
-				// statement_timeout bounds the wait for all of them.
+				// statement_timeout limits the wait for all of them.
 				_, err := tx.Exec(ctx, "LOCK TABLE "+strings.Join(tables, ", ")+" IN "+lock+" MODE")
 				if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && ctx.Err() == nil &&
 					(pgErr.Code == "55P03" || pgErr.Code == "57014") {

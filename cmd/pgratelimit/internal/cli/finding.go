@@ -2,7 +2,7 @@ package cli
 
 import "fmt"
 
-// Level says how bad a finding is.
+// Level is the severity of a finding.
 type Level string
 
 const (
@@ -11,13 +11,13 @@ const (
 	Problem Level = "problem"
 )
 
-// Finding is what a check has found.
+// Finding is the result of a check.
 type Finding struct {
 	Check   string `json:"check"`
 	Level   Level  `json:"level"`
 	Found   string `json:"found"`
-	Do      string `json:"do,omitempty"` // what to do about it; statements and command lines stand between backquotes
-	Anybody bool   // somebody else than the owner of the tables has to do it
+	Do      string `json:"do,omitempty"` // the advice; statements and command lines are between backquotes
+	Anybody bool   // a role other than the tables' owner has to do it
 }
 
 func OK(found string, args ...any) Finding {

@@ -14,9 +14,9 @@ import (
 )
 
 const (
-	PageWidth   = 80 // where there is no terminal
-	leastColumn = 24 // how narrow the last column of a table may become
-	longestKey  = 40 // in tables; JSON has all of it
+	PageWidth   = 80 // if there is no terminal
+	leastColumn = 24 // the minimum width of a table's last column
+	longestKey  = 40 // in tables; JSON has the whole key
 )
 
 // width returns how many columns a terminal has, or 0 for any other stream.
@@ -29,7 +29,7 @@ func width(stream any) int {
 	if err != nil {
 		return 0
 	}
-	if columns == 0 { // it does not say
+	if columns == 0 { // it does not report its width
 		return PageWidth
 	}
 	return columns
@@ -45,7 +45,7 @@ func Short(text string) string {
 	return string(runes[:left]) + "…" + string(runes[len(runes)-longestKey+left+1:])
 }
 
-// unbroken is what stays in one line: a time, and what can be pasted.
+// unbroken parts stay on one line: a time, and text to copy.
 var unbroken = regexp.MustCompile("[0-9-]{10} [0-9:]{8}Z|`[^`]*`")
 
 // wrap breaks a text into lines of at most width, at spaces.
@@ -70,8 +70,8 @@ func wrap(text string, width int) (lines []string) {
 	return lines
 }
 
-// Layout turns lines with tabs into columns. If they do not fit into width, it wraps the last column. If that is not
-// enough, each row of a table with headings becomes a list. A width of 0 has no limit.
+// Layout turns lines with tabs into columns. If they are too wide, it wraps the last column. If that is not enough, it
+// turns each row of a table with headings into a list. A width of 0 means no limit.
 func Layout(text string, width int) string {
 	var out strings.Builder
 	var table [][]string
@@ -89,7 +89,7 @@ func Layout(text string, width int) string {
 }
 
 func writeTable(out *strings.Builder, rows [][]string, width int) {
-	var widths []int // of the columns but the last
+	var widths []int // for all columns except the last
 	for _, row := range rows {
 		for i, cell := range row[:len(row)-1] {
 			if i == len(widths) {
@@ -126,7 +126,7 @@ func writeTable(out *strings.Builder, rows [][]string, width int) {
 	}
 }
 
-// writeLists writes each row below the first as a list of its cells with their headings, without empty cells.
+// writeLists writes each row below the first as a list of its non-empty cells with their headings.
 func writeLists(out *strings.Builder, rows [][]string, width int) {
 	start := 0
 	for _, heading := range rows[0] {

@@ -17,7 +17,7 @@ type Migration struct {
 	Up, Down string
 }
 
-// ReadMigrations returns all migrations by version.
+// ReadMigrations returns all migrations, ordered by version.
 func ReadMigrations() ([]Migration, error) {
 	files, err := fs.Glob(migrations.FS, "*.sql")
 	if err != nil {

@@ -12,21 +12,22 @@ import (
 var sizesSQL string
 
 const (
-	// BlockSize is the block size of nearly every Postgres, in bytes. It only decides how much is read.
+	// BlockSize is the block size of almost every Postgres, in bytes. It only affects how much is read.
 	BlockSize = 8192
 
-	// SampleBlocks is the largest part of a table that a sample reads, 100 MB.
+	// SampleBlocks is the largest number of blocks that a sample reads: 100 MB.
 	SampleBlocks = 12_800
 )
 
-// TableSize is the space that a table takes in the file system.
+// TableSize is a table's size on disk.
 type TableSize struct {
 	Table      string `json:"table"`
 	TableBytes int64  `json:"table_bytes"`
 	TotalBytes int64  `json:"total_bytes"` // with its index
 }
 
-// TableSizes returns the sizes of the tables, and how many percent of each to read: all if exact, or if it is small.
+// TableSizes returns the sizes of the tables, and the percentage to read of each: 100 if exact, or if the table is
+// small.
 func TableSizes(ctx context.Context, tx pgx.Tx, exact bool) ([]TableSize, map[string]float64, error) {
 	rows, err := tx.Query(ctx, sizesSQL)
 	if err != nil {
@@ -54,7 +55,7 @@ func AddSizes(all, more []TableSize) []TableSize {
 	return all
 }
 
-// SampleShare returns which part of a table a sample reads, from 0 to 1.
+// SampleShare returns the share of a table that a sample reads, from 0 to 1.
 func SampleShare(bytes int64) float64 {
 	return min(1, SampleBlocks*BlockSize/math.Max(float64(bytes), 1))
 }

@@ -20,7 +20,7 @@ import (
 //go:embed sql/proxy.sql
 var proxySQL string
 
-// shardError is an error that concerns one shard of a proxy.
+// shardError is an error of one shard of a proxy.
 type shardError struct {
 	shard string
 	err   error
@@ -29,8 +29,8 @@ type shardError struct {
 func (e *shardError) Error() string { return e.shard + ": " + e.err.Error() }
 func (e *shardError) Unwrap() error { return e.err }
 
-// Shards returns one app for each shard, in the order of their places, or none if the database is no proxy. The tables
-// and functions of a proxy and its shards are in schemas of one name.
+// Shards returns one app for each shard, in the order of their places. If the database is no proxy, it returns none. A
+// proxy and its shards use the same schema name for tables and functions.
 func (a *App) Shards(ctx context.Context, pool *pgxpool.Pool) ([]*App, error) {
 	var connections []string
 	if err := a.Look(ctx, pool, func(tx pgx.Tx) (err error) {
@@ -79,7 +79,7 @@ func readProxy(ctx context.Context, tx pgx.Tx) (connections []string, schema str
 	return connections, q.Schema, nil
 }
 
-// InFirst calls do for this database, or for the first shard of a proxy. Policies, for example, are only there.
+// InFirst calls do for this database, or for the first shard of a proxy. For example, only that shard has policies.
 func (a *App) InFirst(ctx context.Context, do func(pool *pgxpool.Pool) error) error {
 	return a.WithPool(ctx, func(pool *pgxpool.Pool) error {
 		all, err := a.Shards(ctx, pool)
@@ -99,7 +99,7 @@ func (a *App) InFirst(ctx context.Context, do func(pool *pgxpool.Pool) error) er
 	})
 }
 
-// InStores calls do for each database that holds limits: this one, or the shards of a proxy.
+// InStores calls do for each database with limits: this one, or the shards of a proxy.
 func (a *App) InStores(ctx context.Context, do func(store *App, pool *pgxpool.Pool) error) error {
 	return a.WithPool(ctx, func(pool *pgxpool.Pool) error {
 		all, err := a.Shards(ctx, pool)
@@ -111,7 +111,7 @@ func (a *App) InStores(ctx context.Context, do func(store *App, pool *pgxpool.Po
 		}
 		pool.Close()
 		for i, shard := range all {
-			// While shards are divided, two places may be one database.
+			// During a division, two places may be the same database.
 			if slices.ContainsFunc(all[:i], func(other *App) bool { return other.Connection == shard.Connection }) {
 				continue
 			}
@@ -123,7 +123,7 @@ func (a *App) InStores(ctx context.Context, do func(store *App, pool *pgxpool.Po
 	})
 }
 
-// About adds the shard to an error, if a is one.
+// About adds the shard's name to an error, if a is a shard.
 func (a *App) About(err error) error {
 	if err == nil || a.Connection == "" {
 		return err
@@ -140,7 +140,7 @@ func (a *App) ShardName() string {
 	return fmt.Sprintf("shard %d (%s)", a.Place, Printable(database))
 }
 
-// Config says how to connect: to the database of --database-url, or to a shard, as the same user.
+// Config has the connection settings for the database of --database-url, or for a shard with the same user.
 func (a *App) Config() (*pgxpool.Config, error) {
 	given, err := pgxpool.ParseConfig(a.DatabaseURL)
 	if err != nil || a.Connection == "" {
@@ -155,14 +155,14 @@ func (a *App) Config() (*pgxpool.Config, error) {
 	if own := config.ConnConfig.Password; own == "" || own == os.Getenv("PGPASSWORD") {
 		config.ConnConfig.Password = password
 	}
-	// pgx takes these keywords of libpq for settings of the server.
+	// pgx takes these libpq keywords for server settings.
 	maps.DeleteFunc(config.ConnConfig.RuntimeParams, func(name, _ string) bool {
 		return strings.HasPrefix(name, "keepalives") || name == "tcp_user_timeout" || name == "gssencmode"
 	})
 	return config, nil
 }
 
-// KeywordValue writes a value as a connection string has it.
+// KeywordValue quotes a value for a connection string.
 func KeywordValue(value string) string {
 	return "'" + strings.NewReplacer(`\`, `\\`, `'`, `\'`).Replace(value) + "'"
 }

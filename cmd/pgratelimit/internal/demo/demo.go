@@ -1,4 +1,4 @@
-// Package demo shows what the library does, on a link shortener of its own.
+// Package demo demonstrates the library with a small link shortener.
 package demo
 
 import (
@@ -70,8 +70,8 @@ way it leaves nothing of it behind.`,
 	return cmd
 }
 
-// Run shows what the library does, and checks that what it shows is true. When it returns, whatever it has
-// started or made is gone.
+// Run demonstrates the library, and checks that the output is true. When it returns, everything that it has started or
+// created is gone.
 func Run(ctx context.Context, out io.Writer, opts Options) error {
 	d := &demo{out: out}
 	err := d.run(ctx, opts)
@@ -81,14 +81,14 @@ func Run(ctx context.Context, out io.Writer, opts Options) error {
 	return errors.Join(err, d.close())
 }
 
-// demo is what the steps of a demonstration share.
+// demo is shared by the steps of a demonstration.
 type demo struct {
 	out    io.Writer
 	outErr error // the first one
 
 	server *pgserver.Server
 	pool   *pgxpool.Pool
-	schema string // the demo's own, if the server is not; else empty
+	schema string // the demo's own schema on a given server; else empty
 
 	limiter *ratelimit.Limiter
 	web     *http.Server
@@ -145,8 +145,8 @@ func (d *demo) openDatabase(ctx context.Context, databaseURL string) (err error)
 		d.printf("   The demo works in a schema of its own, %s, and drops it when it ends.\n", d.schema)
 	}
 
-	// This must not be interrupted. After a connection has broken off, the server may still make what it was
-	// asked for, and close might look for that too early.
+	// This must not be interrupted. After a broken connection, the server may still create the schema, and close might
+	// look for it too early.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), setUpTimeout)
 	defer cancel()
 	if d.pool, err = pgxpool.NewWithConfig(ctx, config); err != nil {
@@ -180,7 +180,7 @@ func (d *demo) createSchema(ctx context.Context) error {
 // startWeb starts the application on a free port.
 func (d *demo) startWeb(context.Context) (err error) {
 	client, err := ratelimit.NewClient(d.pool, ratelimit.ClientConfig{
-		Logger: slog.New(slog.DiscardHandler), // the error is printed
+		Logger: slog.New(slog.DiscardHandler), // the demo prints the error
 	})
 	if err != nil {
 		return err
@@ -212,12 +212,12 @@ func (d *demo) startWeb(context.Context) (err error) {
 	return nil
 }
 
-// sendRequests uses up the limit, and goes on.
+// sendRequests uses up the limit, and then makes more requests.
 func (d *demo) sendRequests(ctx context.Context) error {
 	d.printf("\n3. %d requests from %s: %d are allowed, the others are told how long to wait.\n\n",
 		demoRequests, demoClient, demoLimit)
 
-	client := &http.Client{Transport: &http.Transport{}, Timeout: requestTimeout} // a transport that uses no proxy
+	client := &http.Client{Transport: &http.Transport{}, Timeout: requestTimeout} // a transport without a proxy
 	defer client.CloseIdleConnections()
 	for i := 1; i <= demoRequests; i++ {
 		answer, err := post(ctx, client, d.baseURL+"/shorten")
@@ -242,7 +242,7 @@ func (d *demo) sendRequests(ctx context.Context) error {
 	return nil
 }
 
-// answer is what a client is told.
+// answer is the response to a client.
 type answer struct{ status, remaining, retryAfter string }
 
 func post(ctx context.Context, client *http.Client, shortenURL string) (answer, error) {
@@ -257,7 +257,7 @@ func post(ctx context.Context, client *http.Client, shortenURL string) (answer, 
 		return answer{}, err
 	}
 	defer response.Body.Close()
-	if _, err := io.Copy(io.Discard, response.Body); err != nil { // otherwise the connection could not be used again
+	if _, err := io.Copy(io.Discard, response.Body); err != nil { // otherwise the connection could not be reused
 		return answer{}, err
 	}
 	return answer{
@@ -267,7 +267,7 @@ func post(ctx context.Context, client *http.Client, shortenURL string) (answer, 
 	}, nil
 }
 
-// check tells whether this is what the i-th request must be told, from 1.
+// check tells whether this is the right answer to the i-th request, counted from 1.
 func (a answer) check(i int) error {
 	status, remaining := "201 Created", demoLimit-i
 	if i > demoLimit {
@@ -285,12 +285,12 @@ func (a answer) check(i int) error {
 	return nil
 }
 
-// showEdge sends a fixed and a sliding window the same requests, before and after the edge of the fixed one.
+// showEdge sends the same requests to a fixed and a sliding window, before and after the end of the fixed one.
 func (d *demo) showEdge(ctx context.Context) error {
 	noon := time.Date(2026, time.January, 1, 12, 0, 0, 0, time.UTC)
 	now := noon
 	client, err := ratelimit.NewClient(d.pool, ratelimit.ClientConfig{
-		Logger: slog.New(slog.DiscardHandler), // the error is printed
+		Logger: slog.New(slog.DiscardHandler), // the demo prints the error
 		Test:   ratelimit.TestConfig{Now: func() time.Time { return now }},
 	})
 	if err != nil {
@@ -318,7 +318,7 @@ func (d *demo) showEdge(ctx context.Context) error {
 		at       time.Duration
 		requests int
 	}{
-		{0, 1}, // the first request is what starts a fixed window
+		{0, 1}, // the first request starts the fixed window
 		{59 * time.Second, demoLimit - 1},
 		{60 * time.Second, demoLimit},
 	} {
@@ -346,7 +346,7 @@ func (d *demo) showEdge(ctx context.Context) error {
 	return nil
 }
 
-// countAllowed tells how many of n requests a limiter allows.
+// countAllowed returns how many of n requests a limiter allows.
 func countAllowed(ctx context.Context, limiter *ratelimit.Limiter, n int) (allowed int, err error) {
 	for range n {
 		result, err := limiter.Allow(ctx, demoClient)
@@ -360,7 +360,7 @@ func countAllowed(ctx context.Context, limiter *ratelimit.Limiter, n int) (allow
 	return allowed, nil
 }
 
-// showRow shows what the requests of sendRequests have left in the table, and how to take from the same limit in SQL.
+// showRow shows the row in the table after sendRequests, and how to use the same limit in SQL.
 func (d *demo) showRow(ctx context.Context) error {
 	inSchema := ""
 	if d.schema != "" {
@@ -420,7 +420,7 @@ func (d *demo) keepServing(ctx context.Context) error {
 	}
 }
 
-// close ends and removes all that belongs to the demo.
+// close ends and removes everything that belongs to the demo.
 func (d *demo) close() error {
 	ctx, cancel := context.WithTimeout(context.Background(), cleanUpTimeout)
 	defer cancel()
@@ -451,7 +451,7 @@ func (d *demo) stopWeb(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, time.Second)
 	defer cancel()
 	if err := d.web.Shutdown(ctx); err != nil {
-		_ = d.web.Close() // somebody is slow to send or read
+		_ = d.web.Close() // a client is slow to send or read
 	}
 }
 

@@ -10,7 +10,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// The demo must fail if what it shows is not what it claims.
+// The demo must fail if its output is not what it claims.
 func TestAnswersAreChecked(t *testing.T) {
 	t.Parallel()
 

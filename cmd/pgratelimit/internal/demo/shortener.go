@@ -17,12 +17,12 @@ import (
 
 // shortener makes short links, and forgets them when the process ends.
 type shortener struct {
-	base  string   // what short links begin with
+	base  string   // the beginning of short links
 	links sync.Map // from code to URL
 }
 
-// newShortener returns the demo's web application: POST /shorten makes a short link, and GET follows it. Only
-// POST is limited.
+// newShortener returns the demo's web application: POST /shorten makes a short link, and GET follows one. Only POST is
+// limited.
 func newShortener(base string, limiter *ratelimit.Limiter) (http.Handler, error) {
 	limit, err := httplimit.New(limiter, httplimit.Config{
 		Key: httplimit.ByIP(), Headers: httplimit.XRateLimit, Logger: slog.Default(),
@@ -60,7 +60,7 @@ func (s *shortener) follow(w http.ResponseWriter, r *http.Request) {
 	http.Redirect(w, r, long.(string), http.StatusFound)
 }
 
-// readURL returns the url that a form or a JSON object holds.
+// readURL returns the url in a form or a JSON object.
 func readURL(w http.ResponseWriter, r *http.Request) (string, error) {
 	r.Body = http.MaxBytesReader(w, r.Body, 1<<16)
 

@@ -17,18 +17,18 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// The doctor says something beyond these limits.
+// Beyond these limits, doctor reports a finding.
 const (
-	OldestVersion = 140000               // older ones get no more fixes
-	LongTime      = 5 * time.Minute      // of a transaction; autovacuum comes every minute
-	failsafeAge   = int64(1_600_000_000) // where Postgres 14 and later rush a VACUUM against wraparound
-	fewUpdates    = 1000                 // below, too few to tell a share
+	OldestVersion = 140000               // older versions get no more fixes
+	LongTime      = 5 * time.Minute      // for a transaction; autovacuum runs every minute
+	failsafeAge   = int64(1_600_000_000) // above it, Postgres 14 and later hurry a VACUUM against wraparound
+	fewUpdates    = 1000                 // with fewer, a share means little
 	leastHOT      = 0.95
 	FewDead       = 10_000 // rows
 	LateVacuum    = 24 * time.Hour
 	fillfactor    = 50       // of sql/tables.sql
-	smallTable    = 10 << 20 // bytes; below, free space does not matter
-	mostRoom      = 3        // times what the rows need
+	smallTable    = 10 << 20 // bytes; in smaller tables, free space does not matter
+	mostRoom      = 3        // times the size that the rows need
 	mostExpired   = 0.5
 )
 
@@ -49,14 +49,14 @@ var (
 	jitSQL string
 )
 
-// Examination is what the checks share.
+// Examination is shared by the checks.
 type Examination struct {
 	App    *cli.App
 	Pool   *pgxpool.Pool
 	Server Server
 
 	Applied int64           // the last migration; CheckMigrations sets it
-	pooled  bool            // through a pooler; checkConnection sets it
+	pooled  bool            // whether a pooler is used; checkConnection sets it
 	told    bool            // CheckMigrations found the last migration
 	Found   catalog.Catalog // CheckMigrations sets it
 }
@@ -67,22 +67,22 @@ type Server struct {
 	Version      string
 	Standby      bool
 	TrackCounts  bool
-	CountsHere   bool // track_counts is set for this database or role
+	CountsHere   bool // track_counts is on for this database or role
 	Autovacuum   bool
 	FreezeMaxAge int64
 	Standbys     int
 	Database     string
 	Role         string
-	Schema       string   // of the tables; empty if search_path leads to none
-	Tables       int      // how many of the two there are
-	Usable       bool     // this role has USAGE on their schema
-	Readable     bool     // this role may read both
-	Policies     *bool    // this role may read the policies; nil if there is no table of them
-	Changes      *bool    // this role may change them
+	Schema       string   // the tables' schema; empty if search_path has none
+	Tables       int      // how many of the two tables exist
+	Usable       bool     // this role has USAGE on the schema
+	Readable     bool     // this role may read both tables
+	Policies     *bool    // this role may read the policies; nil without that table
+	Changes      *bool    // this role may change the policies
 	Owner        string   // of the tables
 	OwnerSQL     string   // the same, quoted
-	UsableIn     []string // schemas that have tables of these names
-	LockedIn     []string // the same without USAGE
+	UsableIn     []string // schemas with tables of these names
+	LockedIn     []string // the same, but without USAGE
 }
 
 func (s Server) hasTables() bool { return s.Tables == 2 && s.Usable }
@@ -98,7 +98,7 @@ func (e *Examination) ReadServer(ctx context.Context) error {
 // name adds the schema to one of our names.
 func (s Server) name(of string) string { return s.Schema + "." + of }
 
-// lookAt returns the rows of a query, whose columns are the exported fields of a struct.
+// lookAt returns the rows of a query. The columns are the exported fields of a struct.
 func lookAt[T any](ctx context.Context, e *Examination, sql string, args ...any) (all []T, err error) {
 	err = e.App.Look(ctx, e.Pool, func(tx pgx.Tx) error {
 		all, err = cli.Rows[T](ctx, tx, sql, args...)
@@ -119,8 +119,8 @@ func (e *Examination) CheckServer(context.Context) (cli.Finding, error) {
 	return cli.OK("PostgreSQL %s", e.Server.Version), nil
 }
 
-// checkConnection looks for a pooler. A pooler makes up the process id that it tells a client. In transaction mode, two
-// clients that take turns get the same session of Postgres.
+// checkConnection looks for a pooler. A pooler invents the process id that it sends to a client. In transaction mode,
+// two clients in turn get the same session of Postgres.
 func (e *Examination) checkConnection(ctx context.Context) (cli.Finding, error) {
 	first, err := e.Pool.Acquire(ctx)
 	if err != nil {
@@ -133,7 +133,7 @@ func (e *Examination) checkConnection(ctx context.Context) (cli.Finding, error) 
 	}
 	defer second.Release()
 	direct, shared := true, false
-	last := map[uint32]*pgxpool.Conn{} // the client that last had the session with this process id
+	last := map[uint32]*pgxpool.Conn{} // the last client of the session with this process id
 	for range 3 {
 		for _, client := range []*pgxpool.Conn{first, second} {
 			var pid uint32
@@ -284,7 +284,7 @@ type foundFunction struct {
 	Name           string
 	Executable     bool // by this role
 	Public         bool // everybody may execute it
-	OwnerIsBlocked bool // its owner lacks the rights on the tables that it needs
+	OwnerIsBlocked bool // its owner lacks rights on the tables that it needs
 	Nobodys        bool // only its owner may execute it, and cannot log in
 }
 
@@ -329,7 +329,7 @@ func (s Server) judgeRights(found []foundFunction) cli.Finding {
 		return cli.Warning.Finding(fmt.Sprintf("`REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC`, "+
 			"and grant it to the roles that need it", strings.Join(public, ", ")),
 			"every role may execute %s", strings.Join(public, ", "))
-	case len(nobodys) >= len(algorithm.Functions()): // somebody forgot the grants
+	case len(nobodys) >= len(algorithm.Functions()): // the grants were forgotten
 		return cli.Problem.Finding("grant EXECUTE on them, as deploy/grants.sql does after each migration",
 			"only their owner may execute %s, and cannot log in", strings.Join(nobodys, ", "))
 	case len(missing) == 0:
@@ -348,7 +348,7 @@ func (s Server) judgeRights(found []foundFunction) cli.Finding {
 		"this role may neither execute the functions nor read the tables")
 }
 
-// checkStrangers looks for roles that could replace what is ours.
+// checkStrangers looks for roles that could replace our objects.
 func (e *Examination) checkStrangers(ctx context.Context) (cli.Finding, error) {
 	all, err := lookAt[struct{ Found, Mend string }](ctx, e, strangersSQL)
 	if err != nil || len(all) == 0 {
@@ -364,7 +364,7 @@ func (e *Examination) checkStrangers(ctx context.Context) (cli.Finding, error) {
 		cli.Printable(strings.Join(found, ", "))), nil
 }
 
-// checkAdditions looks for what platforms and operators add to every table.
+// checkAdditions looks for objects that platforms and operators add to every table.
 func (e *Examination) checkAdditions(ctx context.Context) (cli.Finding, error) {
 	f := cli.OK("nothing that platforms add to every table")
 	all, err := lookAt[struct {

@@ -1,4 +1,4 @@
-// Package doctor examines a database, or a proxy and its shards, and makes anew what is missing.
+// Package doctor examines a database, or a proxy and its shards, and recreates missing objects.
 package doctor
 
 import (
@@ -70,11 +70,11 @@ anew. That loses its rows and what others added to it, so doctor asks first.`,
 	return a.Finish(cmd)
 }
 
-// printFindings ends with a line that counts.
+// printFindings ends with a line of totals.
 func printFindings(w io.Writer, findings []cli.Finding, colored bool) {
 	var text bytes.Buffer
 	count := map[cli.Level]int{}
-	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0) // it counts colors as letters, so they come later
+	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0) // it counts color codes as letters, so colors are added later
 	for _, finding := range findings {
 		count[finding.Level]++
 		fmt.Fprintf(table, "%s\t%s\t%s\n", finding.Level, finding.Check, finding.Found)
@@ -82,7 +82,7 @@ func printFindings(w io.Writer, findings []cli.Finding, colored bool) {
 			fmt.Fprintf(table, "\t\t→ %s\n", finding.Do)
 		}
 	}
-	_ = table.Flush() // a buffer takes all
+	_ = table.Flush() // writes to a buffer cannot fail
 	red := false
 	for line := range strings.Lines(text.String()) {
 		if !strings.HasPrefix(line, " ") {
@@ -96,7 +96,7 @@ func printFindings(w io.Writer, findings []cli.Finding, colored bool) {
 	fmt.Fprintf(w, "%s, %s\n", cli.Count(count[cli.Problem], "problem"), cli.Count(count[cli.Warning], "warning"))
 }
 
-// colored tells whether the output is a terminal, and its user has not refused colors.
+// colored tells whether the output is a terminal, and the user allows colors.
 func colored(a *cli.App) bool {
 	return cli.IsTerminal(a.Stdout) && os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb"
 }
@@ -116,14 +116,14 @@ func examine(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Finding
 		{"server", true, e.CheckServer},
 		{"connection", true, e.checkConnection},
 		{"standby", true, e.checkStandby},
-		{"statistics", !s.Standby, e.checkStatistics}, // a standby waits for its primary's autovacuum
+		{"statistics", !s.Standby, e.checkStatistics}, // a standby depends on its primary's autovacuum
 		{"long transactions", !s.Standby, e.checkHorizon},
 		{"transaction ids", !s.Standby, e.checkAges},
 	})
 	if err != nil {
 		return nil, err
 	}
-	owned, err := run(ctx, []check{ // the owner of the tables mends these
+	owned, err := run(ctx, []check{ // the tables' owner fixes these
 		{"migrations", true, e.CheckMigrations},
 		{"objects", s.Tables > 0 && s.Usable, e.checkObjects},
 		{"rights", s.hasTables(), e.checkRights},
@@ -146,7 +146,7 @@ func examine(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Finding
 // check is one of the doctor's checks.
 type check struct {
 	name  string
-	needs bool // whether it makes sense
+	needs bool // whether it makes sense here
 	look  func(context.Context) (cli.Finding, error)
 }
 
@@ -166,7 +166,7 @@ func run(ctx context.Context, checks []check) (findings []cli.Finding, err error
 	return findings, nil
 }
 
-// address adds to a remedy who can carry it out, and where.
+// address adds to an advice which role has to carry it out, and where.
 func (e *Examination) address(f *cli.Finding) {
 	var by []string
 	if e.Server.Standby {
@@ -181,7 +181,7 @@ func (e *Examination) address(f *cli.Finding) {
 	f.Do = e.AsOwner(f.Do)
 }
 
-// AsOwner makes command lines that migrate run as the owner of the tables, if this role may act as the owner.
+// AsOwner makes migration commands run as the tables' owner, if this role may act as the owner.
 func (e *Examination) AsOwner(text string) string {
 	if owner := e.Server.OwnerSQL; owner != "" && owner != e.Server.Role && !strings.Contains(owner, `"`) {
 		return strings.ReplaceAll(text, "`pgratelimit migrate", "`PGOPTIONS='-c role="+owner+"' pgratelimit migrate")
@@ -189,7 +189,7 @@ func (e *Examination) AsOwner(text string) string {
 	return text
 }
 
-// could turns an error of the database into a finding, because only one check failed.
+// could turns a database error into a finding, because only one check failed.
 func could(err error, f *cli.Finding) error {
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
 		do := "mend what the other checks find, and run this again"

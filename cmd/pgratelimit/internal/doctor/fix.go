@@ -21,11 +21,11 @@ import (
 //go:embed sql/grants.sql
 var grantsSQL string
 
-// mostRounds is how often fix looks again. A round may need what the one before it made.
+// mostRounds is how often fix checks again. A round may need the results of the previous one.
 const mostRounds = 6
 
-// definitions returns the statements of the migrations up to a version: those that make each object, by its name, and
-// those that set what functions see and who has rights.
+// definitions returns the statements of the migrations up to a version: those that create each object, by name, and
+// those that set access rights and search_path.
 func definitions(version int64) (of map[string][]string, settle []string, err error) {
 	all, err := cli.ReadMigrations()
 	if err != nil {
@@ -64,7 +64,7 @@ func definitions(version int64) (of map[string][]string, settle []string, err er
 	return of, settle, nil
 }
 
-// InPlace tells whether fix removes a difference: it is in something that the migrations make.
+// InPlace tells whether fix removes a difference because it is in an object of the migrations.
 func InPlace(d catalog.Difference, made catalog.Catalog) bool {
 	object, expected := made[d.Object]
 	kind, _, _ := strings.Cut(d.Object, " ")
@@ -79,8 +79,8 @@ func InPlace(d catalog.Difference, made catalog.Catalog) bool {
 	return object.Aspects[d.Aspect] != ""
 }
 
-// emptied returns the tables that fix makes anew without their rows. They lack a column without which a row means
-// nothing: it has no default, and is not null.
+// emptied returns the tables that fix recreates without their rows. They lack a column that a row cannot do without: it
+// has no default, and is not null.
 func emptied(differences []catalog.Difference, made, found catalog.Catalog) (tables []string) {
 	for _, d := range differences {
 		name := catalog.Name(d.Object)
@@ -95,9 +95,9 @@ func emptied(differences []catalog.Difference, made, found catalog.Catalog) (tab
 	return tables
 }
 
-// renamed returns, for each missing column of a table, a column too many that may be the same under another name.
+// renamed maps each missing column of a table to a superfluous column that may be the same one under another name.
 func renamed(object string, made, found catalog.Catalog) map[string]string {
-	names := map[string]string{} // by the name that should be there
+	names := map[string]string{} // by the right name
 	for _, is := range slices.Sorted(maps.Keys(found[object].Aspects)) {
 		if !strings.HasPrefix(is, "column ") || made[object].Aspects[is] != "" {
 			continue
@@ -113,7 +113,7 @@ func renamed(object string, made, found catalog.Catalog) map[string]string {
 	return names
 }
 
-// isDivided tells whether the database is a shard that is being divided.
+// isDivided tells whether the database is a shard in a division.
 func isDivided(found catalog.Catalog) bool {
 	for _, durable := range []bool{false, true} {
 		of := found["table "+cli.Table(durable)].Aspects
@@ -124,7 +124,7 @@ func isDivided(found catalog.Catalog) bool {
 	return false
 }
 
-// repairs returns statements that remove differences, or that make what the next round needs for that.
+// repairs returns statements that remove differences, or that prepare the next round.
 func repairs(differences []catalog.Difference, made, found catalog.Catalog, of map[string][]string) []string {
 	var types, tables, functions, rest []string
 	counts := false
@@ -141,7 +141,7 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 		case !InPlace(d, made) || whole && done[d.Object]:
 		case kind == "type":
 			if !missing {
-				for other := range found { // the next round makes the functions that use the type
+				for other := range found { // the next round creates the functions that use the type
 					if _, ours := made[other]; ours && strings.HasPrefix(other, "function ") && (strings.Contains(
 						other, name) || strings.Contains(found[other].Aspects["result"], name)) {
 						types = append(types, "DROP FUNCTION IF EXISTS "+strings.TrimPrefix(other, "function "))
@@ -188,7 +188,7 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 			}
 		case aspect == "constraint":
 			rest = append(rest, fmt.Sprintf("ALTER TABLE %s DROP CONSTRAINT IF EXISTS %s", name, part))
-			// Of several rows of a key, the last one to expire stays.
+			// If a key has several rows, the one that expires last stays.
 			if name == cli.Table(false) || name == cli.Table(true) {
 				rest = append(rest, fmt.Sprintf("DELETE FROM %s AS a USING %[1]s AS b WHERE a.prefix = b.prefix "+
 					"AND a.key = b.key AND (a.expires_at, a.ctid) < (b.expires_at, b.ctid)", name))
@@ -196,7 +196,7 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 			rest = append(rest, fmt.Sprintf("ALTER TABLE %s ADD CONSTRAINT %s %s", name, part, is))
 		case aspect == "index" && made[d.Object].Aspects["constraint "+part] == "":
 			rest = append(rest, "DROP INDEX IF EXISTS "+part, is)
-		case aspect == "index" && found[d.Object].Aspects["constraint "+part] != "": // it is not what it was
+		case aspect == "index" && found[d.Object].Aspects["constraint "+part] != "": // it has changed
 			rest = append(rest, fmt.Sprintf("ALTER TABLE %s DROP CONSTRAINT %s", name, part))
 		}
 		done[d.Object] = done[d.Object] || whole
@@ -204,19 +204,19 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 	if counts && len(tables)+len(rest) > 0 {
 		rest = append(rest, countOn...)
 	}
-	if len(functions) > 0 { // which may come before those that they call
+	if len(functions) > 0 { // functions may be created before others that they call
 		functions = slices.Insert(functions, 0, "SET LOCAL check_function_bodies = off")
 	}
 	return slices.Concat(types, tables, functions, rest)
 }
 
-// columnText is the catalog's text for a column: its type, whether it is not null, its default and collation, how it is
-// generated, and its storage.
+// columnText is the catalog's description of a column: its type, whether it is not null, its default and collation, its
+// generation, and its storage.
 var columnText = regexp.MustCompile(
 	`^(.+?)( not null)?(?: default (.+?))?(?: collate (\S+))?(?: generated (\w+))? storage (\w)$`)
 
 // alterColumn returns the statements that repair a column. Those in later may run triggers, so they come after the
-// functions. The table keeps its rows and what others added to it.
+// functions. The table keeps its rows and the additions of others.
 func alterColumn(table, column, was, is string) (now, later []string) {
 	old, want := columnText.FindStringSubmatch(was), columnText.FindStringSubmatch(is)
 	if want == nil {
@@ -273,7 +273,7 @@ func alterColumn(table, column, was, is string) (now, later []string) {
 	return now, later
 }
 
-// countOn sets sequences so that they give no number again that a policy or its history has.
+// countOn advances sequences beyond all numbers in policies and their history.
 var countOn = []string{
 	`SELECT setval(s, greatest(pg_sequence_last_value(s), (SELECT max(id) FROM rate_limit_policy),
 		(SELECT max(policy_id) FROM rate_limit_policy_history)))
@@ -282,8 +282,8 @@ var countOn = []string{
 	FROM CAST(pg_get_serial_sequence('rate_limit_policy_history', 'version') AS regclass) AS s`,
 }
 
-// mend repairs, in one transaction, what the migrations made and is missing or changed. Rights stay as they are. It
-// returns what it repaired.
+// mend repairs missing or changed objects of the migrations, in one transaction. Grants stay. It returns the repaired
+// objects.
 func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended []string, err error) {
 	e := &Examination{App: a, Pool: pool}
 	if err := e.ReadServer(ctx); err != nil {
@@ -294,13 +294,13 @@ func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended
 	}
 	made, known := catalog.Made(e.Applied)
 	if !known || e.Applied == 0 {
-		return nil, nil // the check of the migrations says what to do
+		return nil, nil // the check of the migrations gives advice
 	}
 	of, settle, err := definitions(e.Applied)
 	if err != nil {
 		return nil, err
 	}
-	// The transaction locks all tables at once, so that nothing commits that would be lost. The question comes before.
+	// The transaction locks all tables at once, so that no commit is lost. The question comes first.
 	differences := e.Found.Differences(made, e.Server.Owner)
 	if e.Server.Tables > 0 && len(repairs(differences, made, e.Found, of)) == 0 {
 		return nil, nil
@@ -322,16 +322,16 @@ func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended
 	err = a.Transaction(ctx, pool, pgx.ReadWrite, cli.AccessExclusive, true, func(tx pgx.Tx) error {
 		q, _ := tx.(cli.Qualified)
 		tx, schema, owner := q.Tx, q.Schema, e.Server.Owner
-		if e.Server.Tables == 0 { // nothing tells where they were
+		if e.Server.Tables == 0 { // the place of the tables is unknown
 			if schema, owner, err = e.versionHome(ctx); err != nil {
 				return err
 			}
 		}
-		// The statements are run as they stand, so names are looked up in our schema, behind pg_catalog.
+		// The statements run unchanged, so names are looked up in pg_catalog and then in our schema.
 		path := fmt.Sprintf("SET LOCAL search_path = %s, pg_temp", pgx.Identifier{schema}.Sanitize())
 		var grants [][2]string
 		for round := 0; ; round++ {
-			found, err := catalog.Read(ctx, tx, schema) // in which search_path is pg_catalog
+			found, err := catalog.Read(ctx, tx, schema) // here search_path is pg_catalog
 			if err != nil {
 				return err
 			}
@@ -417,7 +417,7 @@ func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended
 	return mended, nil
 }
 
-// versionHome returns the first schema of search_path, and the owner of rate_limit_version there.
+// versionHome returns the first schema of search_path, and the owner of its rate_limit_version.
 func (e *Examination) versionHome(ctx context.Context) (schema, owner string, err error) {
 	pool, err := e.App.Open(ctx, e.App.InSchema)
 	if err != nil {

@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// LongLock is how long somebody may hold a lock on our tables before the doctor says so.
+// LongLock is how long a session may lock our tables before doctor reports it.
 const LongLock = 5 * time.Second
 
 //go:embed sql/locks.sql
@@ -30,7 +30,7 @@ type LockHolder struct {
 	Stopped bool // nobody else can write to it
 }
 
-// ReadLocks returns who has held locks on our tables for a time. It waits for none of them.
+// ReadLocks returns the sessions that have locked our tables for a while. It does not wait for them.
 func (e *Examination) ReadLocks(ctx context.Context, since time.Duration) (held []LockHolder, err error) {
 	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly}
 	err = pgx.BeginTxFunc(ctx, e.Pool, options, func(tx pgx.Tx) error {
@@ -49,7 +49,7 @@ func (e *Examination) ReadLocks(ctx context.Context, since time.Duration) (held 
 	return held, err
 }
 
-// checkLocks comes first. If somebody has closed a table to all others, the other checks would wait.
+// checkLocks comes first. If a session has locked a table completely, the other checks would wait.
 func (e *Examination) checkLocks(ctx context.Context) (f cli.Finding, closed bool, err error) {
 	held, err := e.ReadLocks(ctx, LongLock)
 	f = JudgeLocks(held)

@@ -20,7 +20,7 @@ import (
 
 func (e *Examination) Command(line string) string { return e.App.Command(line) }
 
-// CheckMigrations also finds out what is there.
+// CheckMigrations also reads the applied version.
 func (e *Examination) CheckMigrations(ctx context.Context) (cli.Finding, error) {
 	all, err := cli.ReadMigrations()
 	if err != nil {
@@ -40,7 +40,8 @@ func (e *Examination) CheckMigrations(ctx context.Context) (cli.Finding, error) 
 			return cli.Finding{}, err
 		}
 	}
-	// The connection strings of shards may lead to a pooler, which takes no search_path. Then the functions tell.
+	// The connection strings of shards may lead to a pooler, which does not support search_path. Then the functions are
+	// used to find the schema.
 	if e.App.Connection != "" && e.pooled && e.Server.Tables > 0 {
 		if err := e.row(ctx, shard.MapSQL, nil, &e.Applied); err != nil {
 			return cli.Finding{}, err
@@ -69,7 +70,7 @@ func (e *Examination) CheckMigrations(ctx context.Context) (cli.Finding, error) 
 		return cli.Finding{}, err
 	}
 	e.told = true
-	if err != nil { // such as a stranger's version table or function
+	if err != nil { // for example a stranger's version table or function
 		e.Applied = e.Found.Nearest(e.Server.Owner)
 		return cli.Problem.Finding("do what it says", "%s", cli.OneLine(err)), nil
 	}
@@ -121,10 +122,10 @@ func (e *Examination) elsewhere(found string) cli.Finding {
 	return cli.Problem.Finding("run "+e.Command("migrate up")+", or say with --schema where they are", "%s", found)
 }
 
-// readCatalog reads what there is in the schema of the tables.
+// readCatalog reads the objects in the schema of the tables.
 func (e *Examination) readCatalog(ctx context.Context) error {
 	return e.App.Look(ctx, e.Pool, func(tx pgx.Tx) (err error) {
-		q, _ := tx.(cli.Qualified) // catalog names the schema itself
+		q, _ := tx.(cli.Qualified) // catalog adds the schema itself
 		e.Found, err = catalog.Read(ctx, q.Tx, q.Schema)
 		return err
 	})
@@ -143,7 +144,7 @@ func (e *Examination) checkObjects(context.Context) (cli.Finding, error) {
 	return e.judgeObjects(made), nil
 }
 
-// judgeObjects leaves out what the checks of the tables find.
+// judgeObjects leaves out the differences that the checks of the tables report.
 func (e *Examination) judgeObjects(made catalog.Catalog) cli.Finding {
 	var wrong, mend, drop, dropTables []string
 	inside, gone, how := false, false, cli.Warning
@@ -163,7 +164,7 @@ func (e *Examination) judgeObjects(made catalog.Catalog) cli.Finding {
 		case !expected:
 			kind, signature, _ := strings.Cut(d.Object, " ")
 			statement := fmt.Sprintf("`DROP %s %s`", strings.ToUpper(kind), e.Server.name(signature))
-			if kind == "table" { // before functions, which may belong to its triggers
+			if kind == "table" { // before functions, which its triggers may use
 				dropTables = append(dropTables, statement+", which loses its rows")
 			} else {
 				drop = append(drop, statement)
@@ -183,11 +184,11 @@ func (e *Examination) judgeObjects(made catalog.Catalog) cli.Finding {
 					mend = append(mend, alter+"NO FORCE ROW LEVEL SECURITY`")
 				}
 			}
-		case !extra: // it belongs to somebody else
+		case !extra: // it belongs to another role
 			mend = append(mend, alter+"OWNER TO "+e.Server.OwnerSQL+"`, if you have made it")
 		case aspect == "column" && slices.Contains(
 			slices.Collect(maps.Values(renamed(d.Object, made, e.Found))), d.Aspect):
-			// it is to be renamed
+			// it will be renamed
 		case aspect == "column":
 			mend = append(mend, alter+"DROP COLUMN "+pgx.Identifier{part}.Sanitize()+"`, which loses what is in it")
 		case aspect == "constraint":
@@ -231,8 +232,8 @@ func (e *Examination) judgeObjects(made catalog.Catalog) cli.Finding {
 	return how.Finding(strings.Join(mend, "; then "), "not what the migrations made: %s", strings.Join(wrong, "; "))
 }
 
-// harmless tells whether a difference is an added column or index that refuses no row: our statements leave the column
-// out, and the index is not unique.
+// harmless tells whether a difference is an added column or index that refuses no row: our statements do not use the
+// column, and the index is not unique.
 func harmless(d catalog.Difference, made, found catalog.Catalog) bool {
 	if !strings.HasPrefix(d.Object, "table ") || d.Aspect == "" || made[d.Object].Aspects[d.Aspect] != "" {
 		return false

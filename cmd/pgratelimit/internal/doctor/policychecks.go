@@ -16,7 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// MostPolicies is how many policies a process holds. It does not obey the others.
+// MostPolicies is the most policies that a process holds. It ignores the others.
 const MostPolicies = 200_000
 
 var (
@@ -28,15 +28,15 @@ var (
 	enforcedSQL string
 )
 
-// FoundPolicies is a row of policiesSQL: rows of rate_limit_policy that say the same.
+// FoundPolicies is a row of policiesSQL: equal rows of rate_limit_policy.
 type FoundPolicies struct {
 	Mode, Policy       *string
-	Count, Live, Ended int64   // all rows, those that have not ended, and those of people that have
-	OfNobody           []int64 // ids of rows with an impossible name, key or prefix
+	Count, Live, Ended int64   // all rows, those that have not ended, and ended ones written by people
+	OfNobody           []int64 // ids of rows with an invalid name, key or prefix
 	IDs                []int64
 }
 
-// reason says why limiters cannot read the rows, or "".
+// reason says why limiters cannot read the rows, or is "".
 func (f FoundPolicies) reason() string {
 	switch {
 	case f.Mode == nil || !slices.Contains([]string{policies.ModeEnforce, policies.ModeShadow, policies.ModeOff,
@@ -52,7 +52,7 @@ func (f FoundPolicies) reason() string {
 	return ""
 }
 
-// checkPolicies looks for policies that limiters do not obey.
+// checkPolicies looks for policies that limiters ignore.
 func (e *Examination) checkPolicies(ctx context.Context) (cli.Finding, error) {
 	if !*e.Server.Policies {
 		return cli.OK("not looked at, because this role may not read the policies"), nil
@@ -82,13 +82,13 @@ func (e *Examination) checkPolicies(ctx context.Context) (cli.Finding, error) {
 	return f, err
 }
 
-// enforcedPolicy is a row of enforcedSQL: a policy that a limiter is to obey, and the ids of its rows.
+// enforcedPolicy is a row of enforcedSQL: a policy in force or in the future, and the ids of its rows.
 type enforcedPolicy struct {
 	Limiter, Policy string
 	IDs             []int64
 }
 
-// judgeKinds returns a warning if limiters seem to pass over policies, or f.
+// judgeKinds returns a warning if limiters seem to ignore policies, else f.
 func (s Server) judgeKinds(f cli.Finding, all []enforcedPolicy, kinds policies.Kinds) cli.Finding {
 	var passed, ids []string
 	for _, p := range all {
@@ -117,12 +117,12 @@ func join(ids []int64) string {
 	return strings.Join(numbers, ", ")
 }
 
-// wrongTrigger is a row of triggersSQL: a trigger that does not run when people write, or that runs when replication
-// writes.
+// wrongTrigger is a row of triggersSQL: a trigger that does not run when people write, or that runs for replicated
+// rows.
 type wrongTrigger struct {
 	Name   string
 	Enable string // the statement that repairs it
-	Always bool   // it also runs when replication writes
+	Always bool   // it also runs for replicated rows
 }
 
 // without says what is missing without the trigger.
@@ -140,7 +140,7 @@ func (t wrongTrigger) without() string {
 	return "its work is not done"
 }
 
-// checkTrigger is the only trigger without which processes still hear of all changes.
+// checkTrigger is the only trigger without which processes still learn of all changes.
 const checkTrigger = "rate_limit_policy_check"
 
 func (s Server) JudgePolicies(found []FoundPolicies, triggers []wrongTrigger) cli.Finding {

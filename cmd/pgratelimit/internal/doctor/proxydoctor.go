@@ -31,7 +31,7 @@ var (
 	recordedSQL string
 )
 
-// proxyExamination is what the checks of a proxy share.
+// proxyExamination is shared by the checks of a proxy.
 type proxyExamination struct {
 	*Examination
 
@@ -84,7 +84,7 @@ func examineAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Find
 	return findings, nil
 }
 
-// examineNoProxy also recognizes a database that was a proxy, or is to become one. It must not get tables.
+// examineNoProxy also recognizes a database that was a proxy, or will become one. Such a database must not get tables.
 func examineNoProxy(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Finding, error) {
 	findings, err := examine(ctx, a, pool)
 	if err != nil {
@@ -93,7 +93,7 @@ func examineNoProxy(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.
 	at := *a // because ReadTarget sets the schema
 	target, err := shard.ReadTarget(ctx, &at, pool)
 	if err != nil || len(target.Tables) > 0 {
-		return findings, nil //nolint:nilerr // what is wrong is among the findings
+		return findings, nil //nolint:nilerr // the findings have the error
 	}
 	for i := range findings {
 		f := &findings[i]
@@ -136,7 +136,7 @@ func (e *proxyExamination) examineShard(ctx context.Context, place int) ([]cli.F
 		if err := store.WithPool(ctx, func(pool *pgxpool.Pool) error {
 			more, err := examine(ctx, store, pool)
 			for _, f := range more {
-				if f.Check != "connection" { // PL/Proxy has its own
+				if f.Check != "connection" { // PL/Proxy has its own connection
 					findings = append(findings, f)
 				}
 			}
@@ -181,7 +181,7 @@ func (e *proxyExamination) checkPLProxy(ctx context.Context) (cli.Finding, error
 	return e.checkRecorded(ctx, statements, cli.OK("version %s, with a role for its connections", version))
 }
 
-// checkRecorded looks for the password of the shards in pg_stat_statements, if this database has that in a schema.
+// checkRecorded looks for the shards' password in pg_stat_statements, if this database has that extension.
 func (e *proxyExamination) checkRecorded(
 	ctx context.Context, schema string, otherwise cli.Finding,
 ) (cli.Finding, error) {
@@ -225,10 +225,10 @@ type proxyFunction struct {
 	Arguments  string // with their names
 	Executable bool   // by this role
 	Public     bool   // everybody may execute it
-	Usable     bool   // by somebody who logs in
+	Usable     bool   // by a role that can log in
 }
 
-// checkFunctions compares the functions with those that 'shard set' would make now.
+// checkFunctions compares the functions with those that 'shard set' would create now.
 func (e *proxyExamination) checkFunctions(ctx context.Context) (_ cli.Finding, err error) {
 	if e.functions, err = lookAt[proxyFunction](ctx, e.Examination, proxyFunctionsSQL); err != nil {
 		return cli.Finding{}, err
@@ -266,7 +266,7 @@ var (
 	functionLanguage = regexp.MustCompile(`LANGUAGE (\w+)`)
 )
 
-// functionsIn returns the functions that our SQL makes, by their names.
+// functionsIn returns the functions that our SQL creates, by name.
 func functionsIn(text string) map[string]proxyFunction {
 	all := map[string]proxyFunction{}
 	for _, part := range strings.Split(text, "\nCREATE OR REPLACE FUNCTION ")[1:] {
@@ -313,7 +313,7 @@ func judgeFunctions(made map[string]proxyFunction, found []proxyFunction) cli.Fi
 		", then "), "not what this release makes: %s", strings.Join(wrong, "; "))
 }
 
-// checkProxyRights needs what checkFunctions has read.
+// checkProxyRights needs the results of checkFunctions.
 func (e *proxyExamination) checkProxyRights(context.Context) (cli.Finding, error) {
 	var public, missing, nobodys []string
 	for _, f := range e.functions {
@@ -348,7 +348,7 @@ func (e *proxyExamination) checkProxyRights(context.Context) (cli.Finding, error
 	return cli.OK("this role may execute the functions, and not everybody may"), nil
 }
 
-// checkThrough asks a shard through the proxy, as an application would.
+// checkThrough queries a shard through the proxy, as an application would.
 func (e *proxyExamination) checkThrough(ctx context.Context, place int) (cli.Finding, error) {
 	n := len(e.states)
 	if e.proxy.Shards != n || n&(n-1) != 0 || !slices.ContainsFunc(e.functions, func(f proxyFunction) bool {

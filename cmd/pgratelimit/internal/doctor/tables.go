@@ -17,7 +17,7 @@ var (
 	sampleSQL string
 )
 
-// TableHealth is a row of tablesSQL, and what a sample tells.
+// TableHealth is a row of tablesSQL, with the results of a sample.
 type TableHealth struct {
 	Name              string
 	Persistence       string
@@ -31,9 +31,9 @@ type TableHealth struct {
 	Autovacuum        bool
 	OtherIndexes      []string
 
-	sql     string  // the name with its schema
-	sweep   string  // the command line that sweeps
-	sampled float64 // the part of the table that was read
+	sql     string  // the name with the schema
+	sweep   string  // the command line for a sweep
+	sampled float64 // the share of the table that was read
 	sample  sampledRows
 }
 
@@ -54,7 +54,7 @@ func (e *Examination) checkTables(ctx context.Context) ([]cli.Finding, error) {
 		tables[i].sql, tables[i].sweep = e.Server.name(tables[i].Name), e.Command("sweep")
 	}
 	var findings []cli.Finding
-	if e.Server.Standby { // it has no statistics, and cannot read rate_limit_ephemeral
+	if e.Server.Standby { // a standby has no statistics, and cannot read rate_limit_ephemeral
 		for _, t := range tables {
 			f := t.judgeKind()
 			f.Check = t.Name + ": kind"
@@ -188,8 +188,8 @@ func (t TableHealth) JudgeAge(freezeMaxAge int64) cli.Finding {
 	return f
 }
 
-// judgeBloat compares the size of the table with the size that the rows of the sample would have if they had just been
-// written. The pages of a healthy table are filled up to the fillfactor only.
+// judgeBloat compares the table's size with the size that its rows, estimated from the sample, would have if they were
+// newly written. A healthy table's pages are only filled up to the fillfactor.
 func (t TableHealth) judgeBloat() cli.Finding {
 	bytes := t.Bytes + t.ToastBytes
 	if bytes < smallTable {

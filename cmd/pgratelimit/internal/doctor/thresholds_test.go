@@ -11,7 +11,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// What a test cannot wait for.
+// Cases that a test cannot wait for.
 func TestDoctorsThresholds(t *testing.T) {
 	t.Parallel()
 

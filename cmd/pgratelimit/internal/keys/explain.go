@@ -24,20 +24,20 @@ type Explanation struct {
 	Limiter string               `json:"name"`
 	Key     string               `json:"key"`
 	At      time.Time            `json:"at"`      // the database's clock
-	Source  string               `json:"source"`  // what decides: a row for the key, prefix or everybody, or the code
+	Source  string               `json:"source"`  // which decides: a row for the key, a prefix or all keys, or the code
 	Decides *policies.PolicyRow  `json:"decides"` // null if the policy in the code decides
 	Shadow  *policies.PolicyRow  `json:"shadow"`  // null if there is none
-	Bans    []policies.PolicyRow `json:"bans"`    // of the key, of a prefix of it, or of everybody
-	// Limiters pass over these rows, because they are of another kind than --policy, or cannot be read.
+	Bans    []policies.PolicyRow `json:"bans"`    // for the key, one of its prefixes, or all keys
+	// Limiters ignore these rows, because they cannot be read, or are of another kind than --policy.
 	PassedOver []policies.PolicyRow `json:"passed_over"`
-	Code       *string              `json:"code"` // the policy in the code, by --policy
+	Code       *string              `json:"code"` // the policy in the code, from --policy
 	Table      string               `json:"table"`
-	State      []ruleState          `json:"state"` // null if no policy is known, or this role may not ask
+	State      []ruleState          `json:"state"` // null if no policy is known, or this role may not read it
 	Unknown    string               `json:"unknown,omitempty"`
 	Warning    string               `json:"warning,omitempty"`
 }
 
-// ruleState says how much a key has left, under one of the policies that decide.
+// ruleState is what a key has left, under one of the deciding policies.
 type ruleState struct {
 	Policy string `json:"policy"`
 	keyState
@@ -88,7 +88,7 @@ policy in force, and takes nothing. This command does not know the policy in the
 				e.Unknown = "it depends on the policy in the code: give it with --policy"
 			}
 			if text != "" {
-				if err := a.WithPool(ctx, func(pool *pgxpool.Pool) error { // which need not have the policies
+				if err := a.WithPool(ctx, func(pool *pgxpool.Pool) error { // it need not have the policies
 					return explainState(ctx, a, pool, &e, text, durable)
 				}); err != nil {
 					return err
@@ -104,7 +104,7 @@ policy in force, and takes nothing. This command does not know the policy in the
 	return a.Finish(cmd)
 }
 
-// obeyed returns the rows that a limiter obeys. code is its policy in the code, or nil if that is not known.
+// obeyed returns the rows that a limiter obeys. code is its policy in the code, or nil if unknown.
 func (e *Explanation) obeyed(rows []policies.PolicyRow, code ratelimit.Policy) (obeyed []policies.PolicyRow) {
 	for _, r := range rows {
 		if r.ObeyedBy(code) {
@@ -116,7 +116,7 @@ func (e *Explanation) obeyed(rows []policies.PolicyRow, code ratelimit.Policy) (
 	return obeyed
 }
 
-// judge finds what is in force. The rows apply to the key, best first.
+// judge finds the policy in force. The rows apply to the key, with the best first.
 func (e *Explanation) judge(rows []policies.PolicyRow, at time.Time) {
 	policies.Judge(rows, at)
 	e.At, e.Decides, e.Shadow = at, policies.First(rows, at, false), policies.First(rows, at, true)
@@ -135,7 +135,7 @@ func (e *Explanation) judge(rows []policies.PolicyRow, at time.Time) {
 	}
 }
 
-// explainState finds how much is left under each part of a policy, at one moment, if this role may ask that.
+// explainState reads how much is left under each part of a policy at one moment, if this role may.
 func explainState(
 	ctx context.Context, a *cli.App, pool *pgxpool.Pool, e *Explanation, text string, durable bool,
 ) error {

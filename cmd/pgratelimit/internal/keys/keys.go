@@ -1,5 +1,4 @@
-// Package keys has the commands about limiters and their keys: those that show what was taken, and take, refund, grant
-// and reset.
+// Package keys has the commands for limiters and their keys: those that show usage, and take, refund, grant and reset.
 package keys
 
 import (
@@ -94,7 +93,7 @@ anew. ` + noForce
 	return cmd
 }
 
-// Answer is what a command says about a key. It uses the names of the SQL functions.
+// Answer is a command's result for a key. It has the names of the SQL functions' columns.
 type Answer struct {
 	*Decision              // nil for grant and refund, which decide nothing
 	Limit        int64     `json:"limit"`
@@ -111,7 +110,7 @@ type Decision struct {
 	RetryAfterUS int64 `json:"retry_after_us"`
 }
 
-// decided is the answer of a command that decides.
+// decided is the result of a command that decides.
 func decided(r ratelimit.Result, err error) (Answer, error) {
 	word := "denied"
 	if r.Allowed {
@@ -124,7 +123,7 @@ func decided(r ratelimit.Result, err error) (Answer, error) {
 	return a, err
 }
 
-// given is the answer of a command that gives.
+// given is the result of a command that gives.
 func given(word string, b ratelimit.Balance) Answer {
 	return Answer{
 		done: word, Limit: b.Limit, Remaining: b.Remaining,
@@ -145,16 +144,16 @@ func (r Answer) print(a *cli.App) error {
 	})
 }
 
-// question is a question to one limiter about one key.
+// question is a request to one limiter for one key.
 type question struct {
 	pool    *pgxpool.Pool
 	limiter *ratelimit.Limiter
 	key     string
-	dry     bool // the context has ended, and only an error about the question itself counts
+	dry     bool // the context has ended, so that only errors in the request itself count
 }
 
-// askCommand returns a command that asks one limiter about one key. A command that writes refuses to do so if the
-// limiter seems to have another table or another kind of policy.
+// askCommand returns a command for one key of one limiter. A command that writes refuses if the limiter seems to use
+// another table or another kind of policy.
 func askCommand(a *cli.App,
 	writes bool, ask func(context.Context, question) (Answer, error),
 ) *cobra.Command {
@@ -168,7 +167,7 @@ func askCommand(a *cli.App,
 			if err != nil {
 				return err
 			}
-			// This refuses a command line that makes no sense, before the database is asked.
+			// Refuse an invalid command line before the database is used.
 			over, cancel := context.WithCancel(ctx)
 			cancel()
 			if _, err := ask(over, question{pool, limiter, args[1], true}); !errors.Is(err, context.Canceled) {
@@ -202,7 +201,7 @@ func askCommand(a *cli.App,
 	return a.Finish(cmd)
 }
 
-// newLimiter returns a limiter that works in a schema, and logs nothing, because its errors are printed.
+// newLimiter returns a limiter for a schema. It logs nothing, because its errors are printed.
 func newLimiter(
 	a *cli.App, pool *pgxpool.Pool, config ratelimit.Config, schema string,
 ) (*ratelimit.Limiter, error) {
@@ -215,8 +214,8 @@ func newLimiter(
 	return client.Limiter(config)
 }
 
-// tell tells other processes that something was given to a key. A failure is only a warning, because a person who sees
-// an error would give again.
+// tell tells other processes that something was given to a key. A failure is only a warning, because users who see an
+// error would give again.
 func tell(ctx context.Context, a *cli.App, pool *pgxpool.Pool, limiter, key string) {
 	if err := a.Call(ctx, pool, func(tx pgx.Tx) error { return announce(ctx, tx, limiter, key) }); err != nil {
 		fmt.Fprintf(a.Stderr, "warning: it is given, but other processes may deny the key for another second, because "+

@@ -23,21 +23,21 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// LimiterRows says what a limiter has in one table.
+// LimiterRows is a limiter's usage of one table.
 type LimiterRows struct {
 	Limiter      string     `json:"limiter"`
 	Table        string     `json:"table"`
-	Algorithms   []string   `json:"algorithms"` // that wrote the rows: words like "sliding"
+	Algorithms   []string   `json:"algorithms"` // of the algorithms that wrote the rows, like "sliding"
 	Rows         int64      `json:"rows"`
 	Live         int64      `json:"live"`  // not expired
-	Bytes        int64      `json:"bytes"` // of the rows, without free space and without the index
+	Bytes        int64      `json:"bytes"` // of the rows, without free space and the index
 	OldestExpiry time.Time  `json:"oldest_expiry"`
 	Estimated    bool       `json:"estimated"`  // the numbers above come from a sample
 	DeniedNow    *DeniedNow `json:"denied_now"` // null if no policy was given
 	Warning      string     `json:"warning,omitempty"`
 }
 
-// DeniedNow says how many keys have no room for a cost of 1.
+// DeniedNow is the number of keys with no room for a cost of 1.
 type DeniedNow struct {
 	Keys     int64 `json:"keys"`
 	Complete bool  `json:"complete"` // if false, Keys is estimated from a sample

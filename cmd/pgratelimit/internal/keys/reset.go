@@ -29,7 +29,7 @@ var (
 	countSQL string
 )
 
-// BatchSize is how many keys one statement handles at most.
+// BatchSize is the most keys in one statement.
 const BatchSize = 1000
 
 func ResetCommand(a *cli.App) *cobra.Command {
@@ -85,7 +85,7 @@ is a failure if there is nothing to reset because the limiter's rows are in the 
 	return a.Finish(cmd)
 }
 
-// resetNames resets all keys that have rows of these names, in all databases, and returns how many rows it removed.
+// resetNames resets all keys with rows of these names, in all databases, and returns how many rows it removed.
 func resetNames(
 	ctx context.Context, a *cli.App, pool *pgxpool.Pool, names []string, durable bool,
 ) (total int64, err error) {
@@ -102,7 +102,7 @@ func resetNames(
 }
 
 // resetKeys returns how many rows it removed. A key has one row for each policy of its limiter. Unless it waits, it
-// fails if somebody holds a row.
+// fails if a row is locked.
 func resetKeys(
 	ctx context.Context, a *cli.App, pool *pgxpool.Pool, names, keys []string, durable, waits bool,
 ) (n int64, err error) {
@@ -133,12 +133,13 @@ func announce(ctx context.Context, tx pgx.Tx, limiter string, keys ...string) er
 	return nil
 }
 
-// ResetAll resets the keys with rows of a name, in their order. Keys that are added meanwhile may stay.
+// ResetAll resets the keys with rows of a name, in order. Keys that are added meanwhile may stay.
 //
-// While it holds rows, it does not wait for another one, so it cannot deadlock. If somebody holds a row of a batch, it
-// halves the batch. Keys whose rows are held come last, one at a time.
+// While it holds row locks, it waits for no other lock, so it cannot deadlock. If a row of a batch is locked, it halves
+// the batch. Keys with locked rows come last, one at a time.
 //
-// Processes hear announcements in the database that they use. If that is a proxy, it hears them after each transaction.
+// Processes listen in the database that they use. If that is a proxy, the announcement goes there, after each
+// transaction.
 func ResetAll(
 	ctx context.Context, a *cli.App, pool, proxy *pgxpool.Pool, name string, durable bool,
 ) (total int64, err error) {
@@ -199,18 +200,19 @@ func ResetAll(
 	return total, nil
 }
 
-// inTable returns a query for the other table if durable. It is written for rate_limit_ephemeral.
+// inTable adapts a query, written for rate_limit_ephemeral, to the other table if durable. It is written for
+// rate_limit_ephemeral.
 func inTable(sql string, durable bool) string {
 	return strings.ReplaceAll(sql, cli.Table(false), cli.Table(durable))
 }
 
-// nextKeys returns up to limit keys of a limiter that come after the key after, in order.
+// nextKeys returns up to limit keys of a limiter in order, beginning after the key after.
 func nextKeys(ctx context.Context, tx pgx.Tx, name, after string, limit int64, durable bool) ([]string, error) {
-	rows, _ := tx.Query(ctx, inTable(nextKeysSQL, durable), name, after, limit) // an error comes with the rows
+	rows, _ := tx.Query(ctx, inTable(nextKeysSQL, durable), name, after, limit) // rows has the error too
 	return pgx.CollectRows(rows, pgx.RowTo[string])
 }
 
-// printReset says how many rows were removed, even if an error came after some of them.
+// printReset prints how many rows were removed, even if an error followed.
 func printReset(a *cli.App, n int64, durable bool, err error) error {
 	if err != nil && n == 0 {
 		return nil

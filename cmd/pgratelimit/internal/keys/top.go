@@ -21,7 +21,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// keyState says how much of its limit a key has left. Times are microseconds.
+// keyState is how much of its limit a key has left. Times are microseconds.
 type keyState struct {
 	Key          string `json:"key"`
 	Remaining    int64  `json:"remaining"`
@@ -29,13 +29,13 @@ type keyState struct {
 	ResetAfterUS int64  `json:"reset_after_us"`
 }
 
-// TopResult is the output.
+// TopResult is the output of top.
 type TopResult struct {
 	Limiter  string     `json:"limiter"`
 	Table    string     `json:"table"`
 	Looked   int64      `json:"rows_looked_at"`
-	Complete bool       `json:"complete"` // all rows of the limiter were looked at
-	Share    float64    `json:"share"`    // about which part of the limiter's rows that is, from 0 to 1
+	Complete bool       `json:"complete"` // all rows of the limiter were read
+	Share    float64    `json:"share"`    // the approximate share of the limiter's rows that was read, from 0 to 1
 	At       time.Time  `json:"at"`       // the database's clock (of shard 0); all times count from it
 	Keys     []keyState `json:"keys"`
 	Warning  string     `json:"warning,omitempty"`
@@ -66,7 +66,7 @@ sees keys that were made together either all or not at all. Keys that took nothi
 				return err
 			}
 			result := TopResult{Limiter: args[0], Table: cli.Table(durable), Complete: true, Keys: []keyState{}}
-			rows := 0.0 // about how many rows the limiter has
+			rows := 0.0 // the estimated number of the limiter's rows
 			of := ratelimit.Config{Name: args[0], Policy: policy.Policy, Durable: durable}
 			if err := a.InStores(ctx, func(store *cli.App, pool *pgxpool.Pool) error {
 				add := func(states []keyState) {
@@ -113,7 +113,7 @@ func addMaxRows(cmd *cobra.Command, maxRows *int64) {
 		"look at no more than so many rows of a limiter in each shard, at random; 100,000 take some seconds")
 }
 
-// Closest compares keys: the one with less left comes first, then the one that has to wait longer.
+// Closest compares keys: the one with less left comes first, then the one with the longer wait.
 func Closest(a, b keyState) int {
 	return cmp.Or(cmp.Compare(a.Remaining, b.Remaining), cmp.Compare(b.RetryAfterUS, a.RetryAfterUS),
 		cmp.Compare(b.ResetAfterUS, a.ResetAfterUS), cmp.Compare(a.Key, b.Key))
@@ -146,14 +146,14 @@ var (
 	sampleSQL string
 )
 
-// sample is some keys of a limiter, or all of them.
+// sample is some or all keys of a limiter.
 type sample struct {
 	keys  []string
-	share float64   // about which part of the limiter's keys these are; 1 if they are all
-	at    time.Time // the database's clock when they were chosen
+	share float64   // the approximate share of the limiter's keys; 1 if they are all
+	at    time.Time // the database's clock at that time
 }
 
-// peekAll reads the states of a limiter's keys at one moment, in batches, each in its own transaction. If there are
+// peekAll reads the states of a limiter's keys as of one moment, in batches, each in its own transaction. If there are
 // more than maxRows keys, it takes a sample.
 func peekAll(
 	ctx context.Context, a *cli.App, pool *pgxpool.Pool, of ratelimit.Config, maxRows int64, visit func([]keyState),
@@ -195,17 +195,17 @@ func sampleKeys(
 		if err != nil {
 			return err
 		}
-		// A sample of the usual size holds about as many rows as are looked at by default.
+		// A sample of the default size has about as many rows as the default of maxRows.
 		s.share = min(1, percent[cli.Table(durable)]/100*max(1, float64(maxRows)/defaultMaxRows))
 		s.keys = nil
-		rows, _ := tx.Query(ctx, inTable(sampleSQL, durable), name, 100*s.share, maxRows) // may have an error
+		rows, _ := tx.Query(ctx, inTable(sampleSQL, durable), name, 100*s.share, maxRows) // rows may have an error
 		var key string
 		var from int64
 		_, err = pgx.ForEachRow(rows, []any{&key, &from}, func() error {
 			s.keys = append(s.keys, key)
 			return nil
 		})
-		slices.Sort(s.keys) // so that a batch is close together in the index
+		slices.Sort(s.keys) // so that a batch is contiguous in the index
 		if from > 0 {
 			s.share *= float64(len(s.keys)) / float64(from)
 		}
@@ -214,7 +214,7 @@ func sampleKeys(
 	return s, err
 }
 
-// peekKeys asks the database for the states of keys, in their order.
+// peekKeys reads the states of keys, in order.
 func peekKeys(
 	ctx context.Context, tx pgx.Tx, name string, policy ratelimit.Policy, durable bool, keys []string, at time.Time,
 ) ([]keyState, error) {
@@ -228,7 +228,7 @@ func peekKeys(
 	}
 	p := numbers[0]
 	rows, _ := tx.Query(ctx, peekSQL, name, keys, durable, p.Algorithm, p.Limit, p.Span.Microseconds(), p.Refill, at,
-		p.Zone) // an error comes with the rows
+		p.Zone) // rows has the error too
 	states := make([]keyState, 0, len(keys))
 	var ord int64
 	var s keyState

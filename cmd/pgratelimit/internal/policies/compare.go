@@ -18,7 +18,7 @@ import (
 //go:embed sql/compare.sql
 var compareSQL string
 
-// Comparison says how a shadow policy would have decided.
+// Comparison shows how a shadow policy would have decided.
 type Comparison struct {
 	ID        int64         `json:"id"`
 	Key       *string       `json:"key"`
@@ -28,11 +28,11 @@ type Comparison struct {
 	Denied    int64         `json:"denied"` // by the policy in force
 	WouldDeny int64         `json:"would_deny"`
 	Since     time.Time     `json:"since"` // when the row began or was changed
-	Until     *time.Time    `json:"until"` // of the last report; null if there is none
-	Keys      []ComparedKey `json:"keys"`  // those that the shadow would have denied most
+	Until     *time.Time    `json:"until"` // the time of the last report; null if there is none
+	Keys      []ComparedKey `json:"keys"`  // the keys with the most denials by the shadow
 }
 
-// ComparedKey says how often a key would have been denied, and was.
+// ComparedKey is how often a key was denied, and would have been.
 type ComparedKey struct {
 	Key       string `json:"key"`
 	WouldDeny int64  `json:"would_deny"`
@@ -91,7 +91,7 @@ func printComparisons(w io.Writer, all []Comparison) {
 	}
 }
 
-// share is a number, with its percentage of all.
+// share is a number with its percentage of the total.
 func share(n, all int64) string {
 	if all == 0 {
 		return "0"

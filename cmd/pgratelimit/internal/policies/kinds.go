@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// A person who asks about a limiter must name its table and a policy of its kind. Only the application knows these. But
-// the rows in the tables show what it uses.
+// A user who asks about a limiter must name its table and a policy of its kind. Only the application knows these. But
+// the rows in the tables show what the limiter uses.
 
 var (
 	//go:embed sql/kinds.sql
@@ -25,11 +25,11 @@ var (
 	keyKindsSQL string
 )
 
-// Kinds tells which algorithms wrote the rows of each name, in rate_limit_ephemeral and in rate_limit_durable, as a sum
-// of 1 << code. All expired rows together count as 1.
+// Kinds has the algorithms that wrote the rows of each name, in rate_limit_ephemeral and in rate_limit_durable, as a
+// sum of 1 << code. All expired rows together count as 1.
 type Kinds map[string][2]int64
 
-// of returns the kinds of the rows of a name, in one table and in the other one.
+// of returns the kinds of a name's rows, in the given table and in the other one.
 func (k Kinds) of(name string, durable bool) (here, there int64) {
 	if durable {
 		return k[name][1], k[name][0]
@@ -39,8 +39,8 @@ func (k Kinds) of(name string, durable bool) (here, there int64) {
 
 func (k Kinds) Either(name string) int64 { return k[name][0] | k[name][1] }
 
-// Elsewhere tells whether a limiter seems to keep its rows in the other table: only that table has live rows, or only
-// that one has any.
+// Elsewhere tells whether a limiter seems to use the other table: only that one has live rows, or only that one has any
+// rows.
 func (k Kinds) Elsewhere(name string, durable bool) bool {
 	here, there := k.of(name, durable)
 	return min(there, 2) > min(here, 2)
@@ -51,7 +51,7 @@ func (k Kinds) add(ctx context.Context, tx pgx.Tx, sql string, args ...any) erro
 	var name string
 	var durable bool
 	var bits int64
-	rows, _ := tx.Query(ctx, sql, args...) // an error comes with the rows
+	rows, _ := tx.Query(ctx, sql, args...) // rows has the error too
 	_, err := pgx.ForEachRow(rows, []any{&name, &durable, &bits}, func() error {
 		kinds := k[name]
 		if durable {
@@ -65,14 +65,14 @@ func (k Kinds) add(ctx context.Context, tx pgx.Tx, sql string, args ...any) erro
 	return err
 }
 
-// RowKinds tells which algorithms wrote the rows of limiters.
+// RowKinds reads which algorithms wrote the rows of limiters.
 func RowKinds(ctx context.Context, tx pgx.Tx, names []string) (Kinds, error) {
 	found := Kinds{}
 	return found, found.add(ctx, tx, kindsSQL, names, 100, 100)
 }
 
-// KindsOf tells which algorithms wrote the rows of a limiter's key. If key is nil, or has no live rows, it looks at all
-// keys, or at a sample of them.
+// KindsOf reads which algorithms wrote the rows of a limiter's key. If key is nil, or has no live rows, it reads all
+// keys, or a sample of them.
 func KindsOf(ctx context.Context, a *cli.App, limiter string, key *string) (Kinds, error) {
 	names, found := algorithm.RowNames(limiter), Kinds{}
 	if key != nil {
@@ -143,8 +143,9 @@ func OfAnotherKind(own, name, others string) string {
 		"count them: give the application's policy", own, cli.Printable(name), others)
 }
 
-// OtherKinds returns the word for a policy's algorithm, and the words for those that wrote rows. Both are "" if the
-// policy's algorithm wrote some. Only the policy's first part counts, because the policy in the code may have only one.
+// OtherKinds returns the word for a policy's algorithm, and the words for the algorithms that wrote the rows. Both are
+// "" if the policy's algorithm wrote some of them. Only the policy's first part counts, because the policy in the code
+// may have only one.
 func OtherKinds(policy string, bits int64) (own, others string) {
 	numbers, err := algorithm.Parse(policy)
 	if err != nil || bits>>numbers[0].Algorithm&1 == 1 {
@@ -153,7 +154,7 @@ func OtherKinds(policy string, bits int64) (own, others string) {
 	return algorithm.ByCode(numbers[0].Algorithm).Word, strings.Join(Words(bits), ", ")
 }
 
-// Words returns the words for the algorithms that wrote rows. A policy's text begins with such a word.
+// Words returns the words for the algorithms that wrote rows. These words are the first words of a policy's text.
 func Words(bits int64) []string {
 	all := []string{}
 	for _, a := range algorithm.All() {
@@ -164,14 +165,14 @@ func Words(bits int64) []string {
 	return all
 }
 
-// warnOfKind warns if the limiter seems to pass over a policy.
+// warnOfKind warns if the limiter seems to ignore a policy.
 func warnOfKind(ctx context.Context, a *cli.App, r *PolicyRow) {
 	if r.Mode != ModeEnforce {
 		return
 	}
 	found, err := KindsOf(ctx, a, r.Limiter, nil)
 	if err != nil {
-		return // the policy is set all the same
+		return // the policy is set anyway
 	}
 	if own, others := OtherKinds(*r.Policy, found.Either(r.Limiter)); others != "" {
 		fmt.Fprintf(a.Stderr, "warning: this policy is of the kind %s, and the rows of %s are of the kind %s: "+

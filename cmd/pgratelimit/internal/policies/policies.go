@@ -43,7 +43,7 @@ var (
 	addSQL string
 )
 
-// PolicyTarget says which keys a row is for: one key, the keys with a prefix, or, if both are nil, all keys.
+// PolicyTarget is the keys that a row is for: one key, the keys with a prefix, or, if both are nil, all keys.
 type PolicyTarget struct{ Key, prefix *string }
 
 func (t PolicyTarget) String() string {
@@ -62,16 +62,16 @@ func (t PolicyTarget) is(other PolicyTarget) bool {
 	return same(t.Key, other.Key) && same(t.prefix, other.prefix)
 }
 
-// PolicyRow is a row of rate_limit_policy. The queries have its columns in this order.
+// PolicyRow is a row of rate_limit_policy. The queries return its columns in this order.
 type PolicyRow struct {
 	ID         int64      `json:"id"`
 	Limiter    string     `json:"name"`
 	Key        *string    `json:"key"`
-	KeyPrefix  *string    `json:"key_prefix"` // if this and the key are null, the row is for everybody
+	KeyPrefix  *string    `json:"key_prefix"` // if this and the key are null, the row is for all keys
 	Mode       string     `json:"mode"`
-	Policy     *string    `json:"policy"` // only rows of the modes enforce and shadow have one
+	Policy     *string    `json:"policy"` // only for the modes enforce and shadow
 	ValidFrom  *time.Time `json:"valid_from"`
-	ValidUntil *time.Time `json:"valid_until"` // null if it has no end
+	ValidUntil *time.Time `json:"valid_until"` // null means no end
 	Comment    string     `json:"comment"`
 	Automatic  bool       `json:"automatic"` // a limiter made this ban
 	ChangedBy  string     `json:"changed_by"`
@@ -83,7 +83,7 @@ type PolicyRow struct {
 const (
 	InForce    = "in force"
 	overridden = "overridden"  // another row overrides it now
-	PassedOver = "passed over" // limiters of this release cannot read it
+	PassedOver = "passed over" // this release's limiters cannot read it
 	notYet     = "not yet"
 )
 
@@ -105,7 +105,7 @@ func (r *PolicyRow) Decides() string {
 	return r.Mode
 }
 
-// First returns the row in force, or nil. The rows must come best first.
+// First returns the row in force, or nil. The rows must be in order, with the best first.
 func First(rows []PolicyRow, at time.Time, shadow bool) *PolicyRow {
 	for i := range rows {
 		if rows[i].shadow() == shadow && rows[i].Counts(at) && rows[i].readable() {
@@ -115,7 +115,7 @@ func First(rows []PolicyRow, at time.Time, shadow bool) *PolicyRow {
 	return nil
 }
 
-// Judge sets the states of rows that apply to the same key. The rows must come best first.
+// Judge sets the states of rows that apply to the same key. The rows must be in order, with the best first.
 func Judge(rows []PolicyRow, at time.Time) {
 	decides, shadows := First(rows, at, false), First(rows, at, true)
 	for i := range rows {
@@ -132,7 +132,7 @@ func Judge(rows []PolicyRow, at time.Time) {
 	}
 }
 
-// ApplyingPolicies returns the rows that apply to a target, best first, and the database's clock.
+// ApplyingPolicies returns the rows for a target in order, with the best first, and the database's clock.
 func ApplyingPolicies(
 	ctx context.Context, tx pgx.Tx, name string, target PolicyTarget, ended bool,
 ) (rows []PolicyRow, at time.Time, err error) {
@@ -264,7 +264,7 @@ func printPolicies(w io.Writer, rows []PolicyRow, none string) {
 	}
 }
 
-// The comment comes last, because it may be long.
+// The comment is the last column, because it may be long.
 const header = "LIMITER\tFOR\tMODE\tPOLICY\tFROM\tUNTIL\tBY\tCOMMENT"
 
 // line is a row in a table with that header.
@@ -286,7 +286,7 @@ func (r *PolicyRow) line() string {
 		until, by, cli.Printable(r.Comment)}, "\t")
 }
 
-// targetFlags are the flags that say which keys a policy is for.
+// targetFlags are the flags for the keys of a policy.
 type targetFlags struct {
 	key, prefix string
 	everybody   bool
@@ -299,7 +299,7 @@ func (f *targetFlags) add(cmd *cobra.Command) {
 	cmd.MarkFlagsMutuallyExclusive("key", "prefix", "everybody")
 }
 
-// Target returns the target that the flags name.
+// Target returns the target in the flags.
 func (f *targetFlags) Target(cmd *cobra.Command) (t PolicyTarget) {
 	if cmd.Flags().Changed("key") {
 		t.Key = &f.key
@@ -310,7 +310,7 @@ func (f *targetFlags) Target(cmd *cobra.Command) (t PolicyTarget) {
 	return t
 }
 
-// CheckPolicyTarget refuses a name or a target that the table cannot hold, before the database is asked.
+// CheckPolicyTarget refuses an invalid name or target before the database is used.
 func CheckPolicyTarget(name string, t PolicyTarget) error {
 	wrong := func(text *string, most int) bool { return text != nil && (*text == "" || len(*text) > most) }
 	switch {
@@ -328,20 +328,20 @@ func CheckPolicyTarget(name string, t PolicyTarget) error {
 type PolicyChange struct {
 	DryRun  bool        `json:"dry_run"`
 	Removed []PolicyRow `json:"removed"`
-	Added   *PolicyRow  `json:"added"` // null if nothing is
-	// Overrides is the row for the same target that would be in force when the added one begins, and stays.
+	Added   *PolicyRow  `json:"added"` // null if no row is added
+	// Overrides is the row for the same target that would be in force when the added one begins. It stays in the table.
 	Overrides *PolicyRow `json:"overrides"`
 	Lowers    bool       `json:"lowers"` // it lowers the limit, or may do so, and needs --force
 	at        time.Time
 	because   string // why it lowers the limit
 
-	// Words for the output.
+	// Words in the output.
 	removed, added string
 	none           string // if nothing changes
 }
 
-// carryOut changes policies, and prints that. decide looks at the rows that apply to the target, and says what is to
-// change. Nobody else can change policies meanwhile.
+// carryOut changes policies, and prints the changes. decide reads the rows for the target, and returns the changes.
+// Nobody else can change policies meanwhile.
 func (c *PolicyChange) carryOut(
 	ctx context.Context, a *cli.App, name string, target PolicyTarget, decide func(rows []PolicyRow) error,
 ) error {
@@ -435,7 +435,8 @@ func (r *PolicyRow) ObeyedBy(code ratelimit.Policy) bool {
 	return false
 }
 
-// sameKind tells whether the text of a policy can be read, and is of the kind of another policy, if that is known.
+// sameKind tells whether a policy's text can be read, and whether it is of the kind of another policy, if that one is
+// known.
 func sameKind(text string, code ratelimit.Policy) bool {
 	row, err := algorithm.Parse(text)
 	if err != nil || code == nil {

@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// momentValue is a flag whose value is a time, or a duration after another time.
+// momentValue is a flag for a time, or for a duration after another time.
 type momentValue struct {
 	given bool
 	after time.Duration
@@ -52,7 +52,7 @@ func (v *momentValue) since(t time.Time) time.Time {
 	return v.at.UTC()
 }
 
-// readSpan reads a duration as in a policy. Unlike those of Go, it may have days.
+// readSpan reads a duration as in a policy. Unlike Go's, it may have days.
 func readSpan(text string) (time.Duration, error) {
 	numbers, err := algorithm.Parse("fixed 1/" + text)
 	if err != nil || len(numbers) != 1 || numbers[0].Span < time.Microsecond {
@@ -61,7 +61,7 @@ func readSpan(text string) (time.Duration, error) {
 	return numbers[0].Span, nil
 }
 
-// spanValue is a flag whose value is a duration.
+// spanValue is a flag for a duration.
 type spanValue time.Duration
 
 var _ pflag.Value = (*spanValue)(nil)
@@ -189,7 +189,7 @@ func addDryRun(cmd *cobra.Command, dry *bool) {
 	cmd.Flags().BoolVar(dry, "dry-run", false, "only show what would change")
 }
 
-// begin sets when a row begins and ends. now is the database's clock.
+// begin sets the beginning and end of a row. now is the database's clock.
 func (r *PolicyRow) begin(from, until *momentValue, now time.Time) error {
 	begins := now
 	if from.given {
@@ -210,7 +210,7 @@ func (r *PolicyRow) begin(from, until *momentValue, now time.Time) error {
 	return nil
 }
 
-// compare finds out whether the added row lowers the limit. rows are those that apply to the same target.
+// compare checks whether the added row lowers the limit. rows are the rows for the same target.
 func (c *PolicyChange) compare(rows []PolicyRow) {
 	if c.Added.shadow() || c.Added.Mode == ModeOff {
 		return

@@ -51,13 +51,13 @@ a standby of this one.`,
 	return a.Finish(cmd)
 }
 
-// growing is what growShards works on.
+// growing is the state of growShards.
 type growing struct {
 	proxies []*cli.App
 	owners  []string   // of the proxies' functions
 	stores  []*cli.App // the old shards, then the new ones
 	states  []State
-	growth  *shards.Growth // what an earlier call has begun, as the first proxy has noted it
+	growth  *shards.Growth // an earlier call's record on the first proxy
 }
 
 func growShards(ctx context.Context, a *cli.App, more, others []string, undo, yes bool) error {
@@ -156,12 +156,12 @@ func own(ctx context.Context, a *cli.App, role string) (*pgx.Conn, error) {
 	}
 	conn.RuntimeParams["search_path"] = "pg_catalog, pg_temp"
 	if role != "" && role != conn.User {
-		conn.RuntimeParams["role"] = role // a pooler refuses this, so that no other client gets the role
+		conn.RuntimeParams["role"] = role // a pooler refuses this, so no other client can get the role
 	}
 	return pgx.ConnectConfig(ctx, conn)
 }
 
-// Read looks at all databases, and returns an error if something is wrong with one of them.
+// Read reads all databases, and returns an error if one of them has a problem.
 func (g *growing) Read(ctx context.Context, more []string, undo bool) error {
 	var old []string
 	for i, proxy := range g.proxies {
@@ -209,7 +209,7 @@ func (g *growing) Read(ctx context.Context, more []string, undo bool) error {
 	return err
 }
 
-// readStores only finds out who owns the tables. A lost shard may be the reason for the undo.
+// readStores reads only who owns the tables. A lost shard may be the reason for the undo.
 func (g *growing) readStores(ctx context.Context) error {
 	for i, store := range g.stores {
 		g.states = append(g.states, NewState(store))
@@ -236,7 +236,7 @@ func (t *Target) growsBy(more []string, undo bool) ([]string, error) {
 	return t.growth.By, nil
 }
 
-// grows returns an error unless the proxy can grow, or has begun to grow, by these databases.
+// grows returns an error unless the proxy can grow by these databases, or has already begun to.
 func (t *Target) grows(more []string) error {
 	n, has := len(more), len(t.Connections)
 	begun := has == 2*n
@@ -275,7 +275,7 @@ func (g *growing) question(undo bool) string {
 
 var errTried = errors.New("all works")
 
-// try lets each proxy ask all shards by PL/Proxy, in a transaction that it rolls back.
+// try makes each proxy query all shards through PL/Proxy, in a transaction that is rolled back.
 func (g *growing) try(ctx context.Context, old *pgx.Conn) error {
 	schema := g.proxies[0].Schema
 	source, err := shards.Read(ctx, old, schema)

@@ -17,17 +17,17 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// wantedShard says what a database has to be to become a shard.
+// wantedShard is the state that a database must have to become a shard.
 type wantedShard struct {
 	is     Identity
-	fresh  bool // it need not know that yet
-	counts bool // it may have some before
-	copies bool // it may be the new one of a shard that is being divided
-	had    bool // the proxy has it in this place
-	still  bool // an old shard, for as long as its new one has not taken over
+	fresh  bool // it need not know its place yet
+	counts bool // it may already have counts
+	copies bool // it may be the new database of a shard in a division
+	had    bool // the proxy already has it in this place
+	still  bool // an old shard whose new one has not taken over yet
 }
 
-// readNewShards asks databases that are to be shards. It returns an error that says what is wrong with each.
+// readNewShards reads databases that will become shards. It returns an error that lists the problems of each.
 func readNewShards(
 	ctx context.Context, stores []*cli.App, want func(s *State, n int) wantedShard,
 ) ([]State, error) {
@@ -41,7 +41,7 @@ func readNewShards(
 	_, _ = rand.Read(random[:]) // never fails
 	token := int32(binary.BigEndian.Uint32(random[:]))
 	var visit func(place int)
-	visit = func(place int) { // twin needs the transactions of all places open at once
+	visit = func(place int) { // twin needs open transactions in all places at once
 		if place == len(stores) {
 			return
 		}
@@ -123,8 +123,8 @@ func (s *State) judgeNew(all []State, w wantedShard) {
 	}
 }
 
-// tryShards asks each shard by PL/Proxy, in the transaction that makes the proxy. owned tells whether the shards know
-// their places already.
+// tryShards queries each shard through PL/Proxy, in the transaction that makes the proxy. owned tells whether the
+// shards already know their places.
 func tryShards(
 	ctx context.Context, tx pgx.Tx, stores []*cli.App, source shards.Source, owner string, owned bool,
 ) error {
@@ -138,7 +138,7 @@ func tryShards(
 		condition)); err != nil {
 		return err
 	}
-	// The user mapping is that of the functions' owner.
+	// The user mapping belongs to the functions' owner.
 	if _, err := q.Tx.Exec(ctx, "SET LOCAL ROLE "+owner); err != nil {
 		return err
 	}
@@ -166,7 +166,7 @@ func tryShards(
 	return err
 }
 
-// ProxyTrouble explains an error of PL/Proxy, and says what to do.
+// ProxyTrouble explains an error of PL/Proxy, with advice.
 func ProxyTrouble(err error) (found, do string) {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	if !ok {

@@ -18,7 +18,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// PasswordVariable has the password of PL/Proxy's role on the shards. Others could see an argument.
+// PasswordVariable has the password of PL/Proxy's role on the shards. An argument would be visible to others.
 const PasswordVariable = "PGRATELIMIT_SHARD_PASSWORD"
 
 var (
@@ -124,12 +124,12 @@ func setShards(ctx context.Context, a *cli.App, config shards.Config, yes bool) 
 			}
 		}
 	}
-	// This may have to repair the functions, so it does not refuse strange ones.
+	// This may have to repair the functions, so it accepts strange ones.
 	if err := a.Transaction(ctx, pool, pgx.ReadWrite, cli.AccessShare, true, func(tx pgx.Tx) error {
 		if err := shards.Install(ctx, tx, source, config); err != nil {
 			return err
 		}
-		// While shards are divided, some keys may belong to none.
+		// During a division, some keys may belong to no shard.
 		return tryShards(ctx, tx, stores, source, target.owner, target.growth == nil)
 	}); err != nil {
 		return fmt.Errorf("the proxy stays as it was: %w", err)
@@ -155,7 +155,7 @@ func asOwner(ctx context.Context, a *cli.App, do func(conn *pgx.Conn) error) err
 	}))
 }
 
-// Target is a database that is a proxy, or is to become one.
+// Target is a database that is a proxy, or will become one.
 type Target struct {
 	database, role string
 	superuser      bool
@@ -164,15 +164,15 @@ type Target struct {
 	encoding       string
 	standby        bool
 	schemaThere    bool
-	Tables         []string // in the schema, with names of ours
+	Tables         []string // with our names, in the schema
 	elsewhere      []string // schemas with the functions of another proxy
-	mapped         bool     // PL/Proxy has a role with which to connect
-	owner          string   // of the functions, quoted
+	mapped         bool     // PL/Proxy has a role to connect as
+	owner          string   // the functions' owner, quoted
 	Connections    []string // nil if it is no proxy
 	growth         *shards.Growth
 }
 
-// ReadTarget also sets the schema: that of the proxy, or the first one of search_path.
+// ReadTarget also sets the schema: the proxy's, or the first one of search_path.
 func ReadTarget(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (t Target, err error) {
 	if a.Schema == "" {
 		if err := a.Look(ctx, pool, func(tx pgx.Tx) error {
@@ -201,7 +201,7 @@ func ReadTarget(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (t Target, 
 	return t, err
 }
 
-// want says what a database has to be for 'shard set'. While shards are divided, each stays what it is.
+// want returns the states that 'shard set' requires of a database. During a division, each database keeps its role.
 func (t *Target) want(s *State, n int) wantedShard {
 	w := wantedShard{is: Identity{Place: s.Place, Shards: n}, fresh: true, counts: n == 1}
 	w.had = s.Place < len(t.Connections) && t.Connections[s.Place] == s.Connection
@@ -219,7 +219,7 @@ func (t *Target) want(s *State, n int) wantedShard {
 	return w
 }
 
-// keepsGrowing tells whether the same places as now would have their old shards.
+// keepsGrowing tells whether the same places would keep their old shards.
 func (t *Target) keepsGrowing(connections []string) bool {
 	half := len(t.Connections) / 2
 	for i := range half {
@@ -273,8 +273,8 @@ func (t *Target) refuse(config shards.Config) error {
 }
 
 // cluster returns the name of the cluster. It is a new name if a database has just become a shard. Such a database may
-// replace another shard only for a proxy that has all the other shards: another proxy cannot know whether somebody
-// still uses the replaced one. After an interrupted 'shard set', the mark of [shards.Intend] tells that none does.
+// replace another shard only for a proxy that has all the other shards, because another proxy cannot know whether the
+// replaced shard is still in use. After an interrupted 'shard set', the mark of [shards.Intend] shows that it is not.
 func (t *Target) cluster(states []State) (string, error) {
 	name := clusterOf(states)
 	var others, fresh *State
@@ -299,7 +299,7 @@ func (t *Target) cluster(states []State) (string, error) {
 	return name, nil
 }
 
-// question says what will be done.
+// question describes the planned changes.
 func (t *Target) question(states []State, config shards.Config) string {
 	var text strings.Builder
 	what := "becomes a proxy"

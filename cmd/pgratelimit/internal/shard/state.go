@@ -17,8 +17,8 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// FarClocks is how far apart clocks may be without a warning. A key is on one shard, so no decision depends on two
-// clocks. But a policy begins and ends by the clock of the first shard.
+// FarClocks is the difference of two clocks above which there is a warning. A key is on one shard, so no decision
+// depends on two clocks. But policies begin and end by the first shard's clock.
 const FarClocks = 100 * time.Millisecond
 
 var (
@@ -30,7 +30,7 @@ var (
 	holdsSQL string
 )
 
-// State is what a shard of a proxy says of itself.
+// State is the state of a proxy's shard.
 type State struct {
 	Place      int           `json:"place"`
 	Connection string        `json:"connection"`
@@ -38,29 +38,29 @@ type State struct {
 	Version    int64         `json:"version"`   // of the migrations; 0 if there are none
 	ReadOnly   bool          `json:"read_only"` //
 	Rows       int64         `json:"rows"`      // of keys, estimated
-	ClockUS    int64         `json:"clock_us"`  // ahead of the clock of the proxy
-	Wrong      []cli.Finding `json:"wrong"`     // [] if nothing is
+	ClockUS    int64         `json:"clock_us"`  // ahead of the proxy's clock
+	Wrong      []cli.Finding `json:"wrong"`     // [] if nothing is wrong
 	Name       string        // for people
 	schema     string        // of the tables and functions
 	encoding   string        //
 	owner      string        // of the tables
-	member     bool          // this role is a member of that
+	member     bool          // this role is a member of the owner
 	Clock      ClockTime     //
 	Reached    bool          //
-	proxy      bool          // it is one itself
-	counts     bool          // there are some; only read for set
+	proxy      bool          // the database is itself a proxy
+	counts     bool          // it has counts; only read for set
 	policies   bool          // as above
-	twin       *int          // the place of a shard before this one that is the same database; as above
+	twin       *int          // the place of an earlier shard in the same database; as above
 	division   string        // its mark in rate_limit_shard; see markDivision
-	noting     bool          // it notes what is deleted, as while it is divided
-	divider    int           // process id of the command that divides the shards now; only the first shard knows
+	noting     bool          // it records deleted rows, as during a division
+	divider    int           // the process that divides the shards now; only the first shard knows it
 }
 
 // Identity is the row of rate_limit_shard.
 type Identity struct {
 	Place   int    `json:"place"`
 	Shards  int    `json:"shards"`
-	Cluster string `json:"cluster"` // the same on all shards that belong together
+	Cluster string `json:"cluster"` // the same on all shards of a cluster
 }
 
 func (i *Identity) String() string {
@@ -81,9 +81,9 @@ func readClock(ctx context.Context, tx pgx.Tx) (ClockTime, error) {
 	return ClockTime{at.Sub(before.Add(half)), half}, err
 }
 
-// ProxyState is what a proxy says of itself.
+// ProxyState is the state of a proxy.
 type ProxyState struct {
-	Shards  int // that its functions know
+	Shards  int // in its functions
 	Version int64
 	clock   ClockTime
 	Growth  *shards.Growth // nil if its shards are not being divided
@@ -106,7 +106,7 @@ func NewState(a *cli.App) State {
 	}
 }
 
-// Read asks a shard.
+// Read reads a shard's state.
 func (s *State) Read(ctx context.Context, tx pgx.Tx) (err error) {
 	if s.Clock, err = readClock(ctx, tx); err != nil {
 		return err
@@ -136,7 +136,7 @@ func (s *State) copies() bool {
 	return s.Is == nil && s.division != "" && !strings.HasPrefix(s.division, shards.Intended)
 }
 
-// Divides tells whether a database is a shard that is being divided, or gets keys of one.
+// Divides tells whether a database is a shard in a division, or gets keys of one.
 func (s *State) Divides() bool {
 	return s.noting || s.division != "" && !strings.HasPrefix(s.division, shards.Intended)
 }
@@ -156,7 +156,8 @@ func (s *State) cannotBeRead(err error) {
 		"rights of this role", "cannot be reached: %s", cli.OneLine(err))
 }
 
-// judge finds what is wrong with a shard, for a proxy with functions of a version. It need not know its place if fresh.
+// judge finds a shard's problems, for a proxy whose functions have the given version. If fresh, the shard need not know
+// its place.
 func (s *State) judge(want Identity, version int64, fresh bool) {
 	if !s.Reached {
 		return
@@ -208,7 +209,7 @@ func (s *State) become(is Identity) string {
 		pgx.Identifier{s.schema}.Sanitize(), is.Place, is.Shards, strings.ReplaceAll(is.Cluster, "'", "''"))
 }
 
-// rightPlace says what to do with a shard that has the wrong place.
+// rightPlace gives advice for a shard with the wrong place.
 func (s *State) rightPlace(want Identity) string {
 	switch {
 	case s.noting || s.Is.Shards == 2*want.Shards && s.Is.Place%want.Shards == want.Place:
@@ -264,7 +265,7 @@ func judgeGrowth(a *cli.App, states []State, growth *shards.Growth) {
 	}
 }
 
-// JudgeClock warns of a clock that is far from the proxy's.
+// JudgeClock warns of a clock that differs much from the proxy's.
 func (s *State) JudgeClock(proxy ClockTime) {
 	if !s.Reached {
 		return
@@ -277,7 +278,7 @@ func (s *State) JudgeClock(proxy ClockTime) {
 	}
 }
 
-// States asks a proxy and all its shards at the same time. One that does not answer is no error.
+// States reads the states of a proxy and all its shards at the same time. It is no error if one does not answer.
 func States(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (p ProxyState, states []State, err error) {
 	all, err := a.Shards(ctx, pool)
 	if err != nil || len(all) == 0 {
@@ -308,7 +309,7 @@ func States(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (p ProxyState, 
 		s, old := &states[i], &states[i%max(len(all)/2, 1)]
 		s.JudgeClock(p.clock)
 		if p.Growth != nil && s.IsStill(old) {
-			s.Wrong = []cli.Finding{} // these are the old one's
+			s.Wrong = []cli.Finding{} // these belong to the old shard
 			continue
 		}
 		want := Identity{i, len(all), cluster}
@@ -326,7 +327,7 @@ func States(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (p ProxyState, 
 	return p, states, ctx.Err()
 }
 
-// IsStill tells whether a place still has its old shard, while shards are being divided.
+// IsStill tells whether a place still has its old shard during a division.
 func (s *State) IsStill(old *State) bool { return s != old && s.Connection == old.Connection }
 
 // clusterOf returns the cluster of the first database that is a shard.

@@ -6,7 +6,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Only clocks that are apart for sure are reported.
+// Only clocks that certainly differ are reported.
 func TestJudgeClock(t *testing.T) {
 	t.Parallel()
 

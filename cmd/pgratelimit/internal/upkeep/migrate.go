@@ -57,8 +57,8 @@ func migrateUpCommand(a *cli.App) *cobra.Command {
 	return cmd
 }
 
-// migrateUp applies all migrations. If none is pending and something that they made is missing, it returns an error. It
-// warns if what it made belongs to another role than the schema's owner, and this role may act as the owner.
+// migrateUp applies all migrations. If none is pending but an object is missing, it returns an error. It warns if its
+// objects belong to another role than the schema's owner, and this role may act as the owner.
 func migrateUp(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 	before, err := migrations.Status(ctx, pool)
 	first := err == nil && !slices.ContainsFunc(before, func(m migrations.Migration) bool { return m.Applied })
@@ -74,7 +74,7 @@ func migrateUp(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 	}
 	type owners struct{ Me, Schema, Owner string }
 	var found []owners
-	// Migrations change rows as this role, but only those of the version table.
+	// Migrations change rows as this role, but only in the version table.
 	err = a.Transaction(ctx, pool, pgx.ReadOnly, cli.AccessShare, true, func(tx pgx.Tx) error {
 		rows, err := tx.Query(ctx, ownerSQL)
 		if err == nil {
@@ -94,7 +94,7 @@ func migrateUp(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 	return err
 }
 
-// requireAll returns an error if something that the migrations made is missing.
+// requireAll returns an error if an object of the migrations is missing.
 func requireAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 	e := &doctor.Examination{App: a, Pool: pool}
 	if err := e.ReadServer(ctx); err != nil {
@@ -105,7 +105,7 @@ func requireAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 		return err
 	}
 	if e.Server.Tables > 0 && f.Level == cli.Fine {
-		made, _ := catalog.Made(e.Applied) // nothing, if it is of a newer release
+		made, _ := catalog.Made(e.Applied) // empty if the version is of a newer release
 		var missing []string
 		for _, d := range e.Found.Differences(made, e.Server.Owner) {
 			if doctor.InPlace(d, made) && (d.Aspect == "" || e.Found[d.Object].Aspects[d.Aspect] == "") {
@@ -166,8 +166,8 @@ division, and with --undo it takes it back.`,
 	return cmd
 }
 
-// refuseDivided returns an error if the database takes part in a growth that is not finished. Some counts may then be
-// only in what a migration made.
+// refuseDivided returns an error if the database takes part in an unfinished growth. Then some counts may exist only in
+// objects that a rollback would drop.
 func refuseDivided(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 	var growth *shards.Growth
 	state := shard.NewState(a)
@@ -207,10 +207,10 @@ type MigrationStatus struct {
 	Version   int64      `json:"version"`
 	Name      string     `json:"name"`
 	Applied   bool       `json:"applied"`
-	AppliedAt *time.Time `json:"applied_at"` // null if it is not applied, or if nobody can tell when
+	AppliedAt *time.Time `json:"applied_at"` // null if it is not applied, or if the time is unknown
 }
 
-// migrate changes the database, and prints what is applied afterwards.
+// migrate changes the database, and then prints the applied migrations.
 func migrate(ctx context.Context, a *cli.App, change func(context.Context, *pgxpool.Pool) error) error {
 	pool, err := a.Open(ctx, a.InSchema)
 	if err != nil {
@@ -239,7 +239,7 @@ func migrate(ctx context.Context, a *cli.App, change func(context.Context, *pgxp
 			case migration.AppliedAt != nil:
 				applied = cli.Instant(*migration.AppliedAt)
 			case migration.Applied:
-				applied = "yes" // another tool has, or this role may not see when
+				applied = "yes" // another tool applied it, or this role may not see the time
 			}
 			name := migration.Name
 			if name == "" {
@@ -287,7 +287,7 @@ func migratePrintCommand(a *cli.App) *cobra.Command {
 	return cmd
 }
 
-// choose returns the migrations of the given versions, or all if none are given.
+// choose returns the migrations with the given versions, or all if none are given.
 func choose(all []cli.Migration, versions []string) ([]cli.Migration, error) {
 	if len(versions) == 0 {
 		return all, nil

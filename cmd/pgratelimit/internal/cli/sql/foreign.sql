@@ -1,16 +1,16 @@
--- Looks for a thing in the schema that has a name of ours but is not of the kind that the migrations make: a view, a
--- table with triggers, rules or row-level security of others, or a function that would run with its caller's rights.
--- A thing of the right kind counts too if its owner could change that before it is used. It returns what it is, and how
--- to take away what is on a table.
+-- Looks for objects in the schema that have one of our names but differ from the migrations' objects: a view, a table
+-- with others' triggers, rules or row-level security, or a function that would run with its caller's rights. A correct
+-- object is found too if its owner could change that before it is used. It returns a description of the object, and the
+-- statement that removes the addition from a table.
 --
--- Platforms add things to every table, and these do no harm: row-level security without a policy, from which the owner
--- is exempt, and triggers that note afterwards what was done, if their code is of somebody with this role's rights. Of
--- somebody trusted, it may also run with the rights of whoever changes the rows, unless that is this role. Our
--- functions change them as their owner. What is deferred runs at the end of the transaction, as this role.
+-- Platforms add some things to every table that are harmless: row-level security without a policy, from which the owner
+-- is exempt, and AFTER triggers for auditing, if the owner of their code has this role's rights. If a trusted role owns
+-- the code, it may also run with the rights of the role that changes the rows, unless this role does that. Our
+-- functions change rows as their owner. Deferred triggers run at the end of the transaction, as this role.
 --
--- Nothing of it may be run. This role may be a superuser, and others may create in the schema, or in one that
--- search_path names before ours. Trusted are the owners of the schema and of the database, and every role with the
--- rights of this one. Only functions that a call of ours would run count: those with exactly the same types.
+-- This query must not run any of these objects. This role may be a superuser, and others may be able to create in the
+-- schema, or in an earlier schema of search_path. The owners of the schema and of the database are trusted, and every
+-- role with this role's rights. Only functions that a call of ours would run count: those with exactly the same types.
 --   $1  whether functions are called
 --   $2  the tables that are locked, and so stay what they are
 --   $3  whether this role changes rows itself, rather than by calls of functions
@@ -47,10 +47,10 @@ LEFT JOIN LATERAL (
     FROM pg_policy AS p
     WHERE p.polrelid = c.oid AND ($1::boolean OR row_security_active(c.oid))
     UNION ALL
-    -- relhasrules and relhastriggers would stay true after the last one is gone, until VACUUM comes.
+    -- relhasrules and relhastriggers stay true after the last one is dropped, until VACUUM runs.
     SELECT format('it has the rule %I', w.rulename), format('`DROP RULE %I ON %s`', w.rulename, c.oid::regclass)
     FROM pg_rewrite AS w
-    WHERE w.ev_class = c.oid AND w.rulename <> '_RETURN' -- which each view has
+    WHERE w.ev_class = c.oid AND w.rulename <> '_RETURN' -- every view has this
     UNION ALL
     SELECT format('trigger %I runs %s of %I', t.tgname, p.oid::regprocedure, pg_get_userbyid(p.proowner)),
         CASE WHEN NOT t.tgisinternal THEN format('`DROP TRIGGER %I ON %s`', t.tgname, c.oid::regclass) END
@@ -60,9 +60,9 @@ LEFT JOIN LATERAL (
         WHEN t.tgisinternal THEN c.relname <> 'rate_limit_policy'
         WHEN p.pronamespace = n.oid AND p.proname = ANY (CASE WHEN c.relname = 'rate_limit_policy'
                 THEN ARRAY['_rate_limit_check_policy', '_rate_limit_note_policy']
-                ELSE ARRAY['_rate_limit_note_deleted'] END) -- while a shard is divided
+                ELSE ARRAY['_rate_limit_note_deleted'] END) -- during a division of the shard
             THEN $1::boolean AND (NOT p.prosecdef OR p.proowner NOT IN (SELECT t.oid FROM trusted AS t))
-        -- Before the change (2) or in its place (64) a trigger decides what is written.
+        -- A trigger before the change (2) or instead of it (64) affects the written row.
         ELSE t.tgtype & 66 <> 0 OR NOT (pg_has_role(p.proowner, n.me, 'USAGE')
             OR (p.prosecdef OR NOT ($3::boolean OR t.tgdeferrable))
                 AND p.proowner IN (SELECT t.oid FROM trusted AS t)) END

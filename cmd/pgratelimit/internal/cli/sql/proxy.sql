@@ -1,5 +1,5 @@
--- Whether the schema has the functions of a proxy, and which role could have made the foreign server that is neither
--- trusted nor a superuser: it could lead this command, with its password, to a server of its own.
+-- Returns whether the schema has the functions of a proxy, and which untrusted role other than a superuser could have
+-- made the foreign server. That server could lead this command, with its password, to another server.
 SELECT
     EXISTS (
         SELECT FROM pg_proc AS p

@@ -1,5 +1,5 @@
--- What platforms and operators have added to our tables: row-level security, triggers that note what was done, and
--- rights of roles that deploy/grants.sql does not name. A row says how bad it is, what it is, and what mends it.
+-- Additions of platforms and operators to our tables: row-level security, audit triggers, and grants to roles that are
+-- not in deploy/grants.sql. Each row has the severity, the addition, and the statement that removes it.
 WITH ours AS (
     SELECT c.*, c.oid::regclass::text AS name
     FROM pg_class AS c
@@ -9,7 +9,7 @@ WITH ours AS (
             'rate_limit_goose_version', 'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow',
             'rate_limit_shard', 'rate_limit_shard_deleted')
 ),
--- Keys are personal data, and a sequence that is set back makes inserts fail. Of TRIGGER strangers.sql tells.
+-- Keys are personal data, and if a sequence is set back, inserts fail. strangers.sql reports TRIGGER.
 granted AS (
     SELECT coalesce(quote_ident(r.rolname), 'PUBLIC') AS role,
         string_agg(DISTINCT c.oid::regclass::text, ', ' ORDER BY c.oid::regclass::text) AS names
@@ -33,7 +33,7 @@ granted AS (
                 OR c.relname = 'rate_limit_policy' AND a.privilege_type IN ('INSERT', 'UPDATE', 'DELETE'))) IS NOT TRUE
     GROUP BY r.rolname
 ),
--- Roles that have rights on a table, and see none of its rows.
+-- Roles that have rights on a table, but see none of its rows.
 blind AS (
     SELECT o.name, string_agg(DISTINCT coalesce(quote_ident(r.rolname), 'everybody'), ', ') AS roles
     FROM ours AS o

@@ -1,6 +1,6 @@
--- How near the server is to refusing whatever needs a new transaction id (54000). The database that counts is the one
--- with the oldest ids, whichever that is. A row for each kind of ids: the database, their age, when autovacuum comes,
--- and what holds VACUUM back most, with its age and what ends it.
+-- How close the server is to refusing everything that needs a new transaction id (54000). The database with the oldest
+-- ids decides. A row for each kind of id: the database, their age, when autovacuum comes, and the main obstacle for
+-- VACUUM, with its age and the statement that ends it.
 WITH holder AS (
     SELECT h.*
     FROM (

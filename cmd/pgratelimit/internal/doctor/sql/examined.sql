@@ -1,4 +1,4 @@
--- What concerns a proxy about its own database.
+-- Facts about a proxy's own database.
 SELECT
     coalesce((SELECT e.extversion FROM pg_extension AS e WHERE e.extname = 'plproxy'), ''),
     current_setting('server_version_num')::integer / 10000,

@@ -1,9 +1,9 @@
--- Who may execute the functions. Only those of the tables' owner count, because nobody should grant rights to what
--- others have made.
+-- Which roles may execute the functions. Only functions of the tables' owner count, because nobody should grant rights
+-- on others' functions.
 SELECT
     p.proname,
     has_function_privilege(p.oid, 'EXECUTE'),
-    -- What only a shard has works with the rights of who calls it, or is called by nobody.
+    -- Functions that only a shard has run with their caller's rights, or are called by nobody.
     coalesce(p.proargnames[1] <> 'shard', true)
         AND p.proname NOT IN ('_rate_limit_shard', '_rate_limit_note_deleted') AND EXISTS (
         SELECT FROM aclexplode(coalesce(p.proacl, acldefault('f', p.proowner)))

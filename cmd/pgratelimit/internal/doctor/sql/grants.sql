@@ -1,5 +1,5 @@
--- The rights that others than the owner have on tables, sequences and functions of ours: the object, and the statement
--- that grants the right again.
+-- Rights of roles other than the owner on our tables, sequences and functions: the object, and the statement that
+-- grants the right again.
 --   $1  the schema
 --   $2  the owner
 SELECT o.name, format('GRANT %s ON %s %s TO %s%s', a.privilege_type, o.kind, o.name,

@@ -1,6 +1,6 @@
 -- Whether this session compiles the statements that call the functions. It does if their plan costs more than
 -- jit_above_cost. The functions themselves have jit = off, but that does not apply to the statement that calls them.
--- The command has turned it off for its own statements, so it is turned on again where the session has it on.
+-- The command has turned JIT off for its own statements, so this restores the session's setting.
 SELECT
     -- The compiler is asked last: a session that asks loads it, which takes 100 ms.
     CASE WHEN above.jit = 'on' AND above.cost >= 0 AND above.cost < coalesce((

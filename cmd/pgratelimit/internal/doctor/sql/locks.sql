@@ -1,6 +1,6 @@
--- Who has locks on tables of ours, or the advisory lock of migrations, and since when: sessions and prepared
--- transactions. The last columns: what is locked, and whether that keeps everybody, or those who write, from the table.
--- Of sessions of other roles, only members of pg_read_all_stats can see since when, and the others are left out.
+-- Sessions and prepared transactions with locks on our tables, or with the advisory lock of the migrations, and since
+-- when. The last columns have the locked object, and whether the lock keeps everybody, or all writers, from the table.
+-- Only members of pg_read_all_stats can see the time for sessions of other roles; otherwise these are left out.
 --   $1  the schema
 --   $2  for how many seconds at least
 --   $3  the advisory lock of migrations

@@ -1,4 +1,4 @@
--- The policies that say the same, how many there are of each, and how many of those are not as they should be.
+-- Groups of equal policies, with their number, and how many of each are wrong.
 SELECT p.mode, p.policy, count(*),
     count(*) FILTER (WHERE p.valid_until > clock_timestamp()),
     count(*) FILTER (WHERE p.valid_until <= clock_timestamp() AND NOT p.automatic),

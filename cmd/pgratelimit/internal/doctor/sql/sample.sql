@@ -1,6 +1,6 @@
--- What is in a random sample of the blocks of both tables: the table, its rows, the live ones, the bytes of all rows
--- with their line pointers, and the bytes that they have in the TOAST table. Postgres stores the log of a row of more
--- than 2,032 bytes there. A table without rows is left out.
+-- A random sample of the blocks of both tables: the table, its rows, the live ones, the bytes of all rows with their
+-- line pointers, and their bytes in the TOAST table. Postgres stores the log of a row of more than 2,032 bytes there. A
+-- table without rows is left out.
 --   $1  percent of the blocks of rate_limit_ephemeral to read; 100 is all
 --   $2  of rate_limit_durable
 WITH clock AS (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS now)

@@ -1,6 +1,6 @@
--- Who else could make something in the schema that would be taken for ours, or has made it. A row says what is wrong,
--- and what mends it. The owner is that of rate_limit_ephemeral: whoever may create can add a function of one of our
--- names, but no second table of that name.
+-- Roles that could create an object in the schema that would be taken for ours, or that have done so. Each row has the
+-- problem, and the statement that fixes it. The owner is that of rate_limit_ephemeral: a stranger who may create can
+-- add a function with one of our names, but no second table with that name.
 WITH schema AS (
     SELECT n.oid, n.nspowner, n.nspacl, quote_ident(n.nspname) AS name,
         CASE pg_get_userbyid(n.nspowner) WHEN 'pg_database_owner' THEN d.datdba ELSE n.nspowner END AS owner
@@ -27,7 +27,7 @@ UNION ALL
 SELECT
     format('schema %s belongs to %I, who may put tables of their own in the place of those of %s',
         s.name, r.rolname, o.name),
-    -- Whoever has forgotten to migrate as the owner of the schema gives it all to the owner.
+    -- If the migrations ran as another role than the schema's owner, all objects are given to that owner.
     CASE WHEN pg_has_role(o.oid, r.oid, 'MEMBER') THEN format('`DO $$ DECLARE ours text; BEGIN FOR ours IN '
         'SELECT format(''TABLE %%s'', c.oid::regclass) FROM pg_class AS c WHERE c.relnamespace = %1$L::regnamespace '
             'AND c.relowner = %2$L::regrole AND c.relkind = ''r'' AND starts_with(c.relname, ''rate_limit_'') '

@@ -24,7 +24,7 @@ SELECT
     ARRAY(
         SELECT i.indexrelid::regclass::text
         FROM pg_index AS i
-        WHERE i.indrelid = c.oid AND NOT i.indisunique AND NOT i.indisexclusion -- which may refuse rows
+        WHERE i.indrelid = c.oid AND NOT i.indisunique AND NOT i.indisexclusion -- these may refuse rows
         ORDER BY 1
     )
 FROM pg_class AS c

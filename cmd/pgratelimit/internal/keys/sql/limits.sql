@@ -1,4 +1,4 @@
--- What the limiters have in the part of the tables that is read.
+-- The limiters' rows in the sampled part of the tables.
 --   $1  percent of the blocks of rate_limit_ephemeral to read, chosen at random; 100 is all
 --   $2  of rate_limit_durable
 WITH clock AS (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS now)

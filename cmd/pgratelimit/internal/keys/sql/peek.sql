@@ -1,4 +1,4 @@
--- What the keys of a limiter have left. It takes nothing.
+-- How much the keys of a limiter have left. It takes nothing.
 --   $1 name, $2 keys, $3 whether they are in rate_limit_durable
 --   $4 algorithm, $5 limit, $6 span in microseconds, $7 refill
 --   $8 the time from which to count, so that several calls count from the same one

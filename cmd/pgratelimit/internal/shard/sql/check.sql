@@ -1,6 +1,6 @@
--- Makes a function with which PL/Proxy asks one shard whether its role may do what a proxy has to do.
+-- Creates a function with which PL/Proxy asks one shard whether its role has the rights that a proxy needs.
 --   %[1]s  the schema, and %[2]s the same in a literal
---   %[3]s  what else has to be so
+--   %[3]s  further conditions
 CREATE FUNCTION %[1]s._rate_limit_check_shard(
     shard integer, shards integer, needed text[], OUT login text, OUT missing text[]
 )

@@ -1,4 +1,4 @@
--- How many shards the functions of a proxy know, and of which version they are. It calls none of them.
+-- How many shards a proxy's functions know, and their version. It calls none of them.
 SELECT
     coalesce(max(substring(p.prosrc, '[0-9]+')::bigint) FILTER (WHERE p.proname = 'rate_limit_shards'), 0),
     coalesce(max(substring(p.prosrc, '[0-9]+')::bigint) FILTER (WHERE p.proname = 'rate_limit_version'), 0)

@@ -1,4 +1,4 @@
--- What a database says of itself that is a shard, or is to be one. It calls no function of ours.
+-- The state of a database that is a shard, or will become one. It calls no function of ours.
 --   $1  the advisory lock of whoever divides shards
 SELECT
     -- 0 if it is not migrated
@@ -23,14 +23,14 @@ SELECT
         WHERE c.relnamespace = n.oid AND c.relname = 'rate_limit_shard'
     ), false),
     EXISTS (SELECT FROM pg_foreign_server AS s WHERE s.srvname = 'rate_limit_shards'),
-    -- it is being divided, or was when the command that does it was interrupted
+    -- it is being divided, or a division of it was interrupted
     EXISTS (
         SELECT FROM pg_trigger AS t
         JOIN pg_class AS c ON c.oid = t.tgrelid
         WHERE c.relnamespace = n.oid AND c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable')
             AND t.tgname IN ('rate_limit_note_deleted', 'rate_limit_note_truncated')
     ),
-    -- the process that divides it and its like now; 0 if there is none, or this is not the first of them
+    -- the process that divides the shards now; 0 if there is none, or this is not the first shard
     coalesce((
         SELECT l.pid
         FROM pg_locks AS l

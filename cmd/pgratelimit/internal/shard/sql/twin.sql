@@ -1,5 +1,5 @@
--- Takes the lock of its own place until the end of the transaction. While that is open, only those who ask in the same
--- database cannot share it. So this returns the first place whose database is this one too; NULL if there is none.
+-- Locks its own place until the end of the transaction. While the transaction is open, only sessions in the same
+-- database conflict with this lock. So this returns the first place with the same database; NULL if there is none.
 --   $1  a random number for all of these transactions
 --   $2  the place of this one
 SELECT min(place)

@@ -1,4 +1,4 @@
--- Whose the schema is, if it is another role's as which this one may act.
+-- The schema's owner, if that is another role and this one may act as it.
 SELECT quote_ident(current_user), quote_ident(n.nspname), quote_ident(o.rolname)
 FROM pg_namespace AS n
 JOIN pg_database AS d ON d.datname = current_database()
