@@ -14,16 +14,16 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/policytable"
 )
 
-// Allow takes 1 from key's limit if that fits, and tells whether it did. It uses a connection of the client's pool.
-// A caller that holds one already, as in a transaction, asks [Limiter.WithTx], or makes the client with [OwnPool].
-// Otherwise enough such callers wait for each other ([ErrPoolExhausted]). Errors: a [*KeyError]; the context's error,
-// if that ends first (the request may still count); else a [*StoreError].
+// Allow takes 1 from key's limit if that fits, and says whether it did. It uses a connection of the client's pool, so a
+// caller that holds one already needs [Limiter.WithTx] or [OwnPool], or risks [ErrPoolExhausted].
+//
+// Errors: a [*KeyError]; the context's error, if that ends first (the request may still count); else a [*StoreError].
 func (l *Limiter) Allow(ctx context.Context, key string) (Result, error) {
 	return l.AllowN(ctx, key, 1)
 }
 
-// AllowN takes n from key's limit if that fits, or nothing; with n = 0 it is Peek. Errors: as Allow, and a
-// [*CostError] for n below 0 or above the policy's limit.
+// AllowN takes n from key's limit if all of n fits; n = 0 is Peek. Errors: as Allow, and a [*CostError] for n below 0
+// or above the limit.
 func (l *Limiter) AllowN(ctx context.Context, key string, n int64) (Result, error) {
 	var result Result
 	err := l.allow(ctx, key, n, true, &result)
@@ -31,15 +31,15 @@ func (l *Limiter) AllowN(ctx context.Context, key string, n int64) (Result, erro
 	return result, err
 }
 
-// Peek takes nothing, and Allowed says whether a cost of 1 would fit. It locks no row and waits for none, so it
-// does not see what transactions under way are about to take. Errors: as Allow.
+// Peek takes nothing. Allowed says whether a cost of 1 would fit. It waits for no lock, and sees nothing uncommitted.
+// Errors: as Allow.
 func (l *Limiter) Peek(ctx context.Context, key string) (Result, error) {
 	var result Result
 	err := l.allow(ctx, key, 0, true, &result)
 	return result, err
 }
 
-// allow is AllowN without what counts denials for bans. If shadows is false, none is decided beside it.
+// allow is AllowN, but counts no denial for bans. shadows says whether to decide a shadow too.
 func (l *Limiter) allow(ctx context.Context, key string, n int64, shadows bool, result *Result) (err error) {
 	if l.client.observer != nil {
 		defer l.observe(time.Now(), n, result, &err)
@@ -84,8 +84,8 @@ func (l *Limiter) allow(ctx context.Context, key string, n int64, shadows bool, 
 	return nil
 }
 
-// inForce returns the policy that holds for a key now: the limiter's own, or that of a row of rate_limit_policy. If a
-// row allows or denies everything, it returns that row too.
+// inForce returns the policy that is in force for a key: the limiter's own, or that of a row of rate_limit_policy. If
+// the row allows or denies everything, it returns that row too.
 func (l *Limiter) inForce(ctx context.Context, key string) (policy *model.Policy, row *policytable.Row, err error) {
 	policy, row, err = l.view.InForce(ctx, l.client.timeout, l.model, key)
 	switch {
@@ -98,7 +98,7 @@ func (l *Limiter) inForce(ctx context.Context, key string) (policy *model.Policy
 	return policy, row, err
 }
 
-// byRow is what a row that allows or denies everything says to a request for n.
+// byRow is the answer of a row that allows or denies everything.
 func (l *Limiter) byRow(row *policytable.Row, n int64) (Result, error) {
 	if n < 0 {
 		return Result{}, &CostError{Cost: n, Limit: l.model.Limit}
@@ -114,7 +114,8 @@ func (l *Limiter) byRow(row *policytable.Row, n int64) (Result, error) {
 	return result, nil
 }
 
-// onError is what a call ends with that the database has not decided: the answer of OnFailure, if it has one.
+// onError answers a call that the database did not decide: with OnFailure's answer if there is one, else with the
+// error.
 func (l *Limiter) onError(err error, policy *model.Policy, key string, n int64) (Result, error) {
 	if l.onFailure.answer > returnError && pg.IsAway(err) {
 		return l.answerOnFailure(policy, key, n), nil
@@ -129,14 +130,14 @@ func (l *Limiter) countDenial(key string, n int64, result *Result, err error) {
 	}
 }
 
-// observe tells the observer about a call that ends here.
+// observe tells the observer about a call that ends now.
 func (l *Limiter) observe(began time.Time, n int64, result *Result, err *error) {
 	if tell := l.client.observer.Decision; tell != nil {
 		tell(DecisionEvent{Limiter: l.space.Name, Cost: n, Result: *result, Err: *err, Latency: time.Since(began)})
 	}
 }
 
-// checkCost tells what is wrong with a cost.
+// checkCost says what is wrong with a cost.
 func checkCost(n int64, policy *model.Policy) error {
 	if n < 0 || n > policy.Limit {
 		return &CostError{Cost: n, Limit: policy.Limit}
@@ -146,7 +147,7 @@ func checkCost(n int64, policy *model.Policy) error {
 
 const (
 	maxNameLen = 128 // bytes
-	// maxKeyLen keeps every index entry within a page. Only a SlidingLog's log can need TOAST.
+	// maxKeyLen keeps every index entry within a page.
 	maxKeyLen = 512 // bytes
 )
 

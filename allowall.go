@@ -27,12 +27,12 @@ type Request struct {
 	tx      pgx.Tx
 }
 
-// Request asks for n, at least 1, of key's limit. It does nothing until it is passed to [AllowAll].
+// Request is for [AllowAll]: it asks for n of key's limit, at least 1.
 func (l *Limiter) Request(key string, n int64) Request {
 	return Request{limiter: l, key: key, cost: n}
 }
 
-// Format writes the cost and the limiter's name, but not the key, which may be personal data.
+// Format writes the cost and the limiter's name. The key may be personal data.
 func (r Request) Format(s fmt.State, _ rune) {
 	if r.limiter == nil {
 		_, _ = io.WriteString(s, "of no limiter")
@@ -43,33 +43,23 @@ func (r Request) Format(s fmt.State, _ rune) {
 
 // Results are the decision over several limits. The zero Results deny.
 type Results struct {
-	Allowed bool // all of them, and their costs taken; else nothing was taken
-	// RetryAfter is 0 if they were allowed. Else it is the longest of those that refused: after that time, from
-	// the decision, all fit if nobody else takes anything.
+	Allowed bool // all costs were taken; else none was
+	// RetryAfter is 0 if Allowed. Else it is the longest of Each: after it, all fit if nobody else takes anything.
 	RetryAfter time.Duration
-	// Each tells about each request, in order. If nothing was taken, none says Allowed; RetryAfter is above 0 for
-	// limits that refused, and 0 for those that had room.
-	Each []Result
+	Each       []Result // in the order of the requests; those that refused have a RetryAfter above 0
 }
 
 // AllowAll takes from several limits, or from none of them: one for the address, say, one for the user and one for
-// everybody. The limiters may differ in everything but their [Client]. It is one round trip and one transaction.
-// All callers lock rows in one order, so that two never wait for each other. Concurrent calls share statements.
-// Every call asks the database, because denials are not remembered.
+// everybody. The limiters share a [Client], and may differ in all else. It asks the database, in one round trip and one
+// transaction. Two calls never deadlock, because all lock rows in one order: the longest keys first. So give a key that
+// all calls share a short name ("all"), and it is locked for the shortest time.
 //
-// Behind a proxy for shards, the keys of a call must be on one shard. They are if they share a part in braces, such as
-// {user:1}:minute and {user:1}:day. Otherwise it is an [ErrSharded] before anything is taken, also if a row of
-// [Policies] answers for a key.
+// Within a transaction, pass requests of [TxLimiter.Request]; one schema is enough then, instead of one client. Behind
+// a proxy for shards, all keys must be on one shard: let them share a part in braces, such as {user:1}:minute and
+// {user:1}:day.
 //
-// A limit that everybody shares is one row, from which one statement at a time can take. Give it a short key
-// ("all"): the longest keys are locked first, and the later a row is locked, the less the others wait.
-//
-// [Config].OnFailure does not answer for it. An outage is an error, which comes at once while Postgres is known to
-// be away, unless all of the limiters return errors. Errors: a [*RequestError] (nothing was taken); the context's
-// error, if that ends first (the requests may still count); else a [*StoreError].
-//
-// Within a transaction of the caller's, pass requests of [TxLimiter.Request]. Their limiters may have several clients,
-// of one schema.
+// [Config].OnFailure does not answer an outage. Errors: a [*RequestError]; the context's error, if that ends first
+// (they may still count); else a [*StoreError].
 func AllowAll(ctx context.Context, requests ...Request) (results Results, err error) {
 	if observed(requests) {
 		defer observeAll(time.Now(), requests, &results, &err)
@@ -93,7 +83,7 @@ func AllowAll(ctx context.Context, requests ...Request) (results Results, err er
 	return s.decide(ctx, tx)
 }
 
-// transactionOf is the transaction that all of the requests are of. inTx is false if they are of none.
+// transactionOf returns the transaction of all requests. inTx is false if they have none.
 func transactionOf(requests []Request) (tx pgx.Tx, inTx bool, err error) {
 	for i, q := range requests {
 		if q.inTx {
@@ -111,7 +101,7 @@ func transactionOf(requests []Request) (tx pgx.Tx, inTx bool, err error) {
 	return tx, inTx, nil
 }
 
-// sameTx tells whether two transactions are one. A type of the application's own need not be comparable.
+// sameTx says whether two transactions are one. A type of the application's own need not be comparable.
 func sameTx(a, b pgx.Tx) bool {
 	if conn := pg.Conn(a); conn != nil {
 		return conn == pg.Conn(b)
@@ -122,19 +112,19 @@ func sameTx(a, b pgx.Tx) bool {
 // set is the requests of one AllowAll.
 type set struct {
 	client  *Client
-	asked   *engine.Set // those that the database has to decide
+	asked   *engine.Set // the requests that the database decides
 	entries []setEntry
-	denied  *Result // what a row of rate_limit_policy denies, so that nobody is asked; else nil
+	denied  *Result // the denial of a row of rate_limit_policy, if one denies, so that nobody is asked
 }
 
 // setEntry is one of the requests.
 type setEntry struct {
 	key, name string
 	limit     int64
-	answer    *Result // what a row says that allows or denies everything; else nil
+	answer    *Result // of a row that allows or denies everything, if there is one
 }
 
-// newSet checks the requests. In a transaction of the caller's it does not matter which databases the limiters have.
+// newSet checks the requests. In a caller's transaction, the limiters may have different databases.
 func newSet(ctx context.Context, requests []Request, inTx bool) (*set, error) {
 	if len(requests) == 0 || len(requests) > maxRequests {
 		return nil, &RequestError{
@@ -194,7 +184,7 @@ func (s *set) add(ctx context.Context, i int, q Request, inTx bool) error {
 	return nil
 }
 
-// decide has the set decided, unless rows of rate_limit_policy have decided it already. tx is nil, or the caller's.
+// decide has the set decided, unless rows of rate_limit_policy decide it. tx is the caller's, or nil.
 func (s *set) decide(ctx context.Context, tx pgx.Tx) (Results, error) {
 	var outcomes []engine.Outcome
 	if s.denied == nil {
@@ -223,7 +213,7 @@ func (s *set) decide(ctx context.Context, tx pgx.Tx) (Results, error) {
 	return results, nil
 }
 
-// explain adds to the error of a set which of its requests is to blame.
+// explain adds to an error which request is to blame.
 func (s *set) explain(err error) error {
 	if errors.Is(err, errRefused) {
 		return s.refused()
@@ -234,7 +224,7 @@ func (s *set) explain(err error) error {
 	return err
 }
 
-// across is the error for a set whose keys are on several shards, or nil if they are not.
+// across returns the error for a set whose keys are on several shards, else nil.
 func (s *set) across(shards int) error {
 	if shards == 1 {
 		return nil
@@ -248,8 +238,8 @@ func (s *set) across(shards int) error {
 	return nil
 }
 
-// refused is the error for a set that the database's encoding refuses. It says which of the requests is to blame if
-// only one can be.
+// refused returns the error for a set that the database's encoding refuses. It names the request if only one can be to
+// blame.
 func (s *set) refused() error {
 	index, suspects := 0, 0
 	for i, e := range s.entries {
@@ -263,7 +253,7 @@ func (s *set) refused() error {
 	return &RequestError{Index: index, Err: errRefused}
 }
 
-// observed tells whether any observer is to be told about an AllowAll.
+// observed says whether any observer wants to know about an AllowAll.
 func observed(requests []Request) bool {
 	for _, r := range requests {
 		if r.limiter != nil && r.limiter.client.observer != nil {
@@ -273,7 +263,7 @@ func observed(requests []Request) bool {
 	return false
 }
 
-// observeAll tells the observers about each limiter's part in an AllowAll that ends here.
+// observeAll tells the observers about each limiter's part in an AllowAll that ends now.
 func observeAll(began time.Time, requests []Request, results *Results, err *error) {
 	latency := time.Since(began)
 	for i, r := range requests {

@@ -7,30 +7,20 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Ban bans keys that are denied again and again. With
+// Ban bans keys that are denied again and again. With Ban{Denials: 100, Within: time.Minute, First: time.Hour, Longest:
+// 24 * time.Hour}, a key that is denied 100 times within a minute is denied everything for an hour, in all processes.
+// The next ban lasts 2 hours, then 4, 8, 16 and 24. A day after a ban the key is forgiven, and the next one lasts an
+// hour again.
 //
-//	Ban{Denials: 100, Within: time.Minute, First: time.Hour, Longest: 24 * time.Hour}
-//
-// a key that is denied 100 times within a minute of the first of these denials is denied everything for an hour, in all
-// processes. If it comes to that again, it is 2 hours, then 4, 8, 16 and 24. A day after the end of a ban the key is
-// forgiven, and the next ban lasts an hour again.
-//
-// A ban is a row of rate_limit_policy, made by the function rate_limit_ban, which the application's role must be
-// allowed to execute. So a ban survives restarts, `pgratelimit policy list --bans` shows it and `pgratelimit unban`
-// ends it. A row for a prefix or for everybody does not end it; an exact row that begins later does.
-//
-// Denials are counted by each process for itself, in memory, and only denials: those of Allow and AllowN and of their
-// twins for transactions, but none of a ban itself, of Wait or while Postgres is away. So with n processes a key is
-// banned after at most n × Denials of them. Bans are made 100 at a time, first those of keys that go on being denied
-// most. What fails is tried again. A process counts for at most 65,536 keys. If more are denied, those that were denied
-// least are forgotten first.
+// A ban is a row of rate_limit_policy, so it survives restarts; `pgratelimit unban` ends it. The application's role
+// needs EXECUTE on rate_limit_ban. Only denials of Allow and AllowN count. Each process counts for itself, for at most
+// 65,536 keys, so with n processes a ban may come after n × Denials.
 type Ban struct {
-	Denials int           // how many, at least 1
-	Within  time.Duration // how long denials are counted from the first one on; then the count begins anew
-	First   time.Duration // how long the first ban lasts, at least 1 ms
-	Longest time.Duration // how long a ban lasts at most; defaults to First
-	// ForgivenAfter is how long after the end of a ban the next one is a first one again. Defaults to Longest.
-	ForgivenAfter time.Duration
+	Denials       int           // at least 1
+	Within        time.Duration // after the first denial; then the count begins anew
+	First         time.Duration // length of the first ban, at least 1 ms
+	Longest       time.Duration // length of any ban; defaults to First
+	ForgivenAfter time.Duration // how long after a ban the next one is a first one again; defaults to Longest
 }
 
 func (b *Ban) withDefaults() *Ban {
@@ -47,7 +37,7 @@ func (b *Ban) withDefaults() *Ban {
 	return &with
 }
 
-// longestBan keeps times within the range of Postgres.
+// longestBan keeps times within the range that Postgres has.
 const longestBan = model.MaxSpan * time.Microsecond
 
 func (b *Ban) validate(policies *Policies) error {

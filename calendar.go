@@ -8,34 +8,22 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// CalendarWindow admits Limit in each minute, hour, day, week or month of the calendar, as the clocks of a time
-// zone show it. That is how quotas are sold: 1,000 a month. Otherwise it is like a [FixedWindow], whose windows
-// start at a key's first request: all of a limit may come at once, and around the edge of two windows 2 × Limit may.
+// CalendarWindow admits Limit in each minute, hour, day, week or month of the calendar, as clocks in the Zone show it.
+// Quotas are sold like that: 1,000 a month. As with a [FixedWindow], all of the limit may come at once, and 2 × Limit
+// around the edge of two windows.
 //
 // With CalendarWindow{Limit: 1000, Unit: ratelimit.CalendarMonth, Zone: "Europe/Berlin"}, a key that has taken 1,000 by
-// noon of 31 March is told to retry after 12 h, and from midnight in Berlin on it has 1,000 again.
+// noon of 31 March is told to retry after 12 h. From midnight in Berlin on it has 1,000 again.
 //
-// A window ends when the next one starts, by Postgres's date_trunc with the time zone data of the database's server.
-// So a day lasts 23 or 25 hours when daylight saving begins or ends, a month 28 to 31 days, and a week starts on
-// Monday. A midnight that the clocks leave out is when they go forward over it. Of a midnight that comes twice, the
-// second one counts. An hour that comes twice is two windows. If clocks change by half an hour, the hour that the
-// change falls into is cut short, or the next one begins within it.
-//
-// The window that a key is in ends when it was said to, even if Unit, Zone or the server's data change meanwhile.
-// The exception is a change to a shorter Unit. If the window lasts for more than two of the new ones from its first
-// take on, a new one starts at once, and forgets what was taken. So each change admits a limit more at most.
-//
-// Credit ([Limiter.Grant]) is kept for two windows: 2 days of 24 hours, or 62 days.
-//
-// The server must know the Zone, or calls return a [*ConfigError]. Where there is no database (FallbackLocal, package
-// ratelimittest), the time zone data of this process is used, which the package time/tzdata can bring. A fallback
-// without data for the Zone takes UTC.
+// Windows begin as Postgres's date_trunc says, by the server's time zone data: a day may last 23 or 25 hours.
+// docs/algorithms.md has the details, and what happens if Unit or Zone change. The server must know the Zone, or calls
+// return a [*ConfigError]. Where no database decides ([FallbackLocal], package ratelimittest), this process's time zone
+// data count; a fallback without data for the Zone takes UTC.
 type CalendarWindow struct {
 	Limit int64 // in units of cost: at least 1, and at most 2^62
 	Unit  Unit
-	// Zone is a name from the IANA time zone database that has a slash in it, such as Europe/Berlin, or UTC. Other
-	// names that Postgres knows are not accepted, because they can mean other things elsewhere: abbreviations (CET),
-	// offsets (<+03>-3, Etc/GMT+3) and the old names of countries (Japan). Defaults to UTC.
+	// Zone is a name with a slash from the IANA time zone database, such as Europe/Berlin. Defaults to UTC. Other
+	// names, such as CET, Etc/GMT+3 and Japan, are refused, because Go and Postgres may read them differently.
 	Zone string
 }
 
@@ -44,7 +32,7 @@ type Unit string
 
 const utcName = "UTC"
 
-// The units of the calendar.
+// These are all units.
 const (
 	CalendarMinute Unit = "minute"
 	CalendarHour   Unit = "hour"
@@ -89,7 +77,7 @@ func isZone(zone string) bool {
 	if len(zone) > 64 || !strings.Contains(zone, "/") {
 		return false
 	}
-	// Of these folders the server may have files that count leap seconds, and others that are there twice.
+	// In these folders, a server may have files that count leap seconds, and copies of other files.
 	first, _, _ := strings.Cut(strings.ToLower(zone), "/")
 	if first == "right" || first == "posix" {
 		return false

@@ -11,75 +11,63 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// What can go wrong with a call, to compare with [errors.Is]. A denial is a [Result], and no error.
+// What can go wrong with a call. Compare with [errors.Is]. A denial is a [Result], and no error. Nothing was taken,
+// except perhaps with ErrOutcomeUnknown.
 var (
-	// ErrInvalidKey: the key is empty, longer than 512 bytes or not valid UTF-8, has a NUL byte, or does not fit
-	// the database's encoding. It is a [*KeyError]. Nothing was taken.
+	// ErrInvalidKey: a key must be 1 to 512 bytes of UTF-8 without NUL, and fit the database's encoding. See
+	// [KeyError].
 	ErrInvalidKey = errors.New("ratelimit: invalid key")
-	// ErrInvalidCost: the cost is below 0, or of a Request, RefundN or Grant below 1, or it is more than is left
-	// to give back. It is a [*CostError]. The database was not asked.
+	// ErrInvalidCost: the cost is too small, or above what is left to give back. See [CostError].
 	ErrInvalidCost = errors.New("ratelimit: invalid cost")
-	// ErrNothingToRefund: the result took nothing (a denial or a Peek), all of it was given back, its Receipt was
-	// handed on, or OnFailure has decided it instead of the database. The database was not asked.
+	// ErrNothingToRefund: see its text. A denial, a Peek and what OnFailure answers take nothing.
 	ErrNothingToRefund = errors.New("ratelimit: nothing to refund: " +
 		"the result took nothing from the database, all of it was given back, or its Receipt was handed on")
-	// ErrNoReceipt: the result was read from JSON, which does not have what it took. The database was not asked.
+	// ErrNoReceipt: JSON does not have what a result took.
 	ErrNoReceipt = errors.New("ratelimit: a result that was read from JSON cannot be given back; " +
 		"send its Receipt too, and refund what ParseReceipt makes of it")
-	// ErrCostExceedsLimit: the cost is above the policy's limit, so that no waiting helps, or a Grant is more than
-	// a key can hold. It is a [*CostError]. The database was not asked.
+	// ErrCostExceedsLimit: waiting does not help, because the cost is above the policy's limit. See [CostError].
 	ErrCostExceedsLimit = errors.New("ratelimit: cost exceeds the limit")
-	// ErrWouldExceedDeadline: the context ends before Wait's retry time. It is a [*WaitError]. Nothing was taken.
+	// ErrWouldExceedDeadline: the context ends before Wait's retry time. See [WaitError].
 	ErrWouldExceedDeadline = errors.New("ratelimit: waiting would exceed the context's deadline")
 
-	// ErrNotMigrated: the tables or functions are not where the call looked. Call migrations.Up, or run
-	// `pgratelimit migrate up`. Set [ClientConfig].Schema if they have a schema of their own.
+	// ErrNotMigrated: the call did not find the tables or functions. Call migrations.Up, or set [ClientConfig].Schema.
 	ErrNotMigrated = pg.ErrNotMigrated
-	// ErrNewerSchema: a newer release has migrated the database, and removed what this one calls. Upgrade the
-	// application to it. Older releases go on to use what a newer one leaves as it is.
+	// ErrNewerSchema: a newer release migrated the database and removed what this one calls. Upgrade the application.
 	ErrNewerSchema = pg.ErrNewerSchema
 	// ErrNotPermitted: the database role may not execute the functions. GRANT EXECUTE on them.
 	ErrNotPermitted = pg.ErrNotPermitted
-	// ErrPreparedStatements: prepared statements get lost before Postgres, most likely in PgBouncer in transaction
-	// mode. Set default_query_exec_mode=exec in the connection string.
+	// ErrPreparedStatements: prepared statements get lost before Postgres, as in PgBouncer in transaction mode. Set
+	// default_query_exec_mode=exec in the connection string.
 	ErrPreparedStatements = pg.ErrPreparedStatements
-	// ErrSetup: the log-in was refused, there is no such database, the two sides do not agree on TLS, the server
-	// refuses a setting of the connection, or a setting or type of the application's keeps pgx from sending arguments
-	// or reading results. The message says which. OnFailure does not answer it. Nothing was taken; with
-	// ErrOutcomeUnknown, the result was unreadable.
+	// ErrSetup: the server refuses the log-in, the database, TLS or a setting, or something of the application's keeps
+	// pgx from sending arguments or reading results, or uses the connection at the same time. The message says which.
+	// With ErrOutcomeUnknown, the result was unreadable.
 	ErrSetup = pg.ErrSetup
-	// ErrSharded: the database is a proxy for shards, which cannot do that. The keys of an AllowAll are on several
-	// shards: write a part that they share in braces ([*RequestError]). Or the call is part of a transaction of the
-	// caller's, which could not take back what a shard has committed: call Allow before it, or use a pool of the
-	// shard's own database. Nothing was taken.
+	// ErrSharded: the database is a proxy for shards, and cannot do this. If the keys of an AllowAll are on several
+	// shards, write a part that they share in braces. For WithTx, see there.
 	ErrSharded = pg.ErrSharded
-	// ErrUnavailable: the database is not reachable, starts or stops, refuses connections or has ended this one,
-	// or somebody has locked the table, as VACUUM FULL does. The call did not count, except with
-	// ErrOutcomeUnknown.
+	// ErrUnavailable: the database cannot be reached, refuses or ends connections, or somebody has locked the table, as
+	// VACUUM FULL does.
 	ErrUnavailable = pg.ErrUnavailable
-	// ErrReadOnly: the database accepts no writes, like a standby or a demoted primary. It is ErrUnavailable too.
+	// ErrReadOnly: the database accepts no writes, like a standby. It is an ErrUnavailable too.
 	ErrReadOnly = pg.ErrReadOnly
-	// ErrTimeout: the database did not decide within [ClientConfig].Timeout, because it is slow, somebody holds the
-	// key's row (ErrKeyHeld), or the pool has no connection (ErrPoolExhausted). It is an ErrOutcomeUnknown if the
-	// request had been sent.
+	// ErrTimeout: the database did not decide within [ClientConfig].Timeout. If the request was sent, it is an
+	// ErrOutcomeUnknown too.
 	ErrTimeout = pg.ErrTimeout
-	// ErrKeyHeld: a transaction, such as one that has asked by WithTx, held the key's row for a quarter of the
-	// Timeout. On an overloaded server it may be another call's statement, in this process or another one. Nothing was
-	// taken. It is an ErrTimeout too, but OnFailure does not answer it.
+	// ErrKeyHeld: a transaction, such as one that asked by WithTx, held the key's row for a quarter of the Timeout; or,
+	// on an overloaded server, another call did. It is an ErrTimeout too, but OnFailure does not answer it.
 	ErrKeyHeld = pg.ErrKeyHeld
-	// ErrPoolExhausted: others held all connections of the *pgxpool.Pool for the whole Timeout. Nothing was taken.
-	// Most likely, transactions call Allow of the limiter, so that each needs a second connection. Use WithTx
-	// there, raise MaxConns, or give the client a pool of its own ([OwnPool]). It is an ErrTimeout too, and
-	// OnFailure answers it.
+	// ErrPoolExhausted: others held all connections of the pool for the whole Timeout, most likely transactions that
+	// call Allow, which needs a second one. Use WithTx there, raise MaxConns, or call [OwnPool]. It is an ErrTimeout
+	// too.
 	ErrPoolExhausted = pg.ErrPoolExhausted
-	// ErrOutcomeUnknown: the connection broke or the time was up after the request had been sent, so it may
-	// have counted. The limiter never repeats such a call. In a transaction of the caller's, it has not counted: the
-	// error says that the transaction is rolled back, and is not an ErrOutcomeUnknown.
+	// ErrOutcomeUnknown: the connection broke or the time was up after the request was sent, so it may have counted.
+	// The limiter never repeats such a call. In a caller's transaction this does not occur, because it is rolled back.
 	ErrOutcomeUnknown = pg.ErrOutcomeUnknown
 )
 
-// ConfigError says which field of a configuration cannot work, and why. A call returns it for a nil transaction, if
-// the database's encoding refuses the Name, or if its server does not know the Zone of a [CalendarWindow].
+// ConfigError says which field cannot work, and why. Calls return it for a nil transaction, and for a Name that the
+// encoding refuses.
 type ConfigError struct {
 	Field  string // such as "Config.Policy.Limit" or "cleanup.Config.Share", or an argument: "db", "tx"
 	Reason string // completes the sentence that Field begins
@@ -87,10 +75,10 @@ type ConfigError struct {
 
 func (e *ConfigError) Error() string { return "ratelimit: " + e.Field + " " + e.Reason }
 
-// PolicyError says what [ParsePolicy] could not read. It wraps a [*ConfigError] if only the numbers are wrong.
+// PolicyError says what is wrong with a text for [ParsePolicy].
 type PolicyError struct {
-	Text string // what was to be read
-	Err  error  // what is wrong with it
+	Text string
+	Err  error // a [*ConfigError] if only the numbers are wrong
 }
 
 func (e *PolicyError) Error() string {
@@ -100,18 +88,17 @@ func (e *PolicyError) Error() string {
 
 func (e *PolicyError) Unwrap() error { return e.Err }
 
-// KeyError says what is wrong with a key, without the key, which may be personal data. It is an ErrInvalidKey.
+// KeyError is an [ErrInvalidKey]. It does not show the key.
 type KeyError struct{ Reason string }
 
 func (e *KeyError) Error() string { return ErrInvalidKey.Error() + ": it " + e.Reason }
 
-// Is reports ErrInvalidKey.
-func (e *KeyError) Is(target error) bool { return target == ErrInvalidKey }
+func (e *KeyError) Unwrap() error { return ErrInvalidKey }
 
-// CostError is a cost that is too small (ErrInvalidCost) or above the limit (ErrCostExceedsLimit).
+// CostError is an [ErrInvalidCost] or an [ErrCostExceedsLimit].
 type CostError struct {
 	Cost, Limit int64
-	Least       int64 // the least that may be asked for: 0, or 1 of a Request, RefundN or Grant
+	Least       int64 // the least possible cost: 0, and 1 for a Request, RefundN or Grant
 	refund      bool  // Limit is what is left to give back
 	grant       bool  // Limit is the credit that a key can hold
 }
@@ -131,22 +118,17 @@ func (e *CostError) Error() string {
 		ErrCostExceedsLimit, e.Cost, e.Limit)
 }
 
-// Is tells which of the two it is.
-func (e *CostError) Is(target error) bool {
-	switch target {
-	case ErrInvalidCost:
-		return e.refund || e.Cost < e.Least
-	case ErrCostExceedsLimit:
-		return !e.refund && e.Cost > e.Limit
+func (e *CostError) Unwrap() error {
+	if e.refund || e.Cost < e.Least {
+		return ErrInvalidCost
 	}
-	return false
+	return ErrCostExceedsLimit
 }
 
-// RequestError says which request of [AllowAll] cannot be asked, and why. Nothing was taken. It wraps a
-// [*KeyError] or a [*CostError] if the key or the cost is wrong.
+// RequestError says which request of [AllowAll] cannot be asked.
 type RequestError struct {
-	Index int // from 0
-	Err   error
+	Index int   // from 0
+	Err   error // a [*KeyError] or a [*CostError] if the key or the cost is wrong
 }
 
 func (e *RequestError) Error() string {
@@ -169,8 +151,8 @@ var (
 	errOtherSchema = errors.New("its limiter has another schema than that of the first request")
 )
 
-// RefundError says that another limiter has taken the result: one of another name, table or schema, or of another
-// pool or connection, even to the same database. Nothing was asked.
+// RefundError says that another limiter took the result: one of another name, table, schema, pool or connection.
+// Nothing was asked.
 type RefundError struct{ Limiter, TakenBy string } // their names
 
 func (e *RefundError) Error() string {
@@ -189,10 +171,9 @@ func (e *ReceiptError) Error() string {
 	return "ratelimit: this text is no receipt: " + e.Reason + "; pass what Result.Receipt has returned"
 }
 
-// WaitError is an ErrWouldExceedDeadline: the request, or one before it in the line, cannot be allowed before the
-// context's Deadline.
+// WaitError is an [ErrWouldExceedDeadline].
 type WaitError struct {
-	RetryAfter time.Duration // the least that the wait would have taken
+	RetryAfter time.Duration // the least that the wait would take for this request, or one before it in the line
 	Deadline   time.Time
 }
 
@@ -201,20 +182,18 @@ func (e *WaitError) Error() string {
 		ErrWouldExceedDeadline, e.RetryAfter, e.Deadline.Format(time.RFC3339Nano))
 }
 
-// Is reports ErrWouldExceedDeadline.
-func (e *WaitError) Is(target error) bool { return target == ErrWouldExceedDeadline }
+func (e *WaitError) Unwrap() error { return ErrWouldExceedDeadline }
 
-// StoreError is a failure of the database, or on the way to it: one or more of ErrNotMigrated to
-// ErrOutcomeUnknown.
+// StoreError is a failure of the database, or on the way to it.
 type StoreError struct {
-	Err error // has these, and wraps the driver's error, which may be a *pgconn.PgError
+	Err error // is one or more of ErrNotMigrated to ErrOutcomeUnknown, and wraps the driver's error
 }
 
 func (e *StoreError) Error() string { return e.Err.Error() }
 
 func (e *StoreError) Unwrap() error { return e.Err }
 
-// publicError makes an error that callers know of one of package engine or pg.
+// publicError turns an error of package engine or pg into one that callers know.
 func publicError(err error) error {
 	_, inner := errors.AsType[*pg.Error](err) // or several, of ReturnLeases
 	_, public := errors.AsType[*StoreError](err)
@@ -235,10 +214,10 @@ func publicError(err error) error {
 }
 
 var (
-	// errRefused is for a key that Go accepts and the database does not.
+	// errRefused is for a key that Go accepts and the database refuses.
 	errRefused error = &KeyError{Reason: "cannot be stored in the encoding of the database, or of the connection, " +
 		"or has more than 512 bytes in it; use ASCII, a database in UTF8, and client_encoding=UTF8"}
-	// errNameRefused is for all callers of a limiter with such a name.
+	// errNameRefused is for all callers of a limiter whose name the database refuses.
 	errNameRefused error = &ConfigError{
 		Field: "Config.Name",
 		Reason: "cannot be stored in the encoding of the database, or of the connection, " +
@@ -252,7 +231,7 @@ var (
 	}
 )
 
-// gaveUp is what callers get whose context has ended.
+// gaveUp is the error for a caller whose context has ended.
 func gaveUp(err error) error { return engine.GaveUp(err) }
 
 // policyForms is what an error of ParsePolicy shows.

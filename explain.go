@@ -2,7 +2,6 @@ package ratelimit
 
 import (
 	"context"
-	"fmt"
 	"time"
 
 	"github.com/pgratelimit/ratelimit/internal/policytable"
@@ -12,61 +11,38 @@ import (
 // Explanation says which policy is in force for a key, and why.
 type Explanation struct {
 	Origin Origin
-	Row    int64  // the id of the row of rate_limit_policy; 0 if the policy in the code is in force
-	Prefix string // of the row, if Origin is OriginPrefix
-	// Mode is the row's: "enforce", "off" (everything is allowed) or "deny" (a ban). It is "enforce" for the policy in
-	// the code.
-	Mode   string
+	Row    int64     // the id of the row of rate_limit_policy, if one is in force
+	Prefix string    // the row's, if Origin is OriginPrefix
+	Mode   string    // the row's: "enforce", "off" (all is allowed) or "deny" (a ban); "enforce" without a row
 	Policy Policy    // nil if Mode is "off" or "deny"
 	Until  time.Time // when the row ends, by the database's clock; the zero time if it does not
-	Learnt time.Time // since when this process knows what the row says, by the database's clock
-	// Shadow is the policy that is decided beside it, and ShadowRow is the id of its row. They are nil and 0 if there
-	// is none, as beside "off" and "deny".
-	Shadow    Policy
-	ShadowRow int64
-	State     Result // what [Limiter.Peek] says
-	// Age is how old the knowledge of the rows may be; see [PoliciesStatus]. It is 0 for a limiter without [Policies].
-	Age time.Duration
+	Learnt time.Time // when this process learnt of the row, by the database's clock
+
+	Shadow    Policy // decided beside it, if there is a row of the mode shadow
+	ShadowRow int64  // that row's id
+
+	State Result        // of [Limiter.Peek]
+	Age   time.Duration // how old the knowledge of the rows may be; see [PoliciesStatus]
 }
 
 // Origin says where a policy comes from.
-type Origin uint8
+type Origin string
 
-// The origins of a policy, the first that there is: an exact key comes before the longest prefix.
+// An exact key comes before the longest prefix, then everybody, then the code.
 const (
-	OriginCode      Origin = iota // [Config].Policy, or what With was given
-	OriginEverybody               // a row for all keys of the limiter
-	OriginPrefix                  // a row for the keys with a prefix
-	OriginKey                     // a row for this key
+	OriginCode      Origin = "code"      // [Config].Policy, or what With was given
+	OriginEverybody Origin = "everybody" // a row for all keys of the limiter
+	OriginPrefix    Origin = "prefix"    // a row for the keys with a prefix
+	OriginKey       Origin = "key"       // a row for this key
 )
 
-// String is "code", "everybody", "prefix" or "key".
-func (o Origin) String() string {
-	switch o {
-	case OriginCode:
-		return "code"
-	case OriginEverybody:
-		return "everybody"
-	case OriginPrefix:
-		return "prefix"
-	case OriginKey:
-		return "key"
-	default:
-		return fmt.Sprintf("Origin(%d)", uint8(o))
-	}
-}
-
-// MarshalText returns the String, for JSON.
-func (o Origin) MarshalText() ([]byte, error) { return []byte(o.String()), nil }
-
-// Explain tells which policy is in force for a key in this process, where it comes from, and what is left. It takes
-// nothing. Errors: as Peek.
+// Explain says which policy is in force for a key, and why. Errors: as Peek.
 func (l *Limiter) Explain(ctx context.Context, key string) (Explanation, error) {
 	state, err := l.Peek(ctx, key)
 	if err != nil {
 		return Explanation{}, err
 	}
-	e := Explanation{Mode: string(policytable.ModeEnforce), Policy: l.policy, State: state}
+	e := Explanation{Origin: OriginCode, Mode: string(policytable.ModeEnforce), Policy: l.policy, State: state}
 	if l.view == nil {
 		return e, nil
 	}

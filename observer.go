@@ -8,35 +8,31 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// Observer is told what a client's limiters do, for metrics; see package observe for logs, and otelratelimit for
-// OpenTelemetry. Functions may be nil. Goroutines call the others concurrently and wait for them, so they must be
-// quick. None is ever told a key. Refund, Grant and Reset are no decisions.
+// Observer is told what a client's limiters do, for metrics: see packages observe (logs) and otelratelimit. Functions
+// may be nil. Goroutines call them concurrently and wait, so they must be quick. None is told a key.
 type Observer struct {
-	// Decision is called after each Allow, AllowN and Peek, also in a transaction; for each request of an
-	// [AllowAll]; and once for all Waits that were asked for together, with the sum of their costs.
+	// Decision is called after each Allow, AllowN and Peek, also in a transaction; for each request of an [AllowAll];
+	// and once for all Waits that were asked for together, with the sum of their costs.
 	Decision func(DecisionEvent)
-	// Statement is called after each statement that calls may share, also of Refund and Grant; not for a single
-	// connection. After a held row, a key that the encoding refuses, or keys of several shards, it has an Err, and its
-	// calls come again.
+	// Statement is called after each statement of a pool. After a held row, a key that the encoding refuses, or keys of
+	// several shards, it has an Err, and its calls come again.
 	Statement func(StatementEvent)
-	// Lease is called when a process has taken more of a key than its callers asked for, and when it has given the rest
-	// back, or could not; see [Config].Lease.
+	// Lease is called when a process has taken ahead, and when it has given back or could not.
 	Lease func(LeaseEvent)
-	// Breaker is called when OnFailure begins to answer at once, because Postgres is away or too slow or the pool is
-	// exhausted, and when Postgres decides again.
+	// Breaker is called when OnFailure begins to answer at once, and when Postgres decides again.
 	Breaker func(BreakerEvent)
 }
 
-// DecisionEvent is a call that has ended. The costs of allowed ones add up to what was let through.
+// DecisionEvent is a call that has ended.
 type DecisionEvent struct {
-	Limiter string        // Config.Name
-	Cost    int64         // 0 if it only looked, or if it had room in an AllowAll that another limiter denied
-	Result  Result        // with its Source
-	Err     error         // if there is no Result
+	Limiter string // Config.Name
+	Cost    int64  // 0 if it only looked, or had room in an AllowAll that another limiter denied
+	Result  Result // zero if there is an Err
+	Err     error
 	Latency time.Duration // of the whole AllowAll, if it is part of one
 }
 
-// Outcome is "allowed", "denied" or "error"; in an AllowAll, of this limiter's part.
+// Outcome is "allowed", "denied" or "error".
 func (e DecisionEvent) Outcome() string {
 	switch {
 	case e.Err != nil:
@@ -48,7 +44,7 @@ func (e DecisionEvent) Outcome() string {
 	}
 }
 
-// ShadowOutcome is what a row of the mode shadow would have decided, "allowed" or "denied", or "" if none was asked.
+// ShadowOutcome is "allowed" or "denied", or "" without a shadow.
 func (e DecisionEvent) ShadowOutcome() string {
 	if e.Result.Shadow == nil {
 		return ""
@@ -59,31 +55,27 @@ func (e DecisionEvent) ShadowOutcome() string {
 // StatementEvent is a statement that has ended.
 type StatementEvent struct {
 	Limiter string // Config.Name; "" if it decided for several limiters
-	Shard   int    // behind a proxy for shards, which one, from 0; else 0
-	Size    int    // how many calls it decided
-	Queued  int    // how many calls stayed behind when it left
+	Shard   int    // behind a proxy for shards, from 0
+	Size    int    // calls that it decided
+	Queued  int    // calls that stayed behind when it left
 	Err     error  // nil if it decided
 	Latency time.Duration
 }
 
-// LeaseEvent counts units of keys that a process has taken ahead. Taken is what was spent in decisions with the
-// [SourceLease], plus Returned, plus Stranded, plus what is still held.
+// LeaseEvent counts units that a process has taken ahead.
 type LeaseEvent struct {
 	Limiter  string // Config.Name
-	Taken    int64  // beyond what the callers asked for
-	Returned int64  // went back unused; of what does not fit into a bucket, nothing is told
-	Stranded int64  // counts as used, because it could not go back, or made room in a bucket: see [Lease]
+	Taken    int64  // beyond what the callers asked for; spent by [SourceLease] + Returned + Stranded + still held
+	Returned int64  // unused
+	Stranded int64  // counts as used, because it could not go back, or made room in a bucket
 }
 
-// BreakerEvent is a change between decisions by Postgres and by [Config].OnFailure.
+// BreakerEvent is a change between Postgres and [Config].OnFailure.
 type BreakerEvent struct {
-	// Limits are the limiters of the client that it is for: "ephemeral", "durable", "synchronous" (durable, with
-	// SynchronousCommit), or "several", which is AllowAll over more than one of these.
-	Limits string
-	Shard  int // behind a proxy for shards, which one, from 0; else 0
-
-	Open bool  // Postgres is asked by one call at a time only, and by limiters that return errors
-	Err  error // why, if Open; an ErrPoolExhausted if Postgres may be well
+	Limits string // "ephemeral", "durable", "synchronous" (SynchronousCommit), or "several" (an AllowAll over these)
+	Shard  int    // behind a proxy for shards, from 0
+	Open   bool   // OnFailure answers, and one call at a time asks Postgres
+	Err    error  // why, if Open; an ErrPoolExhausted if Postgres may be well
 }
 
 // hooks has the engine tell the observer.
@@ -108,10 +100,10 @@ func (o *Observer) hooks() (h engine.Hooks) {
 	return h
 }
 
-// ErrorKind names an error of a limiter in a word, for metrics: "invalid_key", "invalid_cost",
-// "sharded" ([ErrSharded]), "invalid_request" (any other [RequestError]), "would_exceed_deadline", "not_migrated",
-// "newer_schema", "not_permitted", "prepared_statements", "setup", "read_only", "key_held", "pool_exhausted",
-// "timeout", "unavailable", "context" (the caller's has ended), "other", or "" for nil.
+// ErrorKind names an error in a word, for metrics: "invalid_key", "invalid_cost", "invalid_request" ([RequestError]),
+// "sharded", "would_exceed_deadline", "not_migrated", "newer_schema", "not_permitted", "prepared_statements", "setup",
+// "read_only", "key_held", "pool_exhausted", "timeout", "unavailable", "context" (it has ended), "other", or "" for
+// nil.
 func ErrorKind(err error) string {
 	_, invalid := errors.AsType[*RequestError](err)
 	switch {

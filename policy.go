@@ -10,21 +10,17 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Policy says how much a key may take. It is one of [FixedWindow], [SlidingWindow], [TokenBucket], [SlidingLog]
-// and [CalendarWindow], or [All] of several. ([Policies] is something else: a table of them.)
+// Policy says how much a key may take: a [FixedWindow], [SlidingWindow], [TokenBucket], [SlidingLog] or
+// [CalendarWindow], or [All] of several. Its String is what [ParsePolicy] reads. ([Policies] is a table of them.)
 //
-// A policy may be changed while keys are in use. What has been taken stays taken, and the new numbers apply at
-// once: a raised limit helps immediately, and a lowered one denies until enough has drained. A bucket keeps its
-// tokens, up to its new capacity. A key that another kind of policy was used for starts anew. So two kinds of
-// policy in turn on one key admit a whole limit at each change between them, because each takes the other's row
-// for none. What a row holds is forgotten when it expires, and that is when its key would have been as good as new
-// under the policy that last took from it.
-//
-// Its String is the text that [ParsePolicy] reads.
+// A policy may change while its keys are in use. What was taken stays taken, and the new numbers apply at once: a
+// raised limit helps immediately, and a lowered one denies until enough has drained. A bucket keeps its tokens, up to
+// its new capacity. A key starts anew under another kind of policy. So if two kinds alternate on one key, each change
+// admits a whole limit.
 type Policy interface {
 	fmt.Stringer
 
-	// rules has one for each row of a key; of [All] these are several.
+	// rules has one element for each row of a key: several for [All].
 	rules() []model.Rules
 }
 
@@ -103,15 +99,15 @@ func policyOf(n algorithm.Numbers) single {
 
 const maxPolicies = algorithm.MaxPolicies
 
-// All is 2 to 8 policies for one key. A request is allowed if each of them allows it. Then it takes from all of
-// them, or else from none. The order is part of what is stored. With
+// All makes one policy of 2 to 8. It allows a request if each of them does, and then takes from all of them; otherwise
+// it takes from none. With
 //
 //	All(SlidingWindow{Limit: 10, Window: time.Second}, SlidingWindow{Limit: 3000, Window: 10 * time.Minute})
 //
-// a key may ask 10 times a second, and 3,000 times in ten minutes. A [Result] has the Limit and Remaining of the
-// policy with the least left, and the longest RetryAfter and ResetAfter. [Result.Each] has what each policy says.
-// Denials are not remembered: every call asks the database. A limiter named api keeps its rows under the names api,
-// api/2, api/3 and so on, so give these names to no other.
+// a key may ask 10 times a second, and 3,000 times in ten minutes. A [Result] has the Limit and Remaining of the policy
+// with the least left, and the longest RetryAfter and ResetAfter. [Result.Each] has what each policy says. Denials are
+// not remembered, so every call asks the database. The order counts: a limiter named api keeps its rows under the names
+// api, api/2, api/3 and so on. Give these names to no other limiter.
 func All(policies ...Policy) Policy {
 	p := all{n: len(policies)}
 	copy(p.list[:], policies)
@@ -181,19 +177,17 @@ func validatePolicy(policy Policy) error {
 	return nil
 }
 
-// ParsePolicy reads a policy from a text, for configuration files and command lines. A policy's String writes it.
+// ParsePolicy reads a policy from a text, as its String writes it.
 //
 //	fixed 100/1m      FixedWindow{Limit: 100, Window: time.Minute}
 //	sliding 100/1m    SlidingWindow{Limit: 100, Window: time.Minute}
 //	log 100/1m        SlidingLog{Limit: 100, Window: time.Minute}
 //	bucket 20 5/10s   TokenBucket{Capacity: 20, Refill: 5, Every: 10 * time.Second}
-//	every 1000/month  CalendarWindow{Limit: 1000, Unit: Month}
-//	every 1000/month Europe/Berlin
-//	                  CalendarWindow{Limit: 1000, Unit: Month, Zone: "Europe/Berlin"}
+//	every 1000/month  CalendarWindow{Limit: 1000, Unit: CalendarMonth}
 //
-// Several, with commas between them, are [All] of them: sliding 10/1s, sliding 3000/10m. Durations are those of
-// [time.ParseDuration], and may begin with days of 24 hours: 1d, 1d12h. Errors: a [*PolicyError], which shows what
-// is accepted, for any other text and for a policy that [New] would refuse.
+// A time zone may follow: every 1000/month Europe/Berlin. A comma makes [All]: sliding 10/1s, sliding 3000/10m.
+// Durations are those of [time.ParseDuration], and may begin with days of 24 hours: 1d12h. Errors: a [*PolicyError],
+// also for a policy that [New] would refuse.
 func ParsePolicy(text string) (Policy, error) {
 	numbers, err := algorithm.Parse(text)
 	if err != nil {

@@ -8,33 +8,23 @@
 //
 // Postgres decides, in one round trip. A function locks the key's row, reads the database's clock, and updates the row
 // only if it allows the request. So limits are exact under any concurrency and over any number of processes, whatever
-// their clocks say, and a denial takes nothing. Calls that arrive while others are under way share a statement.
+// their clocks say, and a denial takes nothing.
 //
 // Most applications need five things:
 //
-//   - Migrate the database first, by package migrations, and delete expired rows by package cleanup.
-//   - Make one [Client] for the pool, and a [Limiter] for each limit. [New] makes both if there is one limit.
-//   - Choose a policy: [FixedWindow], [SlidingWindow], [TokenBucket], [SlidingLog], [CalendarWindow], or [All] of
-//     several.
+//   - Migrate the database by package migrations, and sweep it by package cleanup.
+//   - Make one [Client] for the pool, and a [Limiter] for each limit; or both by [New].
+//   - Choose a [Policy], such as a [SlidingWindow] or a [TokenBucket].
 //   - Ask: [Limiter.Allow] takes, [Limiter.Peek] looks, and [Limiter.Wait] blocks until there is room. Package
 //     httplimit does it for an [net/http.Handler].
 //   - Say what to answer while Postgres is away: [Config].OnFailure.
 //
-// # More
+// More:
 //
-//   - Several limits at once: [AllowAll], which takes from all limiters or none.
-//   - Quota that commits with the caller's transaction: [Limiter.WithTx].
-//   - Giving back what came to nothing: [Limiter.Refund]; in another process, with [Result.Receipt]. Credit for a key:
-//     [Limiter.Grant]. A new start: [Limiter.Reset].
-//   - Other numbers for the same keys: [Limiter.With]. Limits that change without a deploy: [Policies], [Ban] and
-//     [Limiter.Explain].
-//   - Very busy keys: [Lease].
-//   - Errors: compare them by [errors.Is] with the variables below. [ErrorKind] names one in a word. A denial is no
-//     error.
-//   - Metrics: [Observer]. The log tells of outages by itself.
-//   - Tests: [TestConfig] replaces the clocks, and package ratelimittest has a database in memory.
-//
-// The command cmd/pgratelimit shows all of this at work.
+//   - Several limits at once: [AllowAll]. Within a transaction: [Limiter.WithTx].
+//   - Giving: [Limiter.Refund], [Limiter.Grant] and [Limiter.Reset].
+//   - Tiers: [Limiter.With]. Limits without a deploy: [Policies]. Busy keys: [Lease].
+//   - Metrics: [Observer], [ErrorKind]. Tests: [TestConfig], package ratelimittest.
 package ratelimit
 
 import (
@@ -50,17 +40,10 @@ import (
 )
 
 // Limiter decides whether keys may go on. It is safe for concurrent use, and needs no Close. At rest it holds no
-// goroutine, timer or connection, only remembered denials and what [FallbackLocal] has allowed.
+// goroutine, timer or connection.
 //
-//   - Allow takes 1, and AllowN takes n. Peek looks. Wait and WaitN block until there is room.
-//   - Request is for [AllowAll], which takes from several limiters or none. A policy of [All] does so for one key.
-//   - Refund and RefundN give back, Grant gives more, and Reset forgets.
-//   - WithTx does all this within a transaction of the caller's.
-//   - With asks for the same keys with other numbers.
-//
-// A context ends only the caller's wait. The statement goes on within [ClientConfig].Timeout, and the request may
-// still count. Ending the statement would close its connection, and thousands of impatient clients would cost the
-// application thousands of connections.
+// A context ends only the caller's wait. The statement goes on within [ClientConfig].Timeout, and the request may still
+// count. Ending the statement would close its connection.
 type Limiter struct {
 	client    *Client
 	space     *engine.Space
@@ -76,36 +59,28 @@ type Limiter struct {
 
 // Config says what a [Limiter] limits. Name and Policy are required.
 type Config struct {
-	// Name keeps limiters apart that share a database: the same key of two names is two keys. 1 to 128 bytes of
-	// UTF-8 without NUL. Limiters of one name, in any number of processes, share their keys.
+	// Name keeps the keys of this limiter apart from those of others. Limiters of one name share their keys, in any
+	// number of processes. 1 to 128 bytes of UTF-8 without NUL.
 	Name   string
 	Policy Policy // how much a key may take
-	// Durable keeps the rows in rate_limit_durable, which survives a crash of the server, for quotas and billing.
-	// Defaults to false: rate_limit_ephemeral, an unlogged table, for protection against abuse. A crash empties
-	// it, and every key is as good as new.
+	// Durable keeps the rows in rate_limit_durable, which survives a crash of the server: for quotas and billing.
+	// Defaults to false: a crash empties the unlogged rate_limit_ephemeral, and every key is as good as new.
 	Durable bool
 	// SynchronousCommit makes a durable limiter's calls wait until the WAL is flushed, so that a crash forgets
-	// nothing. Defaults to false: it may forget the last three wal_writer_delays, 0.6 s as Postgres ships. The
-	// caller's transactions commit as their owner says, so a client of a single connection or transaction refuses
-	// it.
+	// nothing. Defaults to false: a crash may forget the last 0.6 s (three times wal_writer_delay).
 	SynchronousCommit bool
-	NoDenialCache     bool // has every call ask the database; see [ClientConfig].DenialMaxAge
-	// Policies makes the limiter obey the rows of rate_limit_policy that name it. Policy holds where there is none.
-	// Defaults to nil: the limiter obeys Policy.
+	NoDenialCache     bool // makes every call ask the database; see [ClientConfig].DenialMaxAge
+	// Policies makes the limiter obey the rows of rate_limit_policy that name it. Policy is for keys without a row.
 	Policies *Policies
-	// Ban denies everything to keys that are denied again and again. It needs Policies. Defaults to nil, which bans
-	// nobody.
-	Ban *Ban
-	// Lease has the process take ahead of busy keys, and decide most calls for them by itself. &Lease{} has defaults
-	// that suit most limits. Defaults to nil: every call asks the database, except for remembered denials.
-	Lease *Lease
-	// OnFailure is what Allow, AllowN, Peek, Wait and WaitN answer when Postgres is away or too slow to decide.
-	// All other methods return the error, which is the default here too. [Result].Source says so.
+	Ban      *Ban   // denies everything to keys that are denied again and again; needs Policies
+	Lease    *Lease // takes ahead of busy keys, and decides most calls for them in this process; try &Lease{}
+	// OnFailure is what Allow, AllowN, Peek, Wait and WaitN answer when Postgres is away or too slow. All other methods
+	// return the error. Defaults to ReturnError.
 	OnFailure FailureMode
 }
 
-// New returns a limiter with a [Client] of its own, which has the defaults. To configure the client, or to share it
-// between limiters, call [NewClient] and then [Client.Limiter]. Errors: a [*ConfigError].
+// New returns a limiter with a [Client] of its own. To configure the client, or to share it, call [NewClient] and
+// [Client.Limiter]. Errors: a [*ConfigError].
 func New(db DBTX, config Config) (*Limiter, error) {
 	client, err := NewClient(db, ClientConfig{})
 	if err != nil {
@@ -181,7 +156,7 @@ func (c Config) validate() error {
 	return validateName(c.Name, c.Policy)
 }
 
-// validateName checks the length of the name with what All adds to it.
+// validateName checks the length of the name, with what All adds to it.
 func validateName(name string, policy Policy) error {
 	longest := len(name)
 	if several, ok := policy.(all); ok {
@@ -194,16 +169,13 @@ func validateName(name string, policy Policy) error {
 	return nil
 }
 
-// With returns a limiter of other numbers for the same keys: for tiers, such as free and paid, or for numbers that
-// stand in a table of customers. It asks nothing and starts nothing, so it may be called for each request.
-// Everything but the policy is shared with l. A policy that many ask under has statements of its own. Where many
-// policies have a few calls each, one statement decides for all.
-//
-// What a key has taken stays taken when it is asked for under another policy: see [Policy] for what is made of it.
-// A denial is remembered for the policy that it was made under, so a raised limit helps at the next call.
+// With returns a limiter of another policy for the same keys: for tiers, such as free and paid, or for numbers from a
+// table of customers. It shares all else with l, and asks nothing. What a key has taken stays taken: see [Policy]. A
+// denial is remembered for its policy only, so a raised limit helps at once.
 //
 // Errors: a [*ConfigError] for a policy that cannot work, or that is of another kind, such as a [TokenBucket] for a
-// [SlidingWindow]. Of [All], that goes for each of the policies, in their order; there may be more of them or fewer.
+// [SlidingWindow]. For [All], each policy must be of the kind that was at its place. There may be more of them or
+// fewer.
 func (l *Limiter) With(policy Policy) (*Limiter, error) {
 	if err := validatePolicy(policy); err != nil {
 		return nil, err
@@ -220,7 +192,7 @@ func (l *Limiter) With(policy Policy) (*Limiter, error) {
 	return &with, nil
 }
 
-// Config returns the configuration. Its Policy is the one of this limiter, even if With made it.
+// Config returns the configuration, with the Policy that With was given.
 func (l *Limiter) Config() Config {
 	return Config{
 		Name: l.space.Name, Policy: l.policy, Durable: l.space.Durable, SynchronousCommit: l.space.Flush,
@@ -229,7 +201,7 @@ func (l *Limiter) Config() Config {
 	}
 }
 
-// question is one about a key.
+// question returns a question about a key.
 func (l *Limiter) question(policy *model.Policy, key string, cost int64) engine.Ask {
 	return engine.Ask{Space: l.space, Policy: policy, Key: key, Cost: cost}
 }

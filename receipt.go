@@ -5,13 +5,12 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/receipttext"
 )
 
-// Receipt is what the request took, as text of letters, digits, - and _, for a refund in another process: by a worker,
-// say, that is given the work and its receipt, and finds that it comes to nothing. There, [Limiter.ParseReceipt] makes
-// a Result of it. For 3 units of "user:1" it has about 200 bytes.
+// Receipt returns what the request took as a text of letters, digits, - and _, about 200 bytes. A worker that gets the
+// work and its receipt can refund it in another process, with [Limiter.ParseReceipt]. From then on only the receipt
+// gives back, and this Result does not.
 //
-// From then on only the receipt gives back, and this Result does not, as nobody would know which of them has. Use a
-// receipt once: the database does not know which ones were used, so a copy gives back what others have taken since. The
-// key stands in it, and it is not signed. So give it to nobody who may not refund. Errors: as [Limiter.Refund].
+// Use a receipt once: the database does not know which ones were used, so a copy gives back what others took. It
+// contains the key, and is not signed. So give it to nobody who may not refund. Errors: as [Limiter.Refund].
 func (r Result) Receipt() (string, error) {
 	taken := r.taken.Own()
 	for {
@@ -26,9 +25,9 @@ func (r Result) Receipt() (string, error) {
 	}
 }
 
-// ParseReceipt makes a Result of a [Result.Receipt], for Refund and RefundN. A limiter with the same Name and Durable
-// must have taken it. The Result says Allowed, and nothing else of the decision. Errors: a [*ReceiptError] for a text
-// that is no receipt, or was changed; a [*RefundError] for one of another limiter. The database is not asked.
+// ParseReceipt makes a Result of a [Result.Receipt], for Refund and RefundN. The limiter must have the Name and Durable
+// of the one that took. Of the decision, the Result says Allowed only. Nothing is asked. Errors: a [*ReceiptError] for
+// a text that is no receipt or was changed; a [*RefundError] for a receipt of another limiter.
 func (l *Limiter) ParseReceipt(text string) (Result, error) {
 	t, ok := receipttext.Parse(text)
 	if !ok {
@@ -47,7 +46,7 @@ func (l *Limiter) ParseReceipt(text string) (Result, error) {
 	return Result{Allowed: true, taken: engine.ClaimOf(l.space, policyModel(policy), t.Key, t.Units, t.Parts)}, nil
 }
 
-// makesSense tells whether a take can have taken that. Anybody can write a receipt.
+// makesSense says whether a take can have taken that. Anybody can write a receipt.
 func makesSense(t receipttext.Receipt, policy Policy) bool {
 	rules := policy.rules()
 	if checkKey(t.Key) != nil || len(t.Parts) != len(rules) {
@@ -62,7 +61,7 @@ func makesSense(t receipttext.Receipt, policy Policy) bool {
 	return true
 }
 
-// receiptTextOf is the text of a receipt, for the units that are left.
+// receiptTextOf returns the text of a receipt for the units that are left.
 func receiptTextOf(r *engine.Receipt, left int64) string {
 	return receipttext.Receipt{
 		Limiter: r.Space.Name, Durable: r.Space.Durable, Policy: policyFrom(r.Policy).String(), Key: r.Key, Units: left,

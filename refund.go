@@ -8,27 +8,23 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Refund gives back all that a request took, because it came to nothing. Pass what Allow, AllowN, Wait or WaitN has
-// returned, or one of [Results].Each. It may be of this limiter, of one that With has returned, or of one of the same
-// name, table and schema on the same pool or connection.
+// Refund gives back all that a request took, because it came to nothing. Pass a result of Allow, AllowN, Wait, WaitN or
+// [Results].Each. Another limiter may have taken, if it has the same name, table, schema and pool or connection. In
+// another process, use [Result.Receipt].
 //
-// It gives back what still counts under the policy that took: of a [FixedWindow] or [CalendarWindow] while its
-// window lasts, of a [SlidingWindow] during the next one too, of a [SlidingLog] while it is in the log, of a
-// [TokenBucket] what has not flowed in again, of [All] in each of its policies. Credit ([Limiter.Grant]) goes back
-// as credit, unless the row has expired. After takes under other numbers of a TokenBucket, or other windows of a
-// SlidingWindow, nothing may be left to give back. Nothing else of the key changes. So what was admitted and never
-// given back stays within the policy.
+// It gives back what still counts under the policy that took: of a [FixedWindow] or [CalendarWindow] until the window
+// ends, of a [SlidingWindow] until the next one does, of a [SlidingLog] while it is in the log, and of a [TokenBucket]
+// what has not flowed in again. Spent credit becomes credit again. After takes under other numbers, less may be left to
+// give back. So whatever is given back, what was admitted and kept stays within the policy.
 //
-// Nothing is given back twice: the result is used up before the database is asked, and restored only if the refund
-// surely did not count. Do not refund a take whose transaction has rolled back, which is given back already.
-// For a refund in another process, see [Result.Receipt]. Errors: [ErrNothingToRefund]; [ErrNoReceipt]; a [*RefundError]
-// for a result of another limiter; else as Allow.
+// Nothing is given back twice: a result is used up, unless the refund surely did not count. Do not refund a take that a
+// rollback has given back. Errors: [ErrNothingToRefund]; [ErrNoReceipt]; a [*RefundError]; else as Allow.
 func (l *Limiter) Refund(ctx context.Context, result Result) (Balance, error) {
 	return l.refund(ctx, result, result.taken.Own().Left())
 }
 
-// RefundN is Refund of n of what the request took: 600 if 1,000 were reserved and 400 used. What came out of
-// credit goes back first. Errors: as Refund, and a [*CostError] for n below 1 or above what is left.
+// RefundN gives back n of what the request took: 600 if it reserved 1,000 and used 400. Credit goes back first. Errors:
+// as Refund, and a [*CostError] for n below 1 or above what is left.
 func (l *Limiter) RefundN(ctx context.Context, result Result, n int64) (Balance, error) {
 	return l.refund(ctx, result, n)
 }
@@ -46,17 +42,17 @@ func (l *Limiter) refund(ctx context.Context, result Result, n int64) (Balance, 
 		return l.refund(ctx, result, n)
 	}
 	o, err := l.client.engine.Refund(ctx, nil, l.space, r, left-n, left)
-	l.waiting.WakeUp(r.Key) // those who wait for the key may fit now
+	l.waiting.WakeUp(r.Key) // waiting requests may fit now
 	err = publicError(err)
 	if store, ok := errors.AsType[*StoreError](err); ok && !errors.Is(store, ErrOutcomeUnknown) {
-		// It was surely not given back, so it can be again. If units before these were given back in the
-		// meantime, these are lost, because it matters which units they are.
+		// Nothing was given back, so it can be tried again. But if other units of the result went back meanwhile,
+		// these are lost, because a receipt is used up in order.
 		r.Swap(left-n, left)
 	}
 	return balanceOf(&o, err)
 }
 
-// nothingLeft tells why nothing can be given back, if nothing is left.
+// nothingLeft says why nothing can be given back, if nothing is left.
 func (r *Result) nothingLeft(left int64) error {
 	switch {
 	case r.fromJSON:
@@ -67,7 +63,7 @@ func (r *Result) nothingLeft(left int64) error {
 	return nil
 }
 
-// checkRefund tells why this limiter cannot give back n of what is left.
+// checkRefund says why this limiter cannot give back n of what is left.
 func (l *Limiter) checkRefund(result *Result, r *engine.Receipt, n, left int64) error {
 	if err := result.nothingLeft(left); err != nil {
 		return err
@@ -85,15 +81,13 @@ func (l *Limiter) checkRefund(result *Result, r *engine.Receipt, n, left int64) 
 	return nil
 }
 
-// Grant gives key a credit of n above its limit, for support or a purchase, say.
-// Requests take from it once there is no ordinary room, each unit once. It does not refill, and lets no single
-// request cost more than the limit. With [All], each policy has a credit of n.
+// Grant gives key a credit of n above its limit, for support or a purchase, say. Requests take from it when there is no
+// ordinary room, each unit once. It does not refill, and no request may cost more than the limit. With [All], each
+// policy gets a credit of n. A key holds at most 2^61.
 //
-// Credit lasts until it is spent, or until nothing was taken from the key, given back or granted to it for a Window
-// (of a [SlidingWindow] or [CalendarWindow] two, of a [TokenBucket] the time to fill it), as ResetAfter tells. It
-// stays when the policy's numbers change, and is gone after a Reset or under another kind of policy. A key holds up
-// to 2^61, and the rest is lost. Errors: as Allow, and a [*CostError] for n below 1 or
-// above 2^61.
+// Credit lasts until it is spent, or until the key was not used for a Window (for a [SlidingWindow] or [CalendarWindow]
+// two, for a [TokenBucket] the time to fill it). It outlives other numbers of the policy, but no Reset and no policy of
+// another kind. Errors: as Allow, and a [*CostError] for n below 1 or above 2^61.
 func (l *Limiter) Grant(ctx context.Context, key string, n int64) (Balance, error) {
 	if err := checkGrant(key, n); err != nil {
 		return Balance{}, err
@@ -102,7 +96,7 @@ func (l *Limiter) Grant(ctx context.Context, key string, n int64) (Balance, erro
 		return Balance{}, gaveUp(err)
 	}
 	o, err := l.client.engine.Direct(ctx, nil, l.question(l.view.Known(l.model, key), key, -n))
-	l.waiting.WakeUp(key) // those who wait for the key may fit now
+	l.waiting.WakeUp(key) // waiting requests may fit now
 	return balanceOf(&o, publicError(err))
 }
 
@@ -116,8 +110,8 @@ func checkGrant(key string, n int64) error {
 	return nil
 }
 
-// Reset makes key as good as new. Under [All] it does so for one policy after the other. If somebody takes
-// meanwhile, as the first for a long time, some policies may count that and others not. Errors: as Allow.
+// Reset makes key as good as new. With [All], it resets one policy after the other, so a take meanwhile may count for
+// some only. Errors: as Allow.
 func (l *Limiter) Reset(ctx context.Context, key string) error {
 	if err := checkKey(key); err != nil {
 		return err

@@ -9,25 +9,24 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/engine"
 )
 
-// Result is a decision. The zero Result denies. A Result remembers what it took, for [Limiter.Refund].
+// Result is a decision. The zero Result denies. It remembers what it took.
 type Result struct {
-	Allowed bool   // and its cost taken; of a Peek: whether a cost of 1 would be allowed
-	Source  Source // who decided; see [Config].OnFailure and [ClientConfig].DenialMaxAge
-	Limit   int64  // the policy's; of a bucket, its capacity
-	// Remaining is the largest cost that would be allowed right after the decision: 7 after taking 3 of 10. Credit
-	// from [Limiter.Grant] may raise it above Limit, and then no single request may take all of it.
+	Allowed bool   // the cost was taken; of a Peek: a cost of 1 would be allowed
+	Source  Source // who decided
+	Limit   int64  // the policy's; of a bucket, its Capacity
+	// Remaining is the largest cost that would be allowed next: 7 after taking 3 of 10. Credit from [Limiter.Grant] may
+	// raise it above Limit.
 	Remaining int64
-	// RetryAfter is 0 if the request was allowed. Else the same request is allowed this long after the decision,
-	// and not a microsecond earlier, if nobody else takes anything. With 10 a minute in a sliding window, all
-	// taken at 0 s, it is 61 s at 5 s.
+	// RetryAfter is 0 if Allowed. Else it is the time from DecidedAt until the same request is allowed, if nobody else
+	// takes: exactly, so it is still denied 1 µs earlier. With 10 a minute in a sliding window, all taken at 0 s, it is
+	// 61 s at 5 s.
 	RetryAfter time.Duration
-	// ResetAfter is how long after the decision the key is as good as new if nobody takes; 0 if it already is. In
-	// that example it is 115 s at 5 s, because what was taken counts for two windows.
+	// ResetAfter is the time until the key is as good as new, if nobody takes; 0 if it is. In that example it is 115 s
+	// at 5 s, because what was taken counts until the next window ends.
 	ResetAfter time.Duration
-	DecidedAt  time.Time // the database's clock, or this process's if Source says that Postgres is away
+	DecidedAt  time.Time // by the database's clock, or by this process's if Postgres is away
 
-	// Shadow is what a row of the mode shadow would have decided, with a count of its own; see [Policies]. It is nil if
-	// there is no such row, or if it was not decided. It changes nothing.
+	// Shadow is what a row of the mode shadow would have decided; see [Policies]. It is nil if none was decided.
 	Shadow *Result
 
 	taken    engine.Claim // for Refund
@@ -36,15 +35,15 @@ type Result struct {
 	each *[]Result // of an All; a pointer, so that Results can be compared
 }
 
-// Balance is what a key has right after a [Limiter.Refund] or a [Limiter.Grant]. Its fields are those of [Result].
+// Balance is what a key has after a refund or a grant: see [Result].
 type Balance struct {
 	Limit, Remaining int64
 	ResetAfter       time.Duration
 	DecidedAt        time.Time
 }
 
-// Each is what each policy of an [All] says, in their order. Those that refuse have a RetryAfter above 0. It is nil if
-// there is one policy, and if no policy was asked: see SourcePolicy, SourceFailedOpen and SourceFailedClosed.
+// Each returns what each policy of an [All] says, in their order. Those that refuse have a RetryAfter above 0. It is
+// nil for a single policy, or if no policy was asked (SourcePolicy, SourceFailedOpen, SourceFailedClosed).
 func (r Result) Each() []Result {
 	if r.each == nil {
 		return nil
@@ -52,22 +51,21 @@ func (r Result) Each() []Result {
 	return slices.Clone(*r.each)
 }
 
-// Source says how a decision came about.
+// Source says who decided.
 type Source uint8
 
-// The sources of a decision.
+// These are all sources.
 const (
-	SourceDatabase     Source = iota // the database decided
-	SourceCachedDenial               // it had denied before, and would again; see [ClientConfig].DenialMaxAge
-	SourceFallback                   // Postgres is away, and this process decided; see [FallbackLocal]
-	SourceFailedOpen                 // Postgres is away, and the request is allowed for that; see [FailOpen]
-	SourceFailedClosed               // Postgres is away, and the request is denied for that; see [FailClosed]
-	SourcePolicy                     // a row of the mode off or deny decided, and nothing was counted; see [Policies]
-	SourceLease                      // this process had taken it from the database before; see [Lease]
+	SourceDatabase     Source = iota // the database
+	SourceCachedDenial               // a denial that this process remembers; see [ClientConfig].DenialMaxAge
+	SourceFallback                   // this process, because Postgres is away; see [FallbackLocal]
+	SourceFailedOpen                 // [FailOpen], because Postgres is away
+	SourceFailedClosed               // [FailClosed], because Postgres is away
+	SourcePolicy                     // a row of the mode off or deny, and nothing was counted; see [Policies]
+	SourceLease                      // this process, from what it took ahead; see [Lease]
 )
 
-// String is "database", "cached denial", "fallback", "failed open", "failed closed", "policy" or "lease", for logs and
-// metrics.
+// String is the source in words, such as "cached denial".
 func (s Source) String() string {
 	switch s {
 	case SourceDatabase:
@@ -89,15 +87,15 @@ func (s Source) String() string {
 	}
 }
 
-// isAway tells whether OnFailure has answered.
+// isAway says whether OnFailure has answered.
 func (s Source) isAway() bool {
 	return s == SourceFallback || s == SourceFailedOpen || s == SourceFailedClosed
 }
 
-// MarshalText returns the String, for JSON.
+// MarshalText returns the String.
 func (s Source) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 
-// UnmarshalText reads what MarshalText wrote.
+// UnmarshalText reads a String.
 func (s *Source) UnmarshalText(text []byte) error {
 	for source := SourceDatabase; source <= SourceLease; source++ {
 		if source.String() == string(text) {
@@ -108,7 +106,7 @@ func (s *Source) UnmarshalText(text []byte) error {
 	return fmt.Errorf("ratelimit: %q is no Source", text)
 }
 
-// UnmarshalJSON reads what JSON has of a Result, which is not what it took: see [Result.Receipt].
+// UnmarshalJSON reads all but what the result took: see [Result.Receipt].
 func (r *Result) UnmarshalJSON(text []byte) error {
 	type plain Result // without this method
 	if err := json.Unmarshal(text, (*plain)(r)); err != nil {

@@ -7,19 +7,17 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// TokenBucket holds up to Capacity tokens, starts full, and gets Refill tokens, evenly, over every Every. A
-// request of cost n takes n tokens, or none if there are fewer. So bursts of Capacity pass, and Refill/Every in
-// the long run. No refill is rounded: the bucket counts in units of 1/Every(µs) token, and exactly Refill of them
-// flow in each microsecond.
+// TokenBucket holds up to Capacity tokens, and starts full. Refill tokens flow in evenly over every Every. A request of
+// cost n takes n tokens, or none if there are fewer. So it admits bursts of Capacity, and Refill per Every in the long
+// run. Nothing is rounded: the bucket counts in units of 1/Every(µs) token, and Refill of them flow in each
+// microsecond.
 //
-// With TokenBucket{Capacity: 20, Refill: 5, Every: 10 * time.Second}, a new key may take 20 at once. Then it gets
-// one more every 2 s, as RetryAfter tells, and is full again 40 s after the last request.
+// With TokenBucket{Capacity: 20, Refill: 5, Every: 10 * time.Second}, a new key may take 20 at once. Then it gets one
+// more every 2 s, as RetryAfter says. It is full again 40 s after the last request.
 type TokenBucket struct {
-	Capacity int64 // the largest burst: at least 1, and Capacity × Every in microseconds at most 2^62
-	Refill   int64 // the tokens that flow in over Every: at least 1
-	// Every is in whole microseconds, at least 1 µs. Filling the bucket, Capacity × Every / Refill, may take at most
-	// 2^51 µs (71 years).
-	Every time.Duration
+	Capacity int64         // the largest burst: at least 1, and Capacity × Every in microseconds at most 2^62
+	Refill   int64         // the tokens that flow in over Every: at least 1
+	Every    time.Duration // whole microseconds, at least 1; filling the bucket may take 2^51 µs (71 years) at most
 }
 
 func (p TokenBucket) String() string { return p.one().Numbers().String() }

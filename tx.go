@@ -9,39 +9,33 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// TxLimiter asks within a transaction of the caller's: see [Limiter.WithTx].
+// TxLimiter is a limiter within a transaction: see [Limiter.WithTx].
 type TxLimiter struct {
 	limiter *Limiter
 	tx      pgx.Tx
 }
 
-// WithTx returns what can be asked within tx, a transaction of the caller's. What it takes commits with tx, and a
-// rollback gives it back. It asks nothing, so it may be called for each request.
+// WithTx returns what can be asked within tx. What it takes commits with tx, and a rollback gives it back.
 //
-// Once tx has taken from a key, everybody else who asks for the key waits until tx ends, or gets [ErrKeyHeld] after a
-// quarter of their Timeout. So ask late, and never for a key that many share. If the work need not decide over the
-// quota, call Allow before the transaction instead, and [Limiter.Refund] if the work comes to nothing. Then nobody
-// waits, but a process that dies in between has taken for nothing. Do not call Allow of the Limiter itself within the
-// transaction: that takes a second connection.
+// Once tx has taken from a key, all others who ask for it wait until tx ends, or get [ErrKeyHeld] after a quarter of
+// their Timeout. So ask late, and never for a key that many share. Or call Allow before the transaction, and
+// [Limiter.Refund] if the work fails: then nobody waits, but a process that dies in between has taken for nothing.
 //
-// A denial leaves tx as it was, and so does an error before the database is asked. An error of the database aborts tx.
-// The context counts only until the statement is sent, because interrupting it would break tx. Without an answer
-// within [ClientConfig].Timeout, because another transaction holds the row, say, it is an [ErrTimeout], and tx's
-// connection is closed, which rolls tx back. To wait for a shorter time, set lock_timeout in tx. At REPEATABLE READ
-// and SERIALIZABLE the database may refuse with SQLSTATE 40001: try the whole transaction again. Two transactions that
-// ask for several keys, one call after the other and in different orders, may wait for each other, and Postgres ends
-// one of them with SQLSTATE 40P01: ask for all keys at once with [AllowAll].
+// A denial leaves tx as it was, and an error of the database aborts it. If there is no answer within
+// [ClientConfig].Timeout, it is an [ErrTimeout], and the connection is closed, which rolls tx back. To wait for less
+// time, set lock_timeout in tx; the context interrupts no statement. At REPEATABLE READ and above, SQLSTATE 40001 may
+// come: try the whole transaction again. Ask for several keys by one [AllowAll], or transactions may deadlock.
 //
-// A proxy for shards refuses it ([ErrSharded]), because what a shard has committed does not roll back with tx. Call
-// Allow before the transaction instead, or use a pool of the shard's own database.
+// A proxy for shards refuses WithTx ([ErrSharded]), because what a shard has committed would not roll back with tx.
+// Call Allow before the transaction, or use a pool of the shard's own database.
 func (l *Limiter) WithTx(tx pgx.Tx) TxLimiter { return TxLimiter{limiter: l, tx: tx} }
 
-// Allow is [Limiter.Allow] within the transaction.
+// Allow is [Limiter.Allow].
 func (t TxLimiter) Allow(ctx context.Context, key string) (Result, error) {
 	return t.AllowN(ctx, key, 1)
 }
 
-// AllowN is [Limiter.AllowN] within the transaction.
+// AllowN is [Limiter.AllowN].
 func (t TxLimiter) AllowN(ctx context.Context, key string, n int64) (result Result, err error) {
 	l := t.limiter
 	if l.client.observer != nil {
@@ -72,19 +66,17 @@ func (t TxLimiter) AllowN(ctx context.Context, key string, n int64) (result Resu
 	return result, nil
 }
 
-// Request is [Limiter.Request] within the transaction. The requests of one [AllowAll] are all of one transaction, or
-// none of them is of any.
+// Request is [Limiter.Request]. An [AllowAll] has one transaction, or none.
 func (t TxLimiter) Request(key string, n int64) Request {
 	return Request{limiter: t.limiter, key: key, cost: n, inTx: true, tx: t.tx}
 }
 
-// Refund is [Limiter.Refund] within the transaction. A rollback takes again. It does not use result up, because the
-// transaction may be run again. So give back only once what commits.
+// Refund is [Limiter.Refund], but leaves result usable: tx may be run again.
 func (t TxLimiter) Refund(ctx context.Context, result Result) (Balance, error) {
 	return t.RefundN(ctx, result, result.taken.Own().Left())
 }
 
-// RefundN is [Limiter.RefundN] within the transaction. It does not use result up: see Refund.
+// RefundN is [Limiter.RefundN], but leaves result usable.
 func (t TxLimiter) RefundN(ctx context.Context, result Result, n int64) (Balance, error) {
 	if err := checkTx(t.tx); err != nil {
 		return Balance{}, err
@@ -98,7 +90,7 @@ func (t TxLimiter) RefundN(ctx context.Context, result Result, n int64) (Balance
 	return balanceOf(&o, publicError(err))
 }
 
-// Grant is [Limiter.Grant] within the transaction. A rollback takes it away.
+// Grant is [Limiter.Grant].
 func (t TxLimiter) Grant(ctx context.Context, key string, n int64) (Balance, error) {
 	if err := checkTx(t.tx); err != nil {
 		return Balance{}, err
@@ -111,7 +103,7 @@ func (t TxLimiter) Grant(ctx context.Context, key string, n int64) (Balance, err
 	return balanceOf(&o, publicError(err))
 }
 
-// Reset is [Limiter.Reset] within the transaction.
+// Reset is [Limiter.Reset].
 func (t TxLimiter) Reset(ctx context.Context, key string) error {
 	if err := checkTx(t.tx); err != nil {
 		return err

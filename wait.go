@@ -10,23 +10,21 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/waitline"
 )
 
-// Wait takes 1 from key's limit as soon as that fits, and then returns. It is for work that can be done later,
-// such as calls of somebody else's API. Those who wait in this process for one key under one policy are served in
-// order, so a large cost holds up smaller ones behind it. Other processes and Allow may be served before them. Two
-// or three statements serve each time at which there is room, however many wait, with none in between. Wait adds a
-// random time to the retry time, up to a 50th of it and 100 ms, so that processes take turns.
+// Wait takes 1 from key's limit as soon as that fits, and then returns. It is for work that can be done later, such as
+// calls of somebody else's API. Those who wait for a key in this process are served in order, so a large cost holds up
+// smaller ones behind it. Other processes and Allow may be served before. However many wait, two or three statements
+// serve each time at which there is room. To that time Wait adds a random 0 to 2 %, at most 100 ms, so that processes
+// take turns.
 //
-// If ctx's deadline is before the retry time, Wait takes nothing, and returns a [*WaitError] as soon as it knows,
-// usually at once. If ctx ends while the request is being asked, it may still count. A Reset by this limiter ends
-// the wait. One made elsewhere, or a transaction that gives back, is noticed at the retry time. Errors: as Allow,
-// and a [*WaitError]. All in the line get the same error, or OnFailure's answer until that is a denial, so that
-// nobody waits for a second Timeout.
+// If ctx's deadline is before the retry time, Wait takes nothing, and returns a [*WaitError] at once. A Reset by this
+// limiter ends the wait. What others do is noticed at the retry time. All in the line get the same error, or
+// OnFailure's answer until that denies. Errors: as Allow, and a [*WaitError].
 func (l *Limiter) Wait(ctx context.Context, key string) (Result, error) {
 	return l.WaitN(ctx, key, 1)
 }
 
-// WaitN is Wait for n. With n = 0 it waits until 1 would fit, and takes nothing. All that are allowed together get
-// the ResetAfter of the last. Errors: as Wait, and a [*CostError] for n below 0 or above the limit.
+// WaitN is Wait for n; n = 0 waits until 1 would fit, and takes nothing. Those allowed together get the ResetAfter of
+// the last. Errors: as Wait, and a [*CostError] for n below 0 or above the limit.
 func (l *Limiter) WaitN(ctx context.Context, key string, n int64) (Result, error) {
 	if err := checkKey(key); err != nil {
 		return Result{}, err
@@ -65,7 +63,7 @@ func (l *Limiter) WaitN(ctx context.Context, key string, n int64) (Result, error
 	return result, err
 }
 
-// readingOf is what a line has to know of a result.
+// readingOf returns what a line has to know of a result.
 func readingOf(r *Result) waitline.Reading {
 	return waitline.Reading{
 		Allowed: r.Allowed, Away: r.Source.isAway(), Fixed: r.Source == SourcePolicy,
@@ -73,7 +71,7 @@ func readingOf(r *Result) waitline.Reading {
 	}
 }
 
-// partOf is what one caller gets of a result for several. See waitline.Source.
+// partOf returns one caller's part of a result for several. See waitline.Source.
 func partOf(all *Result, from, to, behind int64) Result {
 	own := *all
 	own.Remaining += behind
@@ -81,8 +79,8 @@ func partOf(all *Result, from, to, behind int64) Result {
 	return own
 }
 
-// staleness tells whether what is in force for a key has changed since it was last asked, or since it was this policy
-// or row. It is nil if that cannot be.
+// staleness returns a function that says whether another policy or row is in force for a key since its last call,
+// first: since it was this policy or row. It returns nil if that cannot change.
 func (l *Limiter) staleness(key string, policy *model.Policy, row *policytable.Row) func() bool {
 	if l.view == nil {
 		return nil
@@ -97,8 +95,7 @@ func (l *Limiter) staleness(key string, policy *model.Policy, row *policytable.R
 	}
 }
 
-// answerAndObserve is OnFailure's answer to a caller who has waited behind one that the database did not
-// decide.
+// answerAndObserve is OnFailure's answer to a caller behind one that the database did not decide.
 func (l *Limiter) answerAndObserve(policy *model.Policy, key string, n int64) (result Result) {
 	if l.client.observer != nil {
 		var err error
