@@ -31,7 +31,7 @@ func TestExplain(t *testing.T) {
 		e.Age, e.State, e.Learnt = 0, ratelimit.Result{}, time.Time{}
 		return e
 	}
-	require.Equal(t, ratelimit.Explanation{Mode: "enforce", Policy: policy}, explain("key"))
+	require.Equal(t, ratelimit.Explanation{Origin: ratelimit.OriginCode, Mode: "enforce", Policy: policy}, explain("key"))
 	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "", "", "enforce", "fixed 20/1h")
 	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "", "ke", "off", "")
 	until := pgtest.Scalar[time.Time](t, db.Pool, `INSERT INTO rate_limit_policy (name, key, mode, valid_until, comment)
