@@ -561,8 +561,7 @@ func TestCommandsAreNotCompiled(t *testing.T) {
 	} {
 		invoke(t, server.URL(), args...).done(t)
 	}
-	// doctor checks whether there is a compiler, and only that fails.
-	require.Equal(t, 1, strings.Count(invoke(t, server.URL(), "doctor").stdout, "could not be looked at"))
+	require.NotContains(t, invoke(t, server.URL(), "doctor").stdout, "could not be looked at")
 	conn, err := pgx.Connect(t.Context(), server.URL())
 	require.NoError(t, err)
 	defer conn.Close(t.Context())
