@@ -71,7 +71,7 @@ func TestProcessesAreToldToForget(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "REVOKE EXECUTE ON FUNCTION pg_notify FROM PUBLIC")
 	o := invoke(t, urlWith(t, db, "role=pg_monitor"), "grant", "login", "secret", policy, "--cost", "1")
 	require.Zero(t, o.code)
-	require.Contains(t, o.stdout, "allowed: 6 of 5 remaining")
+	require.Contains(t, o.stdout, "granted: 6 of 5 remaining")
 	require.Regexp(t, "^warning: it is given, but .*pg_notify.*\n$", o.stderr)
 	require.NotContains(t, o.stderr, "secret")
 	told()
