@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"net/url"
 	"os"
 	"os/exec"
@@ -169,7 +170,7 @@ func TestRoles(t *testing.T) {
 	for _, login := range logins {
 		conn, err := pgx.Connect(t.Context(), as(login, ""))
 		require.NoError(t, err)
-		defer conn.Close(t.Context())
+		t.Cleanup(func() { _ = conn.Close(context.WithoutCancel(t.Context())) })
 		sessions[login] = conn
 	}
 	for sql, allowed := range map[string]string{
