@@ -16,7 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// For each line of the table there is all that an algorithm needs.
+// Each row of the table of algorithms has everything that an algorithm needs.
 func TestEveryAlgorithmIsComplete(t *testing.T) {
 	t.Parallel()
 

@@ -41,7 +41,7 @@ func TestAllowAllTakesFromAllOrFromNone(t *testing.T) {
 	require.NoError(t, err)
 	require.True(t, second.Allowed)
 
-	// Now the bucket is empty. The others have room, and keep it.
+	// Now the bucket is empty. The other limits have room, and nothing is taken from them.
 	denied, err := ratelimit.AllowAll(t.Context(), requests...)
 	require.NoError(t, err)
 	require.False(t, denied.Allowed)
@@ -58,7 +58,7 @@ func TestAllowAllTakesFromAllOrFromNone(t *testing.T) {
 	require.EqualValues(t, 4, limitertest.Taken(t, pool, b.Config(), "{all}ann"))
 	require.EqualValues(t, 2, limitertest.Taken(t, pool, c.Config(), "all"))
 
-	// If two refuse, the longer time is told.
+	// If two limits refuse, RetryAfter is the longer time.
 	_, err = c.Allow(t.Context(), "all")
 	require.NoError(t, err)
 	denied, err = ratelimit.AllowAll(t.Context(), requests...)
@@ -66,13 +66,13 @@ func TestAllowAllTakesFromAllOrFromNone(t *testing.T) {
 	require.Equal(t, limitertest.Year, denied.RetryAfter)
 	require.Equal(t, 2*24*time.Hour, denied.Each[1].RetryAfter)
 
-	// The limiters' own calls see what was taken.
+	// The limiters' own calls see the units taken by AllowAll.
 	one, err := a.Peek(t.Context(), "{all}192.0.2.1")
 	require.NoError(t, err)
 	require.EqualValues(t, 3, one.Remaining)
 }
 
-// A request that one limit refuses may come from anywhere, so no row of another limit may be made for it.
+// Anybody may send a request that one limit refuses, so such a request must not make rows for the other limits.
 func TestDenialOfAllWritesNothing(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -196,7 +196,7 @@ func TestRequestsThatCannotBeAsked(t *testing.T) {
 	require.Empty(t, pgtest.StoredRows(t, db.Pool, true))
 }
 
-// Many callers ask at once on four pools. Exactly as many get through as the smallest limit allows, and every
+// Many callers ask at once on four pools. Exactly as many calls are admitted as the smallest limit allows, and every
 // limit has counted exactly those.
 func TestAllowAllIsExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
@@ -232,7 +232,7 @@ func TestAllowAllIsExactUnderConcurrency(t *testing.T) {
 		require.Equal(t, n, limitertest.Taken(t, db.Pool, processes[0].b.Config(), fmt.Sprint("{all}user ", user)))
 		total += n
 	}
-	require.EqualValues(t, everybody, total) // 10 × 25 would be 250
+	require.EqualValues(t, everybody, total) // without that limit it would be 10 × 25 = 250
 	require.EqualValues(t, everybody, limitertest.Taken(t, db.Pool, processes[0].c.Config(), "all"))
 	var addresses int64
 	for i := range 7 {
@@ -263,7 +263,7 @@ func TestAllowAllInATransaction(t *testing.T) {
 		require.EqualValues(t, 3, limitertest.Taken(t, db.Pool, c.Config(), "z"))
 	}
 
-	// On a limiter of one connection, too.
+	// This also works with a single connection.
 	tx := pgtest.Begin(t, db)
 	a, b, _ = limitertest.ThreeLimits(t, tx, 5, 5, 5)
 	results, err := ratelimit.AllowAll(t.Context(), a.Request("x", 4), b.Request("y", 4))
@@ -272,7 +272,7 @@ func TestAllowAllInATransaction(t *testing.T) {
 	require.NoError(t, tx.Rollback(t.Context()))
 }
 
-// AllowAll with a durable limiter that asks for it commits synchronously.
+// AllowAll commits synchronously if one of its durable limiters asks for that.
 func TestAllowAllWaitsForTheLogIfOneLimiterDoes(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
@@ -300,7 +300,7 @@ func TestAllowAllWaitsForTheLogIfOneLimiterDoes(t *testing.T) {
 	}
 }
 
-// A request that is printed or logged shows no key.
+// A printed or logged request shows no key.
 func TestRequestThatIsPrinted(t *testing.T) {
 	t.Parallel()
 

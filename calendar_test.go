@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// A time zone that the server does not know is told to whoever asks with it, at once and by its name, and to nobody
-// else whose calls leave in the same statements.
+// If the server does not know a time zone, each caller that uses it gets an error with its name at once. Other calls in
+// the same statements get no error.
 func TestUnknownTimeZone(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -57,22 +57,22 @@ func TestUnknownTimeZone(t *testing.T) {
 		}
 	})
 	for name, call := range limitertest.Calls(bad, "key") {
-		if !strings.Contains(name, "Reset") { // which needs no window
+		if !strings.Contains(name, "Reset") { // Reset needs no window
 			requireUnknown(call())
 		}
 	}
 	_, err := limitertest.Under(good, ratelimit.CalendarWindow{Limit: 1000, Unit: ratelimit.CalendarMonth, Zone: "Mars/Phobos"}).Allow(t.Context(), "0")
-	requireUnknown(err) // although the key's window is known
+	requireUnknown(err) // even though the key's window is known
 	require.Equal(t, int64(0), pgtest.Scalar[int64](t, db.Pool,
 		"SELECT count(*) FROM rate_limit_ephemeral WHERE prefix = 'bad'"))
-	require.Equal(t, int64(32*5), pgtest.Scalar[int64](t, db.Pool, // that many were allowed with good, by AllowAll
+	require.Equal(t, int64(32*5), pgtest.Scalar[int64](t, db.Pool, // AllowAll admitted this many requests of good
 		"SELECT sum(count)::bigint FROM rate_limit_ephemeral WHERE prefix = 'plain' AND key ~ 'all'"))
 
 	_, err = db.Pool.Exec(t.Context(), "SELECT * FROM rate_limit_allow('sql', 'key', 'every 5/day Mars/Phobos')")
 	require.ErrorContains(t, err, `"Mars/Phobos"`)
 }
 
-// In memory, the time zones are those that this process knows.
+// In memory, this process has to know the time zone.
 func TestUnknownTimeZoneInMemory(t *testing.T) {
 	t.Parallel()
 	client := limitertest.NewClient(t, &memory.DB{}, ratelimit.ClientConfig{})

@@ -14,7 +14,7 @@ import (
 )
 
 // The application's clock decides nothing. It only measures the time between two readings in one process, which is
-// monotonic. A reading leaves the process only as the time of a decision in which the database has no part. A test
+// monotonic. A reading leaves the process only as the time of a decision that was made without the database. A test
 // cannot set the clock of a Go program without setting the machine's, so this one reads the source.
 func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 	t.Parallel()
@@ -45,31 +45,38 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		}
 	}
 	require.Equal(t, []string{
-		// how long a call took, or when there is no database to decide
+		// the duration of a call, or the time of a decision without a database
 		"allow.go: allow", "allow.go: observe", "allowall.go: allowall", "allowall.go: observeall",
 		"failuremode.go: answeronfailure",
-		"internal/engine/batch.go: ask", "internal/engine/batch.go: deliver", "internal/engine/batch.go: observe", // how long a statement took
+		// the duration of a statement
+		"internal/engine/batch.go: ask", "internal/engine/batch.go: deliver", "internal/engine/batch.go: observe",
 		"internal/engine/batch.go: report", "internal/engine/batch.go: send",
-		"internal/engine/breaker.go: clock",                                             // how long the database has been away
-		"internal/engine/denials.go: elapsed", "internal/engine/denials.go: newdenials", // how old a denial is
+		// for how long the database has been away
+		"internal/engine/breaker.go: clock",
+		"internal/engine/denials.go: elapsed", "internal/engine/denials.go: newdenials", // the age of a denial
 		"internal/engine/engine.go: newqueue",
-		"internal/engine/fallback.go: newfallback", "internal/engine/fallback.go: now", // when there is no database to decide
-		"internal/engine/heldkeys.go: find", "internal/engine/heldkeys.go: found", "internal/engine/heldkeys.go: still", // how long a row was held
+		// the time of a decision without a database
+		"internal/engine/fallback.go: newfallback", "internal/engine/fallback.go: now",
+		// for how long a row was held
+		"internal/engine/heldkeys.go: find", "internal/engine/heldkeys.go: found", "internal/engine/heldkeys.go: still",
 		"internal/engine/heldlane.go: giveup", "internal/engine/heldlane.go: waitforfirst",
-		"internal/engine/inmemory.go: decideinmemory",                                                               // the clock of a database in memory
-		"internal/engine/leases.go: clocksof",                                                                       // how long ago a lease was taken
-		"internal/engine/queue.go: departs", "internal/engine/queue.go: fly", "internal/engine/queue.go: leavelate", // how long a call has waited
+		"internal/engine/inmemory.go: decideinmemory", // the clock of a database in memory
+		// the age of a lease
+		"internal/engine/leases.go: clocksof",
+		// how long a call has waited
+		"internal/engine/queue.go: departs", "internal/engine/queue.go: fly", "internal/engine/queue.go: leavelate",
 		"internal/engine/queue.go: submit", "internal/engine/queue.go: submitall",
-		"internal/engine/shards.go: askselsewhere", // whether a call was made before
-		"internal/engine/statement.go: blame",      // how long ago it has hung
+		"internal/engine/shards.go: askselsewhere", // whether a call was made earlier
+		"internal/engine/statement.go: blame",      // for how long a statement has hung
 		"internal/engine/troublelog.go: note", "internal/engine/troublelog.go: notedecision",
-		// how long ago a key was first denied
+		// the time since a key's first denial
 		"internal/policytable/bans.go: count", "internal/policytable/bans.go: newstrikes",
-		// the database's clock is read once, and the time since then added; how long ago the last question was
+		// the database's clock is read once, then the time since that is added; the time since the last read of
+		// policies
 		"internal/policytable/table.go: now", "internal/policytable/table.go: status",
 		"internal/policytable/watch.go: listen", "internal/policytable/watch.go: load", "internal/policytable/watch.go: loadsince",
 		"internal/policytable/watch.go: poll", "internal/policytable/watch.go: run",
-		// how long it is to the retry time
+		// the time left until the retry
 		"internal/waitline/waitline.go: refuse", "internal/waitline/waitline.go: settle", "internal/waitline/waitline.go: sleep",
 		"tx.go: allown", "wait.go: answerandobserve",
 	}, slices.Sorted(maps.Keys(readers)))

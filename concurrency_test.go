@@ -16,8 +16,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// Many callers ask for a new key at once, over several pools and limiters. Exactly Limit are admitted, each with
-// another Remaining.
+// Many callers ask for a new key at once, over several pools and limiters. Exactly Limit of them are admitted, and each
+// has a different Remaining.
 func TestExactlyLimitAreAdmitted(t *testing.T) {
 	t.Parallel()
 
@@ -63,7 +63,7 @@ func TestExactlyLimitAreAdmitted(t *testing.T) {
 	})
 }
 
-// Costs of all sizes for one key never add up to more than Limit, and nothing is left that would have fitted.
+// Costs of all sizes for one key never add up to more than Limit. No cost is refused that still fits.
 func TestCostsAddUpToTheLimit(t *testing.T) {
 	t.Parallel()
 
@@ -88,9 +88,9 @@ func TestCostsAddUpToTheLimit(t *testing.T) {
 		})
 		require.NoError(t, errors.Join(errs...))
 		require.Equal(t, granted, limitertest.Taken(t, db.Pool, config, "key"))
-		require.Greater(t, granted, int64(limit-9)) // or the largest cost would have fitted
+		require.Greater(t, granted, int64(limit-9)) // or the largest cost would still fit
 
-		// What is left can still be had, and nothing more.
+		// The rest of the limit can still be taken, and nothing more.
 		result, err := limiters[0].AllowN(t.Context(), "key", limit-granted)
 		require.NoError(t, err)
 		require.Zero(t, result.Remaining)
@@ -134,7 +134,7 @@ func TestRowDeletedAndMadeAgainWhileWeWaitForIt(t *testing.T) {
 		_, err := limiter.AllowN(t.Context(), "key", 9)
 		require.NoError(t, err)
 
-		// Reset, and one more taken, in one transaction of somebody's.
+		// Another transaction resets the key and takes 2 units.
 		somebody := pgtest.Begin(t, db)
 		require.NoError(t, limiter.WithTx(somebody).Reset(t.Context(), "key"))
 		_, err = limiter.WithTx(somebody).AllowN(t.Context(), "key", 2)
@@ -151,8 +151,8 @@ func TestRowDeletedAndMadeAgainWhileWeWaitForIt(t *testing.T) {
 	})
 }
 
-// Somebody deletes rows at full speed. That takes nothing away but what the rows hold: between two sweeps at most
-// Limit are admitted, and no call fails.
+// Another process deletes rows at full speed. Only the counts in those rows are lost: between two sweeps at most Limit
+// are admitted, and no call fails.
 func TestSweeperAtFullSpeed(t *testing.T) {
 	t.Parallel()
 

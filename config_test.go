@@ -19,7 +19,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// unusedPool is a pool that a test never uses.
+// unusedPool returns a pool for tests that never use it.
 func unusedPool(t *testing.T) *pgxpool.Pool {
 	t.Helper()
 	pool, err := pgxpool.New(t.Context(), "postgres://nobody@127.0.0.1:1/nothing")
@@ -34,7 +34,7 @@ type tagged struct {
 	tags any
 }
 
-// Whether two limiters have the same database is asked by comparing, which panics for some values.
+// Databases are compared with ==, which panics for values of some types.
 func TestNewRefusesADatabaseThatCannotBeCompared(t *testing.T) {
 	t.Parallel()
 	pool := unusedPool(t)
@@ -63,7 +63,7 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 	for name, c := range map[string]struct {
 		config ratelimit.Config
 		field  string
-		words  string // what the message must say, too
+		words  string // the message must say this, too
 	}{
 		"nothing":                      {ratelimit.Config{}, "Name", "required"},
 		"no name":                      {ratelimit.Config{Policy: good}, "Name", "required"},
@@ -132,14 +132,14 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 	}
 }
 
-// NewClient names the field that is wrong, and says how to mend it.
+// The error of NewClient names the wrong field, and says how to mend it.
 func TestNewClientRefusesBadConfigurations(t *testing.T) {
 	t.Parallel()
 
 	for name, c := range map[string]struct {
 		config ratelimit.ClientConfig
 		field  string
-		words  string // what the message must say, too
+		words  string // the message must say this, too
 	}{
 		"a schema with NUL":           {ratelimit.ClientConfig{Schema: "a\x00"}, "Schema", "NUL"},
 		"a schema with a line break":  {ratelimit.ClientConfig{Schema: "a\nb"}, "Schema", "line break"},
@@ -167,7 +167,7 @@ func TestNewClientRefusesBadConfigurations(t *testing.T) {
 	}
 }
 
-// A connection or transaction that is nil is refused where it is passed, and not met in a panic later.
+// A nil connection or transaction is refused when it is passed, so it causes no panic later.
 func TestNilIsRefused(t *testing.T) {
 	t.Parallel()
 
@@ -196,7 +196,7 @@ func TestNilIsRefused(t *testing.T) {
 	}
 }
 
-// withConn, withPgConn and hidden are an application's own DBTX around a single connection.
+// withConn, withPgConn and hidden stand for an application's own DBTX around a single connection.
 type withConn struct {
 	ratelimit.DBTX
 
@@ -215,8 +215,8 @@ func (w withPgConn) PgConn() *pgconn.PgConn { return w.conn }
 
 type hidden struct{ ratelimit.DBTX }
 
-// A wrapper hides that there is one connection for all, which concurrent calls would then use at the same time. It is
-// refused if it lends the connection, and else as soon as two meet on it.
+// A wrapper hides that all calls would share one connection, even at the same time. If it lends the connection, New
+// refuses it; otherwise a call fails when the connection is in use.
 func TestWrappedConnectionIsRefused(t *testing.T) {
 	t.Parallel()
 
@@ -230,7 +230,7 @@ func TestWrappedConnectionIsRefused(t *testing.T) {
 	for _, wrapped := range []ratelimit.DBTX{
 		struct{ *pgx.Conn }{conn}, &struct{ *pgx.Conn }{conn}, &struct{ *pgxpool.Conn }{pooled},
 		withConn{conn, conn}, withConn{tx, nil}, withPgConn{conn, conn.PgConn()}, &withPgConn{tx, nil},
-		&withConn{db.Pool, nil}, // of which nobody can tell that it is a pool
+		&withConn{db.Pool, nil}, // nothing shows that this is a pool
 	} {
 		errOf := func(_ any, err error) error { return err }
 		for what, err := range map[string]error{
@@ -267,7 +267,7 @@ func TestWrappedConnectionIsRefused(t *testing.T) {
 	}
 }
 
-// New refuses what a single connection cannot do, if the caller would miss it.
+// New refuses options that a single connection cannot provide, if the caller depends on them.
 func TestNewRefusesSynchronousCommitOfAConnection(t *testing.T) {
 	t.Parallel()
 
@@ -321,7 +321,7 @@ func TestDefaults(t *testing.T) {
 	require.Equal(t, deadline.Default/4, limitertest.Engine(limiter).Batcher.Held.Patience())
 }
 
-// A lock_timeout of 0 would wait for ever, and one beyond 2^31 - 1 is an error.
+// A lock_timeout of 0 would wait for ever, and one above 2^31 - 1 is an error.
 func TestLockTimeout(t *testing.T) {
 	t.Parallel()
 

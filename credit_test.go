@@ -42,7 +42,7 @@ func TestGrantMakesARowAndIsWritten(t *testing.T) {
 		require.NoError(t, err)
 		require.False(t, denied.Allowed)
 
-		// The denial that was remembered is forgotten.
+		// The grant removes the remembered denial.
 		_, err = limiter.Grant(t.Context(), "key", 1)
 		require.NoError(t, err)
 		result, err := limiter.AllowN(t.Context(), "key", 2)
@@ -50,7 +50,7 @@ func TestGrantMakesARowAndIsWritten(t *testing.T) {
 		require.True(t, result.Allowed)
 		require.Zero(t, result.Remaining)
 
-		// It goes with a Reset.
+		// The grant is lost with a Reset.
 		_, err = limiter.Grant(t.Context(), "key", 5)
 		require.NoError(t, err)
 		require.NoError(t, limiter.Reset(t.Context(), "key"))

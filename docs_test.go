@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Every test that docs/guarantees.md names is there.
+// Every test named in docs/guarantees.md exists.
 func TestGuaranteesNameTestsThatExist(t *testing.T) {
 	t.Parallel()
 

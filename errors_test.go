@@ -30,7 +30,7 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// Whoever wraps or logs a sentinel by itself sees whose it is.
+// The text of a sentinel says that it comes from this package, even without a wrapping error.
 func TestSentinelsSayWhoseTheyAre(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
@@ -91,7 +91,7 @@ func TestInvalidKeys(t *testing.T) {
 		all := limitertest.Calls(limiter, c.key)
 		all["AllowTx"] = func() error { _, err := limiter.WithTx(tx).Allow(t.Context(), c.key); return err }
 		all["AllowNTx"] = func() error { _, err := limiter.WithTx(tx).AllowN(t.Context(), c.key, 1); return err }
-		delete(all, "Refund") // whose key is that of a take
+		delete(all, "Refund") // it uses the key of its take
 		all["GrantTx"] = func() error { _, err := limiter.WithTx(tx).Grant(t.Context(), c.key, 1); return err }
 		all["ResetTx"] = func() error { return limiter.WithTx(tx).Reset(t.Context(), c.key) }
 		for name, call := range all {
@@ -179,12 +179,12 @@ func TestNotMigrated(t *testing.T) {
 			err := call()
 			limitertest.RequireKinds(t, err, ratelimit.ErrNotMigrated)
 			require.Contains(t, err.Error(), "call migrations.Up(ctx, pool), or run 'pgratelimit migrate up'")
-			require.NotContains(t, err.Error(), "goose") // which needs a table that is not its default
+			require.NotContains(t, err.Error(), "goose") // goose would need a table other than its default
 		}
 	}
 	require.Zero(t, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM pg_class WHERE relname ~ 'rate_limit'"))
 
-	// A connection is as good as before, and so is the limiter once somebody migrates.
+	// The connection still works, and so does the limiter once the database is migrated.
 	require.NoError(t, migrations.Up(t.Context(), db.Pool))
 	for _, policy := range limitertest.SlowPolicies(10) {
 		for name, call := range limitertest.Calls(limitertest.New(t, db.Pool, ratelimit.Config{Name: "test", Policy: policy}), "personal") {
@@ -207,7 +207,8 @@ func TestMigratedAndRolledBack(t *testing.T) {
 		require.NoError(t, call(), name)
 	}
 	require.NoError(t, migrations.DownTo(t.Context(), db.Pool, 0))
-	for _, call := range limitertest.Calls(limiter, "personal") { // on connections that had it prepared
+	// also on connections that have the statement prepared
+	for _, call := range limitertest.Calls(limiter, "personal") {
 		limitertest.RequireKinds(t, call(), ratelimit.ErrNotMigrated)
 	}
 	require.NoError(t, migrations.Up(t.Context(), db.Pool))
@@ -216,8 +217,7 @@ func TestMigratedAndRolledBack(t *testing.T) {
 	}
 }
 
-// In TestVersionOfTheSchema a database of another release answers. The version that it says it has shows what is
-// missing there.
+// TestVersionOfTheSchema uses a database of another release. Its version tells why functions are missing.
 func TestVersionOfTheSchema(t *testing.T) {
 	t.Parallel()
 
@@ -231,7 +231,7 @@ func TestVersionOfTheSchema(t *testing.T) {
 		db.Pool,
 		ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year}},
 	)
-	// One that is newer and has all that is called goes on to work.
+	// A newer schema works if it has all functions that are called.
 	version := func(n int) {
 		pgtest.Exec(
 			t,
@@ -279,7 +279,7 @@ func TestNotPermitted(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "REVOKE ALL ON ALL FUNCTIONS IN SCHEMA public FROM CURRENT_USER")
 	superuser := pgtest.Scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user")
 	pool := db.OwnerPool(t, func(config *pgxpool.Config) {
-		if superuser { // it is permitted everything
+		if superuser { // a superuser is allowed everything
 			config.ConnConfig.RuntimeParams["role"] = "pg_monitor"
 		}
 	})
@@ -289,14 +289,14 @@ func TestNotPermitted(t *testing.T) {
 			limitertest.RequireKinds(t, err, ratelimit.ErrNotPermitted)
 			require.Contains(t, err.Error(), "GRANT")
 		}
-		// Nor without USAGE on the schema.
+		// Without USAGE on the schema, calls also fail.
 		for _, call := range limitertest.Calls(limitertest.New(t, pool, ratelimit.Config{Name: "test", Policy: policy}, ratelimit.ClientConfig{Schema: "pg_toast"}), "personal") {
 			limitertest.RequireKinds(t, call(), ratelimit.ErrNotPermitted)
 		}
 	}
 	require.Empty(t, pgtest.StoredRows(t, db.Pool, false))
 
-	// EXECUTE on the functions is all that a role needs. The tables stay closed to it.
+	// A role needs only EXECUTE on the functions. It has no access to the tables.
 	if !superuser {
 		return
 	}
@@ -314,7 +314,7 @@ func TestNotPermitted(t *testing.T) {
 	}
 }
 
-// A statement that takes longer than the server or the client allows.
+// A statement takes longer than the server or the client allows.
 func TestStatementTimeout(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
@@ -382,9 +382,10 @@ func TestStoreErrors(t *testing.T) {
 		}
 	}
 	for _, sent := range []bool{false, true} {
-		tests = append(tests, test{code: "08P01", severity: "ERROR", sent: sent, want: []error{ratelimit.ErrPreparedStatements}}) // of Postgres
+		// sent by Postgres
+		tests = append(tests, test{code: "08P01", severity: "ERROR", sent: sent, want: []error{ratelimit.ErrPreparedStatements}})
 	}
-	// At connecting, a setting that the server does not know, or a value that it does not take.
+	// While connecting, the server refuses a setting that it does not know or a value that is invalid.
 	for i := range tests {
 		if c := &tests[i]; !c.sent && c.code != "42501" &&
 			(strings.HasPrefix(c.code, "42") || strings.HasPrefix(c.code, "22")) {
@@ -392,7 +393,7 @@ func TestStoreErrors(t *testing.T) {
 		}
 	}
 	tests = append(
-		tests, // of PgBouncer
+		tests, // sent by PgBouncer
 		test{
 			code:     "08P01",
 			severity: "FATAL",
@@ -400,7 +401,8 @@ func TestStoreErrors(t *testing.T) {
 			want:     []error{ratelimit.ErrUnavailable},
 		},
 		test{code: "08P01", severity: "FATAL", sent: true, want: []error{ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown}},
-		test{code: "0A000", severity: "FATAL", sent: false, want: []error{ratelimit.ErrSetup}}, // client_encoding is one that the server does not convert
+		// the server cannot convert this client_encoding
+		test{code: "0A000", severity: "FATAL", sent: false, want: []error{ratelimit.ErrSetup}},
 	)
 	for _, c := range tests {
 		pgErr := &pgconn.PgError{

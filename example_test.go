@@ -84,7 +84,7 @@ func ExampleCalendarWindow() {
 	fmt.Println(result.Allowed, result.Remaining, err)
 }
 
-// An order and the quota that it uses are kept together, or not at all.
+// An order and its use of the quota are committed together, or rolled back together.
 func ExampleLimiter_WithTx() {
 	var (
 		ctx  context.Context
@@ -121,7 +121,6 @@ func ExampleLimiter_WithTx() {
 	}
 }
 
-// A cost per request, as for an API that charges by the byte.
 func ExampleLimiter_Allow() {
 	var limiter *ratelimit.Limiter
 	result, err := limiter.Allow(context.Background(), "user:123")
@@ -133,6 +132,7 @@ func ExampleLimiter_Allow() {
 	}
 }
 
+// Each request has a cost, as in an API that charges by the byte.
 func ExampleLimiter_AllowN() {
 	var limiter *ratelimit.Limiter
 	result, err := limiter.AllowN(context.Background(), "user:123", 1500)
@@ -146,14 +146,14 @@ func ExampleLimiter_AllowN() {
 	}
 }
 
-// Tiers: a paying customer has other numbers, for the same keys.
+// Customers of different tiers have different policies for the same keys.
 func ExampleLimiter_With() {
 	var (
 		free   *ratelimit.Limiter // TokenBucket{Capacity: 10, Refill: 10, Every: time.Minute}
 		paying = true
 		err    error
 	)
-	// What a customer has taken stays taken when the tier changes; a bucket's tokens stay in it.
+	// Usage still counts after a change of tier, and tokens stay in their bucket.
 	limiter := free
 	if paying {
 		limiter, err = free.With(ratelimit.TokenBucket{Capacity: 1000, Refill: 1000, Every: time.Minute})
@@ -165,7 +165,7 @@ func ExampleLimiter_With() {
 	fmt.Println(result.Allowed, err)
 }
 
-// A call of somebody else's API, as soon as its limit allows.
+// The caller waits until the limit of another company's API has room.
 func ExampleLimiter_Wait() {
 	var limiter *ratelimit.Limiter
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
@@ -197,7 +197,7 @@ func ExampleFallbackLocal() {
 	fmt.Println(result.Allowed, result.Source, err)
 }
 
-// The upload that was paid for has failed: give it back.
+// The upload has failed, so its cost is given back.
 func ExampleLimiter_Refund() {
 	var (
 		ctx     context.Context
@@ -210,13 +210,13 @@ func ExampleLimiter_Refund() {
 		return
 	}
 	if err := upload(ctx); err != nil {
-		// Also if ctx is why it has failed.
+		// The refund works even if the upload failed because ctx ended.
 		balance, err := limiter.Refund(context.WithoutCancel(ctx), taken)
 		fmt.Println(balance.Remaining, err)
 	}
 }
 
-// A call of a language model may use 1,000 tokens. What it has not used is given back.
+// A call of a language model may use 1,000 tokens. Unused tokens are given back.
 func ExampleLimiter_RefundN() {
 	var (
 		ctx      context.Context
@@ -233,7 +233,7 @@ func ExampleLimiter_RefundN() {
 	}
 }
 
-// A customer has bought 500 more. They are there once the purchase is.
+// A customer has bought 500 more. They count once the purchase is committed.
 func ExampleLimiter_Grant() {
 	var (
 		ctx     context.Context
@@ -244,7 +244,7 @@ func ExampleLimiter_Grant() {
 		if _, err := tx.Exec(ctx, `INSERT INTO purchases (customer, amount) VALUES ('acme', 500)`); err != nil {
 			return err
 		}
-		_, err := limiter.WithTx(tx).Grant(ctx, "customer:acme", 500) // without a purchase to go with: Grant
+		_, err := limiter.WithTx(tx).Grant(ctx, "customer:acme", 500) // without a transaction: limiter.Grant
 		return err
 	})
 	if err != nil {
@@ -310,8 +310,7 @@ func ExamplePolicies() {
 	fmt.Println(result.Allowed, result.Limit)
 }
 
-// A request counts for its address, its user and the whole service, or for none of them.
-// A limit of many calls, of which each process takes some ahead.
+// The limit serves many calls, so each process takes some units ahead.
 func ExampleLease() {
 	var (
 		ctx  context.Context // ends with the application
@@ -334,12 +333,13 @@ func ExampleLease() {
 		log.Fatal(err)
 	}
 	fmt.Println(result.Allowed, "by the", result.Source)
-	// Before the application ends, or not at all:
+	// optional, before the application ends
 	if err := client.ReturnLeases(context.Background()); err != nil {
 		log.Print("what was taken ahead counts as used: ", err)
 	}
 }
 
+// A request counts for its address, its user and the whole service, or for none of them.
 func ExampleAllowAll() {
 	var (
 		ctx                          = context.Background()

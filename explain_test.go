@@ -52,7 +52,7 @@ func TestExplain(t *testing.T) {
 	require.EqualValues(t, 4, beside.ShadowRow)
 	require.EqualValues(t, 1, beside.Row)
 
-	// To read all again is no news, and another policy is.
+	// Reading everything again changes nothing; another policy does.
 	first, err := l.Explain(t.Context(), "other")
 	require.NoError(t, err)
 	limitertest.Table(p).Mu.Lock()

@@ -1,9 +1,9 @@
 package ratelimit
 
-// Staleness tells whether what is in force for a key has changed since it was last asked.
+// Staleness returns a function that tells whether the policy in force for a key has changed since its last call.
 func Staleness(l *Limiter, key string) func() bool { return l.staleness(key, l.model, nil) }
 
-// Errors that have no public name.
+// These errors have no public name.
 var (
 	ErrNoLimiter    = errNoLimiter
 	ErrOtherClient  = errOtherClient
@@ -12,10 +12,10 @@ var (
 	ErrAcrossShards = errAcrossShards
 )
 
-// OwnConns is how many connections a pool of OwnPool has.
+// OwnConns is the number of connections in an OwnPool.
 const OwnConns = ownConns
 
-// These are tested by themselves.
+// These functions have tests of their own.
 var (
 	PolicyForms    = policyForms
 	ValidatePolicy = validatePolicy

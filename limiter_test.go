@@ -55,7 +55,7 @@ func TestNowReplacesTheDatabaseClock(t *testing.T) {
 		n    int64
 		want ratelimit.Result
 	}{
-		// The example of Result's comments.
+		// This is the example in the comments of Result.
 		{0, 3, ratelimit.Result{Allowed: true, Remaining: 7, ResetAfter: 2 * time.Minute}},
 		{0, 7, ratelimit.Result{Allowed: true, Remaining: 0, ResetAfter: 2 * time.Minute}},
 		{5 * time.Second, 1, ratelimit.Result{RetryAfter: 61 * time.Second, ResetAfter: 115 * time.Second}},
@@ -133,7 +133,7 @@ func TestSchema(t *testing.T) {
 			require.Equal(t, want, result.Remaining)
 		}
 
-		// If there is nothing, nothing is found, and nothing in the name is taken for SQL.
+		// A missing key returns nothing, and no part of the name is run as SQL.
 		for _, schema := range []string{
 			"", "public", "nowhere", `limits; of "us", $1`, `rate_limit_"; DROP SCHEMA rate_limit_ CASCADE; --`, `x'); DROP SCHEMA rate_limit_ CASCADE; --`,
 		} {

@@ -88,7 +88,7 @@ func TestObserver(t *testing.T) {
 	})
 }
 
-// How many calls leave together, and how many have to wait for the next statement.
+// The events count the calls in a statement, and the calls that wait for the next one.
 func TestObserverOfBatches(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -103,7 +103,7 @@ func TestObserverOfBatches(t *testing.T) {
 			MaxInFlight: 1,
 			MaxBatch:    10,
 			Observer: &ratelimit.Observer{
-				Statement: func(e ratelimit.StatementEvent) { batches = append(batches, e) }, // and no other
+				Statement: func(e ratelimit.StatementEvent) { batches = append(batches, e) }, // the only hook
 			},
 		})
 		for i := range 26 {
@@ -144,7 +144,7 @@ func TestObserverOfTransactions(t *testing.T) {
 	require.NotContains(t, fmt.Sprintf("%+v", decisions), "personal")
 }
 
-// Each limiter of an AllowAll is told of its part, with the time that all of it took. Refunds and grants are no
+// AllowAll reports an event for each limiter, with the duration of the whole call. Refunds and grants are not
 // decisions.
 func TestObserverOfSeveralLimits(t *testing.T) {
 	t.Parallel()
@@ -156,7 +156,7 @@ func TestObserverOfSeveralLimits(t *testing.T) {
 	address := limitertest.Of(t, client, ratelimit.Config{Name: "address", Policy: ratelimit.FixedWindow{Limit: 9, Window: limitertest.Year}})
 	user := limitertest.Of(t, client, ratelimit.Config{Name: "user", Policy: ratelimit.FixedWindow{Limit: 4, Window: limitertest.Year}})
 	both := []ratelimit.Request{address.Request("personal", 2), user.Request("personal", 3)}
-	// requireTold requires one event of each limiter, and returns them.
+	// requireTold requires one event for each limiter, and returns them.
 	requireTold := func() (ofAddress, ofUser ratelimit.DecisionEvent) {
 		t.Helper()
 		require.Len(t, decisions, 2)
@@ -220,7 +220,7 @@ func TestObserverOfSeveralLimits(t *testing.T) {
 	}
 }
 
-// What is asked for waiting callers is told, and what they take is told once.
+// A Wait reports each of its statements, but reports what it takes only once.
 func TestObserverOfWaiters(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -286,7 +286,7 @@ func TestErrorKinds(t *testing.T) {
 	require.Equal(t, "invalid_cost", ratelimit.ErrorKind(&ratelimit.RequestError{Err: &ratelimit.CostError{Cost: 5, Limit: 3}}))
 }
 
-// A Result in JSON says in words how it came about.
+// A Result in JSON names its source in words.
 func TestResultInJSON(t *testing.T) {
 	t.Parallel()
 	for source := ratelimit.SourceDatabase; source <= ratelimit.SourcePolicy; source++ {

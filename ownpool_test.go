@@ -22,14 +22,14 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// poolOfSize returns a pool of so many connections.
+// poolOfSize returns a pool of n connections.
 func poolOfSize(t *testing.T, db *pgtest.DB, n int32) *pgxpool.Pool {
 	t.Helper()
 	return db.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = n })
 }
 
-// Allow, in a transaction that has the pool's last connection, waits for a second one in vain. It is told so, and not
-// that Postgres is away. OnFailure answers it.
+// Allow is called inside a transaction that has the pool's last connection, so it waits for a second one in vain. The
+// error blames the pool, not Postgres. OnFailure answers it.
 func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -80,7 +80,7 @@ func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 				require.NotContains(t, log.String(), "away")
 				require.NotContains(t, log.String(), "personal")
 
-				// What it should have called needs no second connection.
+				// WithTx, the right call here, needs no second connection.
 				patient := limitertest.New(t, pool, ratelimit.Config{
 					Name: "test", Policy: limitertest.Hourly,
 				})
@@ -98,7 +98,7 @@ func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 	}
 }
 
-// Who waited behind statements that got no connection is told of the pool, too.
+// Calls that wait behind statements without a connection also get an error about the pool.
 func TestCallsBehindAnExhaustedPool(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -121,7 +121,7 @@ func TestCallsBehindAnExhaustedPool(t *testing.T) {
 	require.Len(t, log.Lines(), 1)
 }
 
-// A connection that is being opened, and has hooks that take long, is none that others have.
+// A slow hook delays a new connection. The error must not say that others use up the pool.
 func TestSlowConnectionIsNoExhaustedPool(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.New(t).NewPool(t, func(c *pgxpool.Config) {
@@ -138,8 +138,8 @@ func TestSlowConnectionIsNoExhaustedPool(t *testing.T) {
 	limitertest.RequireKinds(t, err, ratelimit.ErrTimeout)
 }
 
-// Postgres freezes under connections that are about to be used. They are all of the pool's, and yet it is not the
-// application that has them.
+// Postgres freezes under connections that are about to be used. They use up the pool, but the application does not hold
+// them.
 func TestFrozenServerIsNoExhaustedPool(t *testing.T) {
 	t.Parallel()
 	server := pgtest.Server(t, pgserver.Config{})
@@ -170,13 +170,13 @@ func TestFrozenServerIsNoExhaustedPool(t *testing.T) {
 	limitertest.Acquire(t, pinging).Release()
 	require.NoError(t, server.Freeze())
 	defer func() { require.NoError(t, server.Thaw()) }()
-	// pgxpool tries an idle connection before it hands it out. That is the only one of this pool.
+	// pgxpool pings an idle connection before it hands it out. This pool has only that one.
 	_, err = limitertest.New(t, pinging, ratelimit.Config{
 		Name: "test", Policy: limitertest.Hourly,
 	}, ratelimit.ClientConfig{Timeout: 100 * time.Millisecond, Logger: log.Logger()}).Allow(t.Context(), "personal")
 	limitertest.RequireKinds(t, err, ratelimit.ErrTimeout)
 	require.Len(t, log.Lines(), 1)
-	for range 10 { // of which the later ones find nothing but connections that are being closed
+	for range 10 { // later calls find only connections that are being closed
 		errs := make([]error, 64)
 		testkit.Together(len(errs), func(i int) { _, errs[i] = l.Allow(context.Background(), fmt.Sprint("personal ", i)) })
 		for _, err := range errs {
@@ -189,8 +189,8 @@ func TestFrozenServerIsNoExhaustedPool(t *testing.T) {
 	require.Contains(t, lines[0], "Postgres is away or slow")
 }
 
-// 200 transactions on a pool of 4 ask outside of their transactions. With connections of the limiter's own, each is
-// decided by the database, and exactly the limit is admitted.
+// 200 transactions on a pool of 4 call Allow without WithTx. With the limiter's own connections, the database decides
+// each call, and exactly the limit is admitted.
 func TestOwnPoolDecidesWhileThePoolIsExhausted(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -220,7 +220,7 @@ func TestOwnPoolDecidesWhileThePoolIsExhausted(t *testing.T) {
 	require.NoError(t, errors.Join(errs...))
 	require.EqualValues(t, 50, allowed.Load())
 
-	// A transaction of the application's own pool may ask it as well.
+	// A transaction of the application's pool also works with this limiter.
 	tx, err := pool.Begin(t.Context())
 	require.NoError(t, err)
 	result, err := l.WithTx(tx).Allow(t.Context(), "another key")

@@ -27,7 +27,7 @@ func TestPolicyTextIsReadAndWritten(t *testing.T) {
 	}
 }
 
-// Whatever New accepts, ParsePolicy reads back.
+// ParsePolicy reads the text of every policy that New accepts.
 func TestEveryPolicyIsReadAsItWasWritten(t *testing.T) {
 	t.Parallel()
 
@@ -41,7 +41,7 @@ func TestEveryPolicyIsReadAsItWasWritten(t *testing.T) {
 		require.NoError(t, err, want)
 		require.Equal(t, want, got)
 	}
-	for seconds := range 3 * 24 * 60 * 6 { // with all the zeros that a text may end in
+	for seconds := range 3 * 24 * 60 * 6 { // with any number of trailing zeros
 		want := ratelimit.FixedWindow{Limit: 1, Window: time.Duration(seconds+1) * 10 * time.Second}
 		got, err := ratelimit.ParsePolicy(want.String())
 		require.NoError(t, err, want)
@@ -72,7 +72,7 @@ func TestPolicyTextThatIsNotAccepted(t *testing.T) {
 	}
 }
 
-// The forms that an error shows are true.
+// The forms in the error message are really accepted.
 func TestThePolicyFormsAreAccepted(t *testing.T) {
 	t.Parallel()
 

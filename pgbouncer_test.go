@@ -19,8 +19,8 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// The clients of several pools share two connections to the database. All that a limiter can do works, and exactly
-// Limit are admitted.
+// The clients of several pools share two connections to the database. All methods of a limiter work, and exactly Limit
+// are admitted.
 func TestPgBouncer(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -70,8 +70,8 @@ func TestPgBouncer(t *testing.T) {
 	}
 }
 
-// The default mode of pgx prepares statements, which PgBouncer loses: it hands on connections that already have a
-// statement of that name, or that lack it. The error says what to set.
+// By default pgx prepares statements, which fails with PgBouncer: it may pass on a connection that already has a
+// statement of that name, or one that lacks it. The error names the setting that helps.
 func TestPgBouncerWithoutPreparedStatements(t *testing.T) {
 	t.Parallel()
 
@@ -92,10 +92,10 @@ func TestPgBouncerWithoutPreparedStatements(t *testing.T) {
 
 		err := limitertest.Calls(limiter(), "personal")[method]()
 		limitertest.RequireKinds(t, err, ratelimit.ErrPreparedStatements)
-		require.Contains(t, err.Error(), "42P05") // there is one of that name
+		require.Contains(t, err.Error(), "42P05") // a statement of that name exists
 		require.Contains(t, err.Error(), "default_query_exec_mode=exec")
 
-		// Another connection to the database, which has none.
+		// A new connection to the database has no such statement.
 		server := pgtest.Scalar[int32](t, b.Pool(t, pgx.QueryExecModeExec), "SELECT pg_backend_pid()")
 		pgtest.Exec(t, db.Pool, "SELECT pg_terminate_backend($1, 10000)", server)
 		testkit.WaitUntil(t, func() bool {
@@ -103,13 +103,13 @@ func TestPgBouncerWithoutPreparedStatements(t *testing.T) {
 			return !errors.Is(err, ratelimit.ErrUnavailable) // until PgBouncer has noticed
 		})
 		limitertest.RequireKinds(t, err, ratelimit.ErrPreparedStatements)
-		require.Contains(t, err.Error(), "26000") // there is none of that name
+		require.Contains(t, err.Error(), "26000") // no statement of that name exists
 		require.Equal(t, before, limitertest.Taken(t, db.Pool, config, "personal"))
 	}
 }
 
-// The settings of a limiter's transaction end with it, and do not reach the next client of the same connection.
-// The test catches each function that sets them if it sets them for the session.
+// The settings of a limiter's transaction end with it, and do not reach the next client of the same connection. If a
+// function makes these settings for the session, the test catches it.
 func TestPgBouncerHandsNoSettingsOn(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
@@ -153,14 +153,14 @@ func TestPgBouncerHandsNoSettingsOn(t *testing.T) {
 				require.Equal(t, before, after)
 			}
 		}
-		if broken != "" { // whoever set them last
+		if broken != "" { // the settings of the last call that made them remain
 			require.Regexp(t, "^(10s|5s|25ms), ", after, broken) // 5 s for each row of a policy of two
 		}
 	}
 }
 
-// A server dies behind PgBouncer. PgBouncer reports that in its own words, with the SQLSTATE of a protocol
-// violation, and what was under way may have counted.
+// A server dies behind PgBouncer. PgBouncer's error has its own text and the SQLSTATE of a protocol violation. The
+// calls under way may have counted.
 func TestPgBouncerLosesItsServer(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -183,7 +183,8 @@ func TestPgBouncerLosesItsServer(t *testing.T) {
 	_, err = limiter.Allow(t.Context(), "personal")
 	require.NoError(t, err)
 	limitertest.Hold(t, db, config, "personal")
-	tx, err := bounced.Begin(t.Context()) // in which one statement waits; outside of it, one after the other would
+	// the call then waits in a single statement; without a transaction, in one after another
+	tx, err := bounced.Begin(t.Context())
 	require.NoError(t, err)
 	wait := testkit.Later(func() (ratelimit.Result, error) { return limiter.WithTx(tx).Allow(context.Background(), "personal") })
 	pgtest.WaitUntilBlocked(t, pool, 1)

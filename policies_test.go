@@ -18,7 +18,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// Whoever waits is told of each change once, and does not ask again and again because of it.
+// Each waiting caller hears of a change once, and does not ask again repeatedly.
 func TestStalenessIsToldOnce(t *testing.T) {
 	t.Parallel()
 
@@ -42,7 +42,7 @@ func TestStalenessIsToldOnce(t *testing.T) {
 	}
 }
 
-// The row that the precedence names decides, for every way to ask.
+// All methods use the row with the highest precedence.
 func TestPoliciesDecide(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -98,7 +98,7 @@ func TestPoliciesDecide(t *testing.T) {
 		denied, err := l.Allow(t.Context(), key)
 		require.NoError(t, err)
 		require.False(t, denied.Allowed)
-		testkit.WaitUntil(t, func() bool { // this process hears of the grant, too, and forgets once
+		testkit.WaitUntil(t, func() bool { // this process also hears of the grant, and drops the denial once
 			denied, err = l.Allow(t.Context(), key)
 			require.NoError(t, err)
 			return denied.Source == ratelimit.SourceCachedDenial
@@ -109,7 +109,7 @@ func TestPoliciesDecide(t *testing.T) {
 	require.NoError(t, err)
 	require.EqualValues(t, 10, peeked.Limit)
 
-	// What is off or denied is decided here.
+	// Rows with mode off or deny are decided in this process.
 	before := pgtest.StoredRows(t, db.Pool, false)
 	tx := pgtest.Begin(t, db)
 	for _, ask := range []func(key string) (ratelimit.Result, error){
@@ -143,7 +143,7 @@ func TestPoliciesDecide(t *testing.T) {
 	require.NoError(t, tx.Rollback(t.Context()))
 	require.Equal(t, before, pgtest.StoredRows(t, db.Pool, false))
 
-	// In a set, what is off takes nothing, and what is denied denies all.
+	// In AllowAll, a request with mode off takes nothing, and one with mode deny refuses all.
 	for _, all := range []func(...ratelimit.Request) (ratelimit.Results, error){
 		func(requests ...ratelimit.Request) (ratelimit.Results, error) {
 			return ratelimit.AllowAll(t.Context(), requests...)
@@ -182,7 +182,7 @@ func TestPoliciesDecide(t *testing.T) {
 	require.ErrorIs(t, limitertest.ErrorOf(ratelimit.AllowAll(t.Context(), l.Request("customer:42", 41))), ratelimit.ErrCostExceedsLimit)
 }
 
-// A row counts while it lasts, then what was before it, and its policy is shared by limiters of With.
+// A row counts until its end, and then the row before it counts again. Limiters from With share its policy.
 func TestPoliciesBeginAndEnd(t *testing.T) {
 	t.Parallel()
 
@@ -202,7 +202,7 @@ func TestPoliciesBeginAndEnd(t *testing.T) {
 		('api', 'key', 'fixed 50/1h', '-infinity', 'infinity', 'test'),
 		('api', 'key', 'fixed 60/1h', now() + interval '1 hour', 'infinity', 'test')`)
 	limitertest.WaitUntilKnown(t, p, db.Pool)
-	var limits []int64 // some of those below, if this process has no time to see all
+	var limits []int64 // not all of those below if this process is too slow to see each
 	testkit.WaitUntil(t, func() bool {
 		if now := limit(); len(limits) == 0 || limits[len(limits)-1] != now {
 			limits = append(limits, now)
@@ -235,7 +235,7 @@ func TestPoliciesBeginAndEnd(t *testing.T) {
 	require.Zero(t, p.Status().Rows)
 }
 
-// Rows with the same text share a policy, and the limiters that they are for count each for itself.
+// Rows with the same text share a policy, but each limiter counts for itself.
 func TestLimitersThatShareAPolicy(t *testing.T) {
 	t.Parallel()
 
@@ -255,7 +255,7 @@ func TestLimitersThatShareAPolicy(t *testing.T) {
 	}
 }
 
-// A limiter with policies asks the database no more than one without.
+// A limiter with policies sends no more statements than one without.
 func TestPoliciesCostNoStatement(t *testing.T) {
 	t.Parallel()
 
@@ -273,8 +273,8 @@ func TestPoliciesCostNoStatement(t *testing.T) {
 	require.Equal(t, 20, counted.Count())
 }
 
-// A row that this release cannot read, or whose policy is of another kind, is passed over: what comes after it in the
-// precedence holds.
+// A row is skipped if this release cannot read it, or if its policy is of another kind. The next row in the precedence
+// then counts.
 func TestPoliciesThatCannotBeObeyed(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -300,7 +300,7 @@ func TestPoliciesThatCannotBeObeyed(t *testing.T) {
 	expect(map[string]int64{"secret": 20, "a": 30, "b": 30})
 	require.Zero(t, p.Status().Unreadable)
 
-	// As a newer release might write it, or a superuser.
+	// A newer release or a superuser might write such rows.
 	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, "ALTER TABLE rate_limit_policy DISABLE TRIGGER rate_limit_policy_check")
 	pgtest.Exec(t, tx, "UPDATE rate_limit_policy SET policy = 'leaky 30/1h' WHERE key_prefix = 'a'")
@@ -326,7 +326,7 @@ func TestPoliciesThatCannotBeObeyed(t *testing.T) {
 	require.Len(t, journal.Lines(), 3, lines)
 }
 
-// Until the rows have been read, nobody is let through who may be banned.
+// Until the rows have been read, no call is admitted, because the key may be banned.
 func TestPoliciesBeforeTheyAreRead(t *testing.T) {
 	t.Parallel()
 
@@ -357,7 +357,7 @@ func TestPoliciesBeforeTheyAreRead(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, ratelimit.SourceFailedClosed, explanation.State.Source)
 
-	// The cause is told at once, once it is known.
+	// As soon as the cause is known, errors name it.
 	empty := pgtest.Empty(t)
 	p = limitertest.RunningPolicies(t, empty.Pool, ratelimit.PoliciesConfig{})
 	testkit.WaitUntil(t, func() bool { return p.Status().Err != nil })
@@ -368,7 +368,7 @@ func TestPoliciesBeforeTheyAreRead(t *testing.T) {
 	require.ErrorIs(t, p.Status().Err, ratelimit.ErrNotMigrated)
 }
 
-// asks are all ways to ask with a limiter.
+// asks returns all methods that ask a limiter.
 func asks(t *testing.T, db *pgtest.DB, l *ratelimit.Limiter) []func() error {
 	t.Helper()
 	tx := pgtest.Begin(t, db)
@@ -405,7 +405,7 @@ func TestNewPoliciesRefuses(t *testing.T) {
 		require.Equal(t, test.field, config.Field, name)
 	}
 
-	// A second Run waits for the first, and for no longer than its context.
+	// A second Run waits for the first, until its own context ends.
 	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{})
 	limitertest.WaitUntilKnown(t, p, db.Pool)
 	ctx, end := context.WithCancel(t.Context())
@@ -413,7 +413,7 @@ func TestNewPoliciesRefuses(t *testing.T) {
 	p.Run(ctx)
 }
 
-// Rows beyond MaxRows are left out: bans that limiters have made before what people have written.
+// Rows beyond MaxRows are left out: first bans made by limiters, then rows written by people.
 func TestMaxRows(t *testing.T) {
 	t.Parallel()
 
@@ -431,13 +431,13 @@ func TestMaxRows(t *testing.T) {
 	require.Equal(t, 2, p.Status().NoRoom)
 	require.Contains(t, journal.String(), "more policies than this process may hold")
 
-	// Once there is room, nothing is left out any more.
+	// Once there is room, all rows count again.
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE key IN ('ban1', 'ban2')")
 	testkit.WaitUntil(t, func() bool { return p.Status().NoRoom == 0 })
 	require.Equal(t, 4, p.Status().Rows)
 }
 
-// A ban by a person finds room among those that limiters have made, and what has ended makes room.
+// A person's ban takes the place of a limiter's ban, and a row that has ended makes room.
 func TestFullBooks(t *testing.T) {
 	t.Parallel()
 

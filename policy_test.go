@@ -21,7 +21,7 @@ func TestPolicyOutsideTheExactRangeIsRefused(t *testing.T) {
 		limit   int64
 		window  time.Duration
 		field   string
-		allowed string // what the error says may be given
+		allowed string // the policies that the error says are allowed
 	}{
 		{"no limit", 0, time.Minute, "Policy.Limit", "is 0, and must be at least 1"},
 		{"a negative limit", -5, time.Minute, "Policy.Limit", "is -5, and must be at least 1"},
@@ -135,7 +135,7 @@ func TestPolicyAtTheEdgeOfTheExactRangeIsAccepted(t *testing.T) {
 	}
 }
 
-// FuzzPolicyValidate: whatever the numbers are, validate tells rightly whether they are in the exact range.
+// FuzzPolicyValidate: for any numbers, validate tells correctly whether they are in the exact range.
 func FuzzPolicyValidate(f *testing.F) {
 	f.Add(int64(10), int64(5), int64(time.Minute))
 	f.Add(int64(2048), int64(2048), int64(model.MaxSpan*time.Microsecond))

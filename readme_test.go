@@ -41,7 +41,7 @@ func TestDocumentsShowCompiledCode(t *testing.T) {
 	require.NotContains(t, compiled, withoutIndentation("func notThere() {}"))
 }
 
-// Every link within README.md and docs/ leads to a file, and to a heading of it.
+// Every link in README.md and docs/ leads to an existing file and heading.
 func TestLinksLeadSomewhere(t *testing.T) {
 	t.Parallel()
 	documents, err := filepath.Glob("docs/*.md")
@@ -72,7 +72,7 @@ func TestLinksLeadSomewhere(t *testing.T) {
 	require.Greater(t, links, 30)
 }
 
-// headings are the anchors of a document's headings, as they are made of their texts.
+// headings returns the anchors that a document's headings get.
 func headings(document string) (anchors []string) {
 	for _, heading := range regexp.MustCompile(`(?m)^#+ (.+)$`).FindAllStringSubmatch(document, -1) {
 		anchor := regexp.MustCompile(`[^a-z0-9 _-]`).ReplaceAllString(strings.ToLower(heading[1]), "")

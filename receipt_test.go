@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/receipttext"
 )
 
-// A receipt gives back in another process what the result would have given back in this one, of all policies, also what
-// is left after a part was given back, and what came out of credit.
+// In another process, a receipt gives back what the result would give back here. This holds for all policies, for the
+// rest after a partial refund, and for credit.
 func TestReceipts(t *testing.T) {
 	t.Parallel()
 
@@ -75,7 +75,7 @@ func TestReceipts(t *testing.T) {
 	}
 }
 
-// Whatever is no receipt of this limiter is refused before anything is asked.
+// A text that is not a receipt of this limiter is refused before any statement is sent.
 func TestWhatIsNoReceipt(t *testing.T) {
 	t.Parallel()
 
@@ -117,7 +117,7 @@ func TestWhatIsNoReceipt(t *testing.T) {
 	require.ErrorIs(t, err, ratelimit.ErrNothingToRefund)
 }
 
-// A result that went through JSON is never told that it took nothing.
+// A result that went through JSON never gets an error that says it took nothing.
 func TestResultsFromJSONCannotBeGivenBack(t *testing.T) {
 	t.Parallel()
 

@@ -20,8 +20,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// A limiter and what its With has returned: slow requests of a free customer come to nothing after the customer has
-// paid, or has used what was paid for.
+// A customer's slow requests fail after the customer has changed from a free to a paid policy, and perhaps used it. One
+// limiter has the free policy, and its With returned the other.
 func TestRefundAfterAChangeOfPolicy(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.New(t).Pool
@@ -34,10 +34,11 @@ func TestRefundAfterAChangeOfPolicy(t *testing.T) {
 		muchLater        time.Duration
 		remainThen       int64
 	}{
-		// What flowed in under the new numbers stays there, and what the old ones have seen go stays gone.
+		// A refill under the new policy stays in the bucket. Usage that has ended under the old policy is not given
+		// back.
 		{ratelimit.TokenBucket{Capacity: 10, Refill: 10, Every: time.Hour}, ratelimit.TokenBucket{Capacity: 1000, Refill: 1000, Every: time.Minute}, 9, 0, 30 * time.Second, 500, 501, time.Minute, 1000},
 		{ratelimit.SlidingWindow{Limit: 100, Window: 6 * time.Second}, ratelimit.SlidingWindow{Limit: 100, Window: 4 * time.Second}, 10, 0, 6 * time.Second, 94, 95, 8 * time.Second, 100},
-		// What was taken under a longer window counts for that window still.
+		// Usage under a longer window still counts for that window.
 		{ratelimit.FixedWindow{Limit: 10, Window: time.Minute}, ratelimit.FixedWindow{Limit: 20, Window: time.Hour}, 9, 10, time.Second, 0, 1, 2 * time.Minute, 1},
 		{ratelimit.SlidingWindow{Limit: 10, Window: time.Minute}, ratelimit.SlidingWindow{Limit: 20, Window: time.Hour}, 9, 10, time.Second, 0, 1, 3 * time.Minute, 1},
 		{ratelimit.SlidingLog{Limit: 10, Window: time.Minute}, ratelimit.SlidingLog{Limit: 20, Window: time.Hour}, 9, 10, time.Second, 0, 1, 2 * time.Minute, 1},
@@ -86,7 +87,7 @@ func TestRefundAfterAChangeOfPolicy(t *testing.T) {
 	}
 }
 
-// What is in the table after each call, in both of them.
+// After each call, the test compares the rows of both tables.
 func TestRefundWritesOnlyWhatItGivesBack(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
@@ -125,7 +126,7 @@ func TestRefundWritesOnlyWhatItGivesBack(t *testing.T) {
 		refund(limitertest.Forged(limiter, "key", 3), 1, 10)
 		require.Equal(t, before, version(), "it had nothing to give back")
 
-		// A row that is locked is not waited for by those who ask for others, and is by a refund.
+		// Calls for other keys do not wait for a locked row, but a refund of its key does.
 		seven, err = limiter.AllowN(t.Context(), "key", 7)
 		require.NoError(t, err)
 		tx := limitertest.Hold(t, db, config, "key")
@@ -160,7 +161,7 @@ func TestRefundIsKeptOrTakenAgainWithTheTransaction(t *testing.T) {
 		refund(tx, 1, 6)
 		peek, err := limiter.Peek(t.Context(), "key")
 		require.NoError(t, err)
-		require.EqualValues(t, 2, peek.Remaining) // nobody else sees it yet
+		require.EqualValues(t, 2, peek.Remaining) // the transaction's refund is not visible to others yet
 		require.NoError(t, tx.Rollback(t.Context()))
 		require.EqualValues(t, 8, limitertest.Taken(t, db.Pool, config, "key"))
 
@@ -176,16 +177,17 @@ func TestRefundIsKeptOrTakenAgainWithTheTransaction(t *testing.T) {
 	})
 }
 
-// Callers take and give back what they have taken. At no time is more than the limit taken, and in the end the
-// books agree with the row.
+// Callers take units and give them back. At no time is more than the limit taken, and in the end the callers' sums
+// equal the row.
 func TestRefundsAreExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
 	limitertest.EachSlowPolicyAllAndTable(t, 20, func(t *testing.T, config ratelimit.Config) {
 		const callers, calls = 16, 60
-		clientConfig := ratelimit.ClientConfig{Test: limitertest.Frozen(limitertest.T0)} // what flows into a bucket meanwhile is not given back
+		// a refund does not return tokens that have been refilled since, so the clock stands still
+		clientConfig := ratelimit.ClientConfig{Test: limitertest.Frozen(limitertest.T0)}
 		db := pgtest.New(t)
 		limiters := []*ratelimit.Limiter{limitertest.New(t, db.NewPool(t, nil), config, clientConfig), limitertest.New(t, db.NewPool(t, nil), config, clientConfig)}
-		var out, refunded atomic.Int64 // what is taken for certain, and not yet on its way back
+		var out, refunded atomic.Int64 // units certainly taken, and not yet being given back
 		errs := make([]error, callers)
 		testkit.Together(callers, func(i int) {
 			limiter := limiters[i%2]
@@ -223,7 +225,7 @@ func TestRefundsAreExactUnderConcurrency(t *testing.T) {
 	})
 }
 
-// What cannot be given back is refused before the database is asked.
+// Bad refunds fail before a statement is sent.
 func TestWhatCannotBeRefunded(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -248,7 +250,7 @@ func TestWhatCannotBeRefunded(t *testing.T) {
 		require.ErrorIs(t, err, ratelimit.ErrNothingToRefund, name)
 	}
 
-	// Another limiter is one of another name, table, schema or database; a policy does not make one.
+	// A limiter with another name, table, schema or database is another limiter; one with another policy is the same.
 	other := func(pool *pgxpool.Pool, change func(*ratelimit.Config, *ratelimit.ClientConfig)) {
 		config, clientConfig := config, ratelimit.ClientConfig{}
 		change(&config, &clientConfig)
@@ -265,9 +267,9 @@ func TestWhatCannotBeRefunded(t *testing.T) {
 
 	back, err := limitertest.With(t, limitertest.New(t, pool, config), ratelimit.FixedWindow{Limit: 3, Window: limitertest.Year}).RefundN(t.Context(), six, 2)
 	require.NoError(t, err)
-	require.EqualValues(t, 6, back.Remaining) // under the policy that took
+	require.EqualValues(t, 6, back.Remaining) // by the policy of the take
 
-	// Each unit once, whoever is first.
+	// Each unit is given back only once, whichever call comes first.
 	var given atomic.Int64
 	testkit.Together(8, func(int) {
 		if _, err := limiter.RefundN(context.Background(), six, 1); err == nil {
@@ -279,7 +281,7 @@ func TestWhatCannotBeRefunded(t *testing.T) {
 	require.ErrorIs(t, err, ratelimit.ErrNothingToRefund)
 	require.Zero(t, limitertest.Taken(t, db.Pool, config, "personal"))
 
-	// In a transaction, which may be run again, it stays.
+	// A transaction may be run again, so the result stays refundable.
 	four := take(4)
 	for range 2 {
 		tx := pgtest.Begin(t, db)

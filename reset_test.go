@@ -26,7 +26,7 @@ func TestReset(t *testing.T) {
 			for _, key := range []string{"key", "other key"} {
 				_, err := l.AllowN(t.Context(), key, 10)
 				require.NoError(t, err)
-				denied, err := l.Allow(t.Context(), key) // which is remembered
+				denied, err := l.Allow(t.Context(), key) // this denial is remembered
 				require.NoError(t, err)
 				require.False(t, denied.Allowed)
 			}

@@ -64,7 +64,7 @@ func TestSeveralPolicies(t *testing.T) {
 		)
 	}
 	_, err = l.AllowN(t.Context(), "key", 4)
-	require.ErrorIs(t, err, ratelimit.ErrCostExceedsLimit) // of the smaller limit
+	require.ErrorIs(t, err, ratelimit.ErrCostExceedsLimit) // the smaller limit decides
 
 	names := map[string]bool{}
 	for id := range pgtest.StoredRows(t, pool, false) {
@@ -82,7 +82,7 @@ func TestSeveralPolicies(t *testing.T) {
 	require.NoError(t, tx.Rollback(t.Context()))
 	require.Empty(t, pgtest.StoredRows(t, pool, false))
 
-	// A plain limiter of that name shares the first policy's rows.
+	// A limiter with a single policy and the same name shares the first policy's rows.
 	first, err := l.With(ratelimit.SlidingWindow{Limit: 3, Window: time.Second})
 	require.NoError(t, err)
 	_, err = first.AllowN(t.Context(), "key", 2)
@@ -92,9 +92,9 @@ func TestSeveralPolicies(t *testing.T) {
 	require.EqualValues(t, 1, got.Remaining)
 }
 
-// Calls for the same key at the same time become one element, and are told what calls in a row are.
-// Each result has what each policy says, and agrees with the whole, whoever decides: the database, a lease, or this
-// process in an outage.
+// Concurrent calls for the same key become one element, and get the same answers as calls in a row. Each result has a
+// part for each policy, and they agree with the whole. This holds if the database, a lease, or this process in an
+// outage decides.
 func TestEachOfSeveralPolicies(t *testing.T) {
 	t.Parallel()
 
@@ -189,7 +189,7 @@ func TestSeveralPoliciesAreCoalesced(t *testing.T) {
 	require.Equal(t, limitertest.Tally(want), limitertest.Tally(got))
 }
 
-// The policies of one limiter are given back to and granted to together, each within its own bounds.
+// A refund or grant goes to all policies of a limiter, each within its own limits.
 func TestRefundAndGrantOfSeveralPolicies(t *testing.T) {
 	t.Parallel()
 
@@ -217,10 +217,10 @@ func TestRefundAndGrantOfSeveralPolicies(t *testing.T) {
 	eight := told(l.AllowN(t.Context(), "key", 8))(ratelimit.Result{Limit: 10, Remaining: 2, ResetAfter: time.Hour})
 	now = now.Add(time.Second)
 	four := told(l.AllowN(t.Context(), "key", 4))(ratelimit.Result{Limit: 15, Remaining: 3, ResetAfter: time.Hour})
-	// The window that counted them is over.
+	// The fixed window of these 8 units has ended.
 	told(limitertest.AsResult(l.RefundN(t.Context(), eight, 6)))(ratelimit.Result{Limit: 10, Remaining: 6, ResetAfter: time.Hour})
 	told(limitertest.AsResult(l.Grant(t.Context(), "key", 5)))(ratelimit.Result{Limit: 10, Remaining: 11, ResetAfter: time.Hour})
-	// It spends 4 of the window's credit and 1 of the log's.
+	// This call spends 4 units of the window's credit and 1 of the log's.
 	ten := told(l.AllowN(t.Context(), "key", 10))(ratelimit.Result{Limit: 10, Remaining: 1, ResetAfter: time.Hour})
 	denied, err := l.AllowN(t.Context(), "key", 6)
 	require.NoError(t, err)
@@ -230,7 +230,7 @@ func TestRefundAndGrantOfSeveralPolicies(t *testing.T) {
 		limitertest.Plain(denied),
 	)
 	told(limitertest.AsResult(l.Refund(t.Context(), four)))(ratelimit.Result{Limit: 10, Remaining: 5, ResetAfter: time.Hour})
-	// In each of them its credit goes back first.
+	// For each policy, its credit goes back first.
 	told(limitertest.AsResult(l.RefundN(t.Context(), ten, 4)))(ratelimit.Result{Limit: 10, Remaining: 9, ResetAfter: time.Hour})
 	told(limitertest.AsResult(l.Refund(t.Context(), ten)))(ratelimit.Result{Limit: 10, Remaining: 15, ResetAfter: time.Hour})
 }

@@ -38,11 +38,11 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 			require.Equal(t, want, result.Remaining)
 		}
 
-		// After a rollback a new key is new again.
+		// After a rollback, a new key has no row again.
 		tx := pgtest.Begin(t, db)
 		take(tx, 4, 6)
 		take(tx, 1, 5)
-		require.EqualValues(t, 10, remaining()) // nobody else sees it yet
+		require.EqualValues(t, 10, remaining()) // others do not see it yet
 		require.NoError(t, tx.Rollback(t.Context()))
 		require.Empty(t, pgtest.StoredRows(t, db.Pool, config.Durable))
 
@@ -87,8 +87,8 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 	})
 }
 
-// A denial because of what a transaction has taken must not outlive the transaction in this process. Another call
-// may be granted after the rollback.
+// If a transaction's own units cause a denial, this process must forget that denial when the transaction ends. After
+// the rollback, another call may be admitted.
 func TestDenialInATransactionIsForgottenWithIt(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -107,7 +107,7 @@ func TestDenialInATransactionIsForgottenWithIt(t *testing.T) {
 		require.NoError(t, err)
 		require.True(t, result.Allowed)
 
-		// Nor does what this process remembers count in a transaction, which may have reset the key.
+		// A transaction also ignores denials that this process remembers, because it may have reset the key.
 		denied, err := limiter.Allow(t.Context(), "key")
 		require.NoError(t, err)
 		require.False(t, denied.Allowed)
@@ -176,7 +176,7 @@ func TestOthersWaitForATransaction(t *testing.T) {
 			require.NoError(t, err)
 			other := testkit.Later(func() (ratelimit.Result, error) { return limiter.AllowN(context.Background(), "key", 3) })
 			pgtest.WaitUntilBlocked(t, db.Pool, 1)
-			_, err = limiter.Allow(t.Context(), "another key") // nobody waits for that
+			_, err = limiter.Allow(t.Context(), "another key") // this call need not wait
 			require.NoError(t, err)
 			want := ratelimit.Result{Allowed: true, Remaining: 5}
 			if commit {
@@ -218,8 +218,8 @@ func TestTransactionThatWaitsTooLong(t *testing.T) {
 	require.EqualValues(t, 1, limitertest.Taken(t, db.Pool, config, "key"))
 }
 
-// At the higher isolation levels the database may refuse, with 40001 and nothing else. It never grants what is not
-// there.
+// At the higher isolation levels the database may refuse a call, but only with 40001. It never grants more than is
+// left.
 func TestIsolationLevels(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -275,8 +275,8 @@ func TestIsolationLevels(t *testing.T) {
 	}
 }
 
-// A decision must not depend on what a snapshot does not show. This is the deterministic case: a row that somebody
-// has changed, made or deleted since.
+// Rows that the snapshot does not show must not change the decision. Here, another transaction has changed, made or
+// deleted the row since the snapshot.
 func TestOldSnapshots(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -310,7 +310,7 @@ func TestOldSnapshots(t *testing.T) {
 					require.NoError(t, tx.Commit(t.Context()))
 					continue
 				}
-				if key == "deleted" && err == nil { // an INSERT needs no snapshot to make what is gone
+				if key == "deleted" && err == nil { // an INSERT needs no snapshot to make a row that is gone
 					require.True(t, result.Allowed)
 					require.Equal(t, int64(6), result.Remaining)
 					require.NoError(t, tx.Rollback(t.Context()))
@@ -329,7 +329,7 @@ func TestOldSnapshots(t *testing.T) {
 	}
 }
 
-// The limiter's own statements run at READ COMMITTED or whatever the pool's default is. They must be right there, too.
+// The limiter's own statements run at READ COMMITTED or at the pool's default level. They must be right there, too.
 func TestDefaultIsolationOfThePool(t *testing.T) {
 	t.Parallel()
 
@@ -360,8 +360,8 @@ func TestDefaultIsolationOfThePool(t *testing.T) {
 	require.Equal(t, int64(30), limitertest.Taken(t, db.Pool, limiter.Config(), "key"))
 }
 
-// A call that gets no answer closes the connection of the caller's transaction, which rolls it back. So it is known that
-// the call has not counted.
+// If a call in a transaction gets no answer, it closes the connection, which rolls the transaction back. So the call
+// has certainly not counted.
 func TestTimeoutRollsTheTransactionBack(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -405,13 +405,13 @@ func TestTimeoutRollsTheTransactionBack(t *testing.T) {
 	require.Equal(t, limitertest.Hourly.Limit, result.Remaining)
 }
 
-// taggedTx is a transaction of the application's own type, which cannot be compared with ==.
+// taggedTx is an application's own transaction type, which cannot be compared with ==.
 type taggedTx struct {
 	pgx.Tx
 	tags []string
 }
 
-// All requests of one AllowAll are of one transaction, or of none.
+// All requests of one AllowAll use the same transaction, or none.
 func TestRequestsOfOneTransaction(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")

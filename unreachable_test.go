@@ -89,7 +89,7 @@ func TestReadOnlySession(t *testing.T) {
 		limiter := limitertest.New(t, readOnly, config)
 		for name, call := range limitertest.Calls(limiter, "personal") {
 			err := call()
-			if name == "Peek" { // which only reads
+			if name == "Peek" { // it only reads
 				require.NoError(t, err)
 				continue
 			}
@@ -100,7 +100,7 @@ func TestReadOnlySession(t *testing.T) {
 	})
 }
 
-// standby turns a server into one that waits for the WAL of a primary that does not come.
+// standby turns a server into a standby whose primary never sends WAL.
 func standby(t *testing.T, server *pgserver.Server) {
 	t.Helper()
 	require.NoError(t, server.Stop(t.Context(), pgserver.Fast))
@@ -108,7 +108,7 @@ func standby(t *testing.T, server *pgserver.Server) {
 	require.NoError(t, server.Restart(t.Context()))
 }
 
-// A primary that has become a standby, under a pool that still is connected to it.
+// A primary becomes a standby while a pool is connected to it.
 func TestStandby(t *testing.T) {
 	t.Parallel()
 
@@ -133,7 +133,7 @@ func TestStandby(t *testing.T) {
 			)
 			for method, call := range limitertest.Calls(limiter, "personal") {
 				err := call()
-				if method == "Peek" && durable { // which only reads
+				if method == "Peek" && durable { // it only reads
 					require.NoError(t, err)
 					continue
 				}
@@ -143,7 +143,7 @@ func TestStandby(t *testing.T) {
 	}
 }
 
-// The session of a statement is ended by an administrator.
+// An administrator ends the session of a statement.
 func TestConnectionIsEndedMeanwhile(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -155,7 +155,8 @@ func TestConnectionIsEndedMeanwhile(t *testing.T) {
 	_, err := limiter.Allow(t.Context(), "personal")
 	require.NoError(t, err)
 	holder := limitertest.Hold(t, db, config, "personal")
-	tx, err := pool.Begin(t.Context()) // in which one statement waits; outside of it, one after the other would
+	// the call then waits in a single statement; without a transaction, in one after another
+	tx, err := pool.Begin(t.Context())
 	require.NoError(t, err)
 	wait := testkit.Later(func() (ratelimit.Result, error) { return limiter.WithTx(tx).Allow(context.Background(), "personal") })
 	pgtest.WaitUntilBlocked(t, db.Pool, 1)

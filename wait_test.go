@@ -45,7 +45,7 @@ func TestWaitFailsAtOnceIfTheDeadlineIsTooSoon(t *testing.T) {
 		require.NoError(t, err)
 
 		w.Begin = time.Now()
-		w.Add(within(testkit.Amply/2), limiter, 0, 3) // nobody waits: the database has to be asked
+		w.Add(within(testkit.Amply/2), limiter, 0, 3) // no other caller waits, so the database has to be asked
 		<-time.After(time.Millisecond)
 		synctest.Wait()
 		refused(0, time.Millisecond)
@@ -54,9 +54,10 @@ func TestWaitFailsAtOnceIfTheDeadlineIsTooSoon(t *testing.T) {
 		<-time.After(time.Second)
 		synctest.Wait()
 		statements := db.Statements()
-		w.Add(within(testkit.Amply/2), limiter, 2, 5) // cannot, and it is known
+		// the wait is too long, and this process knows that without the database
+		w.Add(within(testkit.Amply/2), limiter, 2, 5)
 		refused(2, time.Second+time.Millisecond)
-		w.Add(within(testkit.Amply/2), limiter, 3, 1) // would fit, but stands behind one who can wait
+		w.Add(within(testkit.Amply/2), limiter, 3, 1) // would fit, but waits behind a caller that can still wait
 		refused(3, time.Second+time.Millisecond)
 		require.Equal(t, statements, db.Statements())
 		w.Add(within(2*testkit.Amply), limiter, 4, 1)
@@ -72,7 +73,7 @@ func TestWaitFailsAtOnceIfTheDeadlineIsTooSoon(t *testing.T) {
 			t,
 			59999*time.Millisecond,
 			retry.RetryAfter,
-		) // counted from the decision, of a window that began a statement earlier
+		) // counted from the decision; its window began one statement earlier
 		require.True(t, retry.Deadline.Equal(w.Begin.Add(testkit.Amply/2)))
 	})
 }
@@ -94,7 +95,7 @@ func TestWaitAsksNothingForWhatCannotBe(t *testing.T) {
 	require.True(t, limitertest.Lines(limiter).Empty())
 }
 
-// An error is for all who are in the line then: if each of them asked, the last would wait for as many timeouts.
+// All waiting callers get an error: if each asked again, the last would wait for several timeouts in a row.
 func TestErrorEndsTheWaitOfAllInTheLine(t *testing.T) {
 	t.Parallel()
 
@@ -117,7 +118,7 @@ func TestErrorEndsTheWaitOfAllInTheLine(t *testing.T) {
 	})
 }
 
-// Looking for room takes nothing.
+// A Wait for room takes nothing.
 func TestWaitForRoom(t *testing.T) {
 	t.Parallel()
 
@@ -165,7 +166,7 @@ func TestResetEndsTheWait(t *testing.T) {
 	}
 }
 
-// Whoever has a single connection can use it as soon as Wait has returned, also when he has given up.
+// Once Wait returns, also after giving up, the caller can use its single connection.
 func TestWaitOnOneConnection(t *testing.T) {
 	t.Parallel()
 
@@ -189,7 +190,7 @@ func TestWaitOnOneConnection(t *testing.T) {
 	}
 }
 
-// While Postgres is away, Wait does as OnFailure says: it admits, sleeps until the next try, or admits a share.
+// While Postgres is away, Wait follows OnFailure: it admits, sleeps until the next try, or admits a share.
 func TestWaitFollowsOnFailure(t *testing.T) {
 	t.Parallel()
 
@@ -218,7 +219,7 @@ func TestWaitFollowsOnFailure(t *testing.T) {
 	}
 }
 
-// Of several policies for one key, the one that has the least left says when.
+// With several policies for one key, the strictest one decides how long to wait.
 func TestWaitForSeveralPolicies(t *testing.T) {
 	t.Parallel()
 
@@ -230,6 +231,6 @@ func TestWaitForSeveralPolicies(t *testing.T) {
 	testkit.Together(len(errs), func(i int) { results[i], errs[i] = limiter.Wait(t.Context(), "key") })
 	require.NoError(t, errors.Join(errs...))
 	slices.SortFunc(results, func(a, b ratelimit.Result) int { return a.DecidedAt.Compare(b.DecidedAt) })
-	require.GreaterOrEqual(t, results[3*limit-1].DecidedAt.Sub(results[0].DecidedAt), 2*window) // by the windows
-	require.GreaterOrEqual(t, results[3*limit+9].DecidedAt.Sub(results[0].DecidedAt), 9*window) // by the bucket
+	require.GreaterOrEqual(t, results[3*limit-1].DecidedAt.Sub(results[0].DecidedAt), 2*window) // because of the window
+	require.GreaterOrEqual(t, results[3*limit+9].DecidedAt.Sub(results[0].DecidedAt), 9*window) // because of the bucket
 }

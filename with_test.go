@@ -19,7 +19,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// What becomes of usage when the policy changes, worked out by hand.
+// The table was worked out by hand: it tells how usage counts after a change of the policy.
 func TestOtherNumbersOnLiveKeys(t *testing.T) {
 	t.Parallel()
 
@@ -28,7 +28,7 @@ func TestOtherNumbersOnLiveKeys(t *testing.T) {
 		at     time.Duration
 		policy ratelimit.Policy
 		n      int64
-		want   ratelimit.Result // but for Limit and DecidedAt
+		want   ratelimit.Result // without Limit and DecidedAt
 	}
 	allowed := func(remaining int64, resetAfter time.Duration) ratelimit.Result {
 		return ratelimit.Result{Allowed: true, Remaining: remaining, ResetAfter: resetAfter}
@@ -51,15 +51,17 @@ func TestOtherNumbersOnLiveKeys(t *testing.T) {
 		},
 		"a lowered limit denies until enough has drained": {
 			{at: 0, policy: sliding(10, time.Minute), n: 10, want: allowed(0, 2*time.Minute)},
-			// 10 of the window before weigh 5 after half of the next one.
+			// 10 of the previous window weigh 5 after half of the next one.
 			{at: time.Second, policy: sliding(6, time.Minute), n: 1, want: ratelimit.Result{RetryAfter: 89 * time.Second, ResetAfter: 119 * time.Second}},
 			{at: 90*time.Second - time.Microsecond, policy: sliding(6, time.Minute), n: 1, want: ratelimit.Result{RetryAfter: time.Microsecond, ResetAfter: 30*time.Second + time.Microsecond}},
 			{at: 90 * time.Second, policy: sliding(6, time.Minute), n: 1, want: allowed(0, 90*time.Second)},
 		},
 		"a longer window counts from where the shorter began": {
 			{at: 0, policy: fixed(10, time.Minute), n: 10, want: allowed(0, time.Minute)},
-			{at: 59 * time.Second, policy: fixed(10, time.Hour), n: 1, want: ratelimit.Result{RetryAfter: time.Second, ResetAfter: time.Second}}, // the row expires as it was written
-			{at: 59 * time.Second, policy: fixed(11, time.Hour), n: 1, want: allowed(0, 3541*time.Second)},                                       // and is written anew
+			// the row still expires at the stored time
+			{at: 59 * time.Second, policy: fixed(10, time.Hour), n: 1, want: ratelimit.Result{RetryAfter: time.Second, ResetAfter: time.Second}},
+			// and this take writes a new one
+			{at: 59 * time.Second, policy: fixed(11, time.Hour), n: 1, want: allowed(0, 3541*time.Second)},
 			{at: time.Hour, policy: fixed(11, time.Hour), n: 11, want: allowed(0, time.Hour)},
 		},
 		"a shorter window may have ended": {
@@ -83,7 +85,8 @@ func TestOtherNumbersOnLiveKeys(t *testing.T) {
 			{at: 0, policy: sliding(10, time.Minute), n: 4, want: allowed(6, 2*time.Minute)},
 			{at: 0, policy: bucket(10, 10*time.Second), n: 7, want: allowed(3, 7*time.Second)},
 			{at: 0, policy: sliding(10, time.Minute), n: 0, want: allowed(10, 0)},
-			{at: 0, policy: bucket(10, 10*time.Second), n: 4, want: ratelimit.Result{Remaining: 3, RetryAfter: time.Second, ResetAfter: 7 * time.Second}}, // a look has changed nothing
+			// a Peek has changed nothing
+			{at: 0, policy: bucket(10, 10*time.Second), n: 4, want: ratelimit.Result{Remaining: 3, RetryAfter: time.Second, ResetAfter: 7 * time.Second}},
 			{at: 0, policy: fixed(10, time.Minute), n: 10, want: allowed(0, time.Minute)},
 			{at: 0, policy: bucket(10, 10*time.Second), n: 10, want: allowed(0, 10*time.Second)},
 		},
@@ -124,14 +127,14 @@ func TestWithRefusesWhatNewRefuses(t *testing.T) {
 	}
 }
 
-// Another kind of policy would take the rows of the first for none, so With refuses it, for each policy of All.
+// A policy of another kind would treat the rows of the first as missing, so With refuses it, also as one policy of All.
 func TestWithKeepsTheAlgorithm(t *testing.T) {
 	t.Parallel()
 
 	kinds, raised := limitertest.SlowPolicies(10), limitertest.SlowPolicies(20)
 	for from, one := range kinds {
 		for to := range kinds {
-			var policies [][2]ratelimit.Policy // of the limiter, and of With
+			var policies [][2]ratelimit.Policy // the limiter's policy, and the argument of With
 			for other := range kinds {
 				policies = append(policies, [2]ratelimit.Policy{one, raised[to]},
 					[2]ratelimit.Policy{one, ratelimit.All(raised[to], raised[other])}, [2]ratelimit.Policy{ratelimit.All(one, kinds[other]), raised[to]},
@@ -157,7 +160,7 @@ func TestWithKeepsTheAlgorithm(t *testing.T) {
 	}
 }
 
-// What Policy says of two kinds of policy on one key: each takes the other's row for none.
+// Two kinds of policy on one key each treat the other's row as missing, as the comment of Policy says.
 func TestTwoAlgorithmsOnOneKeyAdmitBoth(t *testing.T) {
 	t.Parallel()
 
@@ -211,7 +214,7 @@ func TestWithSharesEverythingElse(t *testing.T) {
 		require.True(t, result.Allowed)
 		require.EqualValues(t, 10, result.Limit)
 		_, err = limiter.AllowN(t.Context(), name, 10)
-		require.ErrorIs(t, err, ratelimit.ErrCostExceedsLimit) // its own numbers are as they were
+		require.ErrorIs(t, err, ratelimit.ErrCostExceedsLimit) // the limiter's own limit has not changed
 		result, err = limiter.Allow(t.Context(), name)
 		require.NoError(t, err)
 		require.Equal(t, name != "fixed window", result.Allowed)
@@ -233,7 +236,8 @@ func TestWithSharesEverythingElse(t *testing.T) {
 	}
 }
 
-// A customer who has just paid need not wait for a denial to be forgotten; one who has not costs the database nothing.
+// After an upgrade, a customer need not wait until a denial is forgotten. Without one, a denied customer costs the
+// database nothing.
 func TestDenialIsRememberedForItsPolicy(t *testing.T) {
 	t.Parallel()
 
@@ -257,21 +261,21 @@ func TestDenialIsRememberedForItsPolicy(t *testing.T) {
 		ask(free, 10, true, 1)
 		ask(free, 1, false, 1)
 		ask(free, 1, false, 0)
-		ask(limitertest.With(t, free, base), 1, false, 0) // as good as free
+		ask(limitertest.With(t, free, base), 1, false, 0) // equal to free
 		if _, isBucket := base.(ratelimit.TokenBucket); isBucket {
-			ask(paid, 1, false, 1) // its tokens are kept: none
+			ask(paid, 1, false, 1) // its tokens are kept, and there are none
 			ask(paid, 1, false, 0)
 		} else {
 			ask(paid, 90, true, 1)
 			ask(paid, 1, false, 1)
 			ask(paid, 1, false, 0)
 		}
-		require.NoError(t, free.Reset(t.Context(), "key")) // is one for all
+		require.NoError(t, free.Reset(t.Context(), "key")) // a Reset counts for all of them
 		ask(paid, 1, true, 1)
 	}
 }
 
-// However many policies there are, their calls share MaxInFlight connections, and each is decided under its own.
+// Limiters with any number of policies share MaxInFlight connections, and each call is decided by its own policy.
 func TestPoliciesShareTheConnections(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -311,8 +315,8 @@ func TestPoliciesShareTheConnections(t *testing.T) {
 		t,
 		asked.AtOnce,
 		3,
-	) // one of them for keys whose row was waited for, on a busy machine
-	require.Less(t, asked.Count(), policies*callers/2) // they do coalesce
+	) // one more for keys whose row was held, on a busy machine
+	require.Less(t, asked.Count(), policies*callers/2) // calls share statements
 }
 
 func BenchmarkWith(b *testing.B) {

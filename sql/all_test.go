@@ -26,8 +26,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// Compares the function of several limits with the models. The requests are random, and come beside requests for a
-// model.Rules limit of the same rows. After each statement every column and every row is compared.
+// The test compares rate_limit_all with the models. Its requests are random, and calls with a single model.Rules use
+// the same rows. After each statement, every column of every row is compared.
 func TestAllEqualsModels(t *testing.T) {
 	t.Parallel()
 
@@ -118,7 +118,7 @@ func TestAllEqualsModels(t *testing.T) {
 	}
 }
 
-// The same for rate_limit_take_all, with requests that it is made for.
+// The test compares rate_limit_take_all with the models, mostly for requests in the form that it needs.
 func TestTakesFromAllEqualModels(t *testing.T) {
 	t.Parallel()
 
@@ -132,9 +132,9 @@ func TestTakesFromAllEqualModels(t *testing.T) {
 	require.Greater(t, left, 30*limitertest.Rounds(t))
 }
 
-// tellTakes has requests of several parts take by rate_limit_take_all, now and then from rows with granted credit. It
-// returns how the models differ, and how often it has decided and has left that to rate_limit_all. Policies are mostly
-// of those algorithms, unless there are none.
+// tellTakes sends requests of several parts to rate_limit_take_all, sometimes for rows with granted credit. It returns
+// how many calls were decided, how many were left to rate_limit_all, and the first difference from the models. Policies
+// are mostly of the given algorithms, or of any if none are given.
 func tellTakes(
 	t *testing.T, pool *pgxpool.Pool, r *rand.Rand, story uint64, mostly []int16,
 ) (taken, left int, err error) {
@@ -169,7 +169,7 @@ func tellTakes(
 			for j := range q.Parts {
 				p := &q.Parts[j]
 				p.Durable, p.ID.Key = durable, "{"+space+"}"+[...]string{"x", "ä"}[r.IntN(2)]
-				if limit := p.Policy.Numbers().Limit; p.Cost > 0 && r.IntN(4) > 0 { // or it would seldom fit
+				if limit := p.Policy.Numbers().Limit; p.Cost > 0 && r.IntN(4) > 0 { // otherwise it would seldom fit
 					p.Cost = 1 + r.Int64N(max(limit/4, 1))
 				}
 			}
@@ -187,7 +187,7 @@ func tellTakes(
 				goals = append(goals, clock+p.Decision.ResetAfter)
 			}
 		}
-		if from == nil { // a grant, say
+		if from == nil { // for example, a grant
 			compareAll(t, pool, space, requests, clock, false)
 			continue
 		}
@@ -224,7 +224,7 @@ func randomRequest(
 	for range 1 + r.IntN(4) {
 		name := string('a' + rune(r.IntN(3)))
 		p := modeltest.Part{
-			// All of a story are on one shard.
+			// All keys of a story are on one shard.
 			ID:      modeltest.RowID{Name: space + name, Key: "{" + space + "}" + [...]string{"x", "y", "Y", "ä", "x:1"}[r.IntN(5)]},
 			Durable: r.IntN(4) == 0,
 			Policy:  policies[name],
@@ -247,14 +247,14 @@ func randomRequest(
 		) {
 			request.Parts = append(request.Parts, p)
 		}
-		if p.Cost > 1<<58 { // the product of both has to fit
+		if p.Cost > 1<<58 { // the product of cost and count has to fit
 			request.Ahead = 0
 		}
 	}
 	return request
 }
 
-// allZones are the time zones of parts.
+// allZones returns the time zones of the parts.
 func allZones(requests []modeltest.Request) (zones []string) {
 	for _, request := range requests {
 		for _, p := range request.Parts {
@@ -264,7 +264,7 @@ func allZones(requests []modeltest.Request) (zones []string) {
 	return zones
 }
 
-// allRefunds are its arguments from $14 on.
+// allRefunds returns the arguments from $14 on.
 func allRefunds(requests []modeltest.Request) []any {
 	var parts []modeltest.Part
 	for _, request := range requests {
@@ -279,7 +279,7 @@ func allRefunds(requests []modeltest.Request) []any {
 	return []any{refunds.Since, refunds.In, refunds.At, refunds.Spent}
 }
 
-// allLeased are what is leased, and what is not any more.
+// allLeased returns the leases that the parts take, and those that end.
 func allLeased(requests []modeltest.Request) (leased []int64) {
 	for _, request := range requests {
 		for _, p := range request.Parts {
@@ -293,10 +293,10 @@ func allLeased(requests []modeltest.Request) (leased []int64) {
 	return leased
 }
 
-// compareOne asks what a part does of its row alone, by the function of its algorithm, and compares the decision.
+// compareOne decides a part alone, by the function of its algorithm, and compares the decision.
 func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modeltest.Part, clock int64, asModel modeltest.Rows) {
 	t.Helper()
-	if p.Refund != nil { // it cannot tell that a lease has ended
+	if p.Refund != nil { // this function cannot report the end of a lease
 		k := p.Refund[0]
 		k.Ended = 0
 		p.Refund = []model.Take{k}
@@ -342,7 +342,8 @@ func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []model
 	require.Len(t, got, int(ord), title)
 }
 
-// rowSetOfModel returns the rows that requests take from, and their parts, or nil if rate_limit_take_all cannot be asked.
+// rowSetOfModel returns the rows that requests take from, and their parts. It returns nil if rate_limit_take_all cannot
+// decide them.
 func rowSetOfModel(requests []modeltest.Request) (*engine.RowSet, []*engine.Part) {
 	var asked []*engine.Request
 	var into []*engine.Part
@@ -363,8 +364,8 @@ func rowSetOfModel(requests []modeltest.Request) (*engine.RowSet, []*engine.Part
 	return engine.RowSetOf(asked, into, counts), into
 }
 
-// takesDiffer has rate_limit_take_all decide requests, and compares every decision. left tells whether it has left them
-// to rate_limit_all.
+// takesDiffer decides requests by rate_limit_take_all, and compares every decision. left tells whether the requests
+// were left to rate_limit_all.
 func takesDiffer(
 	ctx context.Context, pool *pgxpool.Pool, requests []modeltest.Request, clock int64, from *engine.RowSet, into []*engine.Part,
 ) (left bool, err error) {
@@ -424,8 +425,8 @@ func rowsDiffer(t *testing.T, pool *pgxpool.Pool, space string, asModel modeltes
 	return nil
 }
 
-// Before missing rows are made, all parts are looked at without locks. A request that is not refused then is decided by
-// its locked rows. One that is refused is told what was true at the moment when it was looked at, and waits for nobody.
+// Before rate_limit_all makes missing rows, it reads all parts without locks. If nothing refuses a request then, the
+// locked rows decide it. A refused request gets an answer from that first read, and waits for no lock.
 func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -436,9 +437,9 @@ func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 	}
 	in := func(d time.Duration) *int64 { return new(d.Microseconds()) }
 	for name, change := range map[string]struct {
-		take         int64 // from a limit of 10, before
+		take         int64 // taken from a limit of 10 beforehand
 		inTx         func(ctx context.Context, tx pgx.Tx, limiter *ratelimit.Limiter) error
-		locked, seen told // of three more
+		locked, seen told // the answers to a take of three more
 	}{
 		"less room": {8, func(ctx context.Context, tx pgx.Tx, limiter *ratelimit.Limiter) error {
 			_, err := limiter.WithTx(tx).Allow(ctx, "key")
@@ -452,7 +453,7 @@ func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 			return limiter.WithTx(tx).Reset(ctx, "key")
 		}, told{Granted: 1, Remaining: 7, RetryAfter: in(0)}, told{Granted: 0, Remaining: 0, RetryAfter: in(limitertest.Year)}},
 	} {
-		for _, together := range []bool{false, true} { // the row that is there and the new one are of one request
+		for _, together := range []bool{false, true} { // both rows, the existing and the new one, belong to one request
 			t.Run(fmt.Sprintf("%s, together %t", name, together), func(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
@@ -500,7 +501,7 @@ func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 	}
 }
 
-// Compares what is leased of a bucket, and what goes back beside it, with the model.
+// The test compares units leased from a bucket, and refunds beside them, with the model.
 func TestLeasesOfABucketInSQL(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.New(t).Pool
@@ -543,7 +544,8 @@ func TestLeasesOfABucketInSQL(t *testing.T) {
 				request.Count += request.Ahead
 			}
 			title := fmt.Sprintf("%s=%d, story %d, step %d", modeltest.SeedVariable, seed, story, step)
-			if request.Ahead == 0 && r.IntN(2) == 0 { // by the function of buckets, which leaves the notes alone
+			// the function of buckets, which does not change the notes of leases
+			if request.Ahead == 0 && r.IntN(2) == 0 {
 				compareOne(t, pool, title, *p, clock, asModel)
 			} else {
 				requests := []modeltest.Request{request}
@@ -559,7 +561,7 @@ func TestLeasesOfABucketInSQL(t *testing.T) {
 	require.Greater(t, kept, 5*limitertest.Rounds(t))
 }
 
-// The function refuses what Go would have refused before.
+// The function also refuses arguments that Go refuses earlier.
 func TestAllFunctionRefusesBadParts(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")

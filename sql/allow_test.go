@@ -20,7 +20,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// answer is what rate_limit_allow and rate_limit_peek return.
+// answer is the row that rate_limit_allow and rate_limit_peek return.
 type answer struct {
 	Allowed                bool
 	Remaining              int64
@@ -46,8 +46,8 @@ func peekSQL(t testing.TB, db pgtest.Querier, name, policy string, durable bool)
 	return askSQL(t, db, "rate_limit_peek($1, 'key', $2, $3)", name, policy, durable)
 }
 
-// A limiter and the functions for people take from the same limits, and decide alike. In a transaction the clock
-// goes on, so of the times it is only known that those of the later call are not longer.
+// A limiter and the functions for people take from the same limits, and decide alike. The clock also runs during a
+// transaction, so the times of the later call may be shorter, but not longer.
 func TestSQLAllowsAsALimiterDoes(t *testing.T) {
 	t.Parallel()
 
@@ -94,7 +94,7 @@ func TestSQLAllowsAsALimiterDoes(t *testing.T) {
 	}
 }
 
-// requireAlike compares two decisions, of which the second was made up to a minute later or earlier.
+// requireAlike compares two decisions made up to a minute apart, in either order.
 func requireAlike(t *testing.T, want ratelimit.Result, got answer) {
 	t.Helper()
 	require.Equal(t, want.Allowed, got.Allowed)
@@ -105,13 +105,13 @@ func requireAlike(t *testing.T, want ratelimit.Result, got answer) {
 	}
 }
 
-// Without a policy, the row that is in force decides, as for limiters that obey policies.
+// Without a policy argument, the policy row in force decides, as it does for limiters with policies.
 func TestSQLAllowsUnderThePolicyInForce(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 
 	db := pgtest.New(t)
-	// What is wrong without a row is said, with what to do.
+	// Without a row, the error says what is wrong and what to do.
 	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, policy, comment) VALUES ('n', 'other', 'fixed 1/1d', 'why')`)
 	for _, call := range []string{"allow('n', 'secret')", "peek('n', 'secret')", "allow('m', 'other')", "allow('n', 'secret', NULL)"} {
 		_, err := db.Pool.Exec(t.Context(), "SELECT rate_limit_"+call)
@@ -144,7 +144,7 @@ func TestSQLAllowsUnderThePolicyInForce(t *testing.T) {
 		_, err := db.Pool.Exec(t.Context(), "SELECT rate_limit_allow('n', $1, cost => $2)", key, remaining+1)
 		require.ErrorContains(t, err, "the policy can never allow it")
 	}
-	// off allows, and deny denies, and neither counts anything.
+	// Mode off allows and mode deny denies, and neither counts anything.
 	rows := pgtest.Scalar[int64](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral")
 	require.Equal(t, answer{true, math.MaxInt64, 0, 0}, askSQL(t, db.Pool, "rate_limit_allow('n', 'off', cost => 1000)"))
 	for _, call := range []string{"rate_limit_allow('n', 'banned', cost => 1000)", "rate_limit_peek('n', 'banned')"} {
@@ -163,7 +163,7 @@ func TestSQLAllowsUnderThePolicyInForce(t *testing.T) {
 	}
 }
 
-// Rows that came around the triggers, and that limiters pass over, decide nothing.
+// Rows written with the triggers off are ignored if limiters would skip them.
 func TestSQLPassesOverWhatLimitersPassOver(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -191,7 +191,7 @@ func TestSQLPassesOverWhatLimitersPassOver(t *testing.T) {
 	require.ErrorContains(t, err, "key is NULL, empty or too long")
 }
 
-// A header Retry-After needs whole seconds, after which the request is allowed.
+// The header Retry-After needs whole seconds. After that time the request is allowed.
 func TestSQLRoundsRetryAfterUp(t *testing.T) {
 	t.Parallel()
 
@@ -217,7 +217,7 @@ func TestSQLRoundsRetryAfterUp(t *testing.T) {
 	}
 }
 
-// Each argument that is refused is named, with what would be right, and nothing of the key is told.
+// The error for a bad argument names it and says what would be right, without showing the key.
 func TestSQLNamesTheArgumentThatItRefuses(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -295,7 +295,7 @@ func TestSQLNamesTheArgumentThatItRefuses(t *testing.T) {
 	require.Len(t, pgtest.StoredRows(t, db.Pool, false), 1)
 }
 
-// Who was granted rate_limit_allow needs nothing else, and the helpers stay closed.
+// A role with EXECUTE on rate_limit_allow needs nothing else, and cannot call the helpers.
 func TestSQLForPeopleNeedsNothingButExecute(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -318,7 +318,7 @@ func TestSQLForPeopleNeedsNothingButExecute(t *testing.T) {
 	}
 }
 
-// A look writes nothing, so it is possible on a standby, and a take is not.
+// A peek writes nothing, so it works on a standby; a take does not.
 func TestSQLPeeksWhereNothingCanBeWritten(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
@@ -332,7 +332,7 @@ func TestSQLPeeksWhereNothingCanBeWritten(t *testing.T) {
 	require.ErrorContains(t, err, "25006")
 }
 
-// The collation of an argument is the caller's, and changes nothing.
+// The caller's collation of an argument changes nothing.
 func TestSQLAllowsUnderEveryCollation(t *testing.T) {
 	t.Parallel()
 
@@ -347,15 +347,16 @@ func TestSQLAllowsUnderEveryCollation(t *testing.T) {
 	require.True(t, askSQL(t, db.Pool, `(SELECT 'n' COLLATE "C" AS n, 'key' COLLATE loose AS k) AS t, rate_limit_allow(t.n, t.k, 'fixed 1/1h')`).Allowed)
 }
 
-// What a person sees of the functions fits on a screen.
+// The list of functions that psql shows fits on a screen.
 func TestHelpersAreOutOfSight(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
+	// The query is that of psql's \df rate_limit_*.
 	names := pgtest.Scalar[[]string](t, db.Pool, `
 		SELECT array_agg(proname::text ORDER BY proname) FROM pg_proc
-		WHERE pronamespace = 'public'::regnamespace AND proname ~ '^(rate_limit_.*)$'`) // as psql's \df rate_limit_* asks
+		WHERE pronamespace = 'public'::regnamespace AND proname ~ '^(rate_limit_.*)$'`)
 	want := append([]string{
 		"rate_limit_allow", "rate_limit_peek", "rate_limit_sweep", "rate_limit_version", "rate_limit_policies", "rate_limit_ban",
 		"rate_limit_report",

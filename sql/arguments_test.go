@@ -13,7 +13,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// Anybody may call the functions from psql. What cannot be done is refused in words, and leaves no trace.
+// Anybody may call the functions from psql. Invalid calls fail with a clear message, and change nothing.
 func TestSQLRefusesBadArguments(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -117,7 +117,8 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 		require.Empty(t, pgtest.StoredRows(t, db.Pool, durable))
 	}
 
-	// Costs and counts that are no numbers from 1 on, whether the key has a row or not.
+	// Costs and counts that are NULL, below 1 or in arrays of another shape are refused, whether or not the key has a
+	// row.
 	for name, call := range calls {
 		for _, durable := range []string{"", ", durable => true"} {
 			pgtest.Exec(t, db.Pool, "SELECT "+fmt.Sprintf(call, "'n'", "'{there}'", durable))
@@ -135,7 +136,7 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 		}
 	}
 
-	// The ends of the range are part of it.
+	// The smallest and the largest value of each range are valid.
 	for _, call := range []string{
 		"fixed_window('n', ARRAY['a'], 2048, 2251799813685248)", "fixed_window('n', ARRAY['a'], 4611686018427387904, 1)",
 		"sliding_window('n', ARRAY['a'], 2048, 2251799813685248)", "sliding_window('n', ARRAY['a'], 4611686018427387904, 1)",
@@ -144,11 +145,11 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 		"fixed_window(repeat('n', 128), ARRAY[repeat('k', 512)], 1, 1)",
 		"calendar_window('n', ARRAY['a'], 4611686018427387904, 2678400000000, 'America/Argentina/ComodRivadavia')",
 	} {
-		// Nine numbers tell of a take, and the second of more is how many were granted.
+		// A take returns nine numbers. If an answer is longer, its second number is the count of granted requests.
 		taken := pgtest.Scalar[[]int64](t, db.Pool, "SELECT array_remove(rate_limit_take_"+call+", NULL)")
 		require.True(t, len(taken) <= 9 || taken[1] == 1, "%s: %v", call, taken)
 	}
-	require.EqualValues(t, 1, pgtest.Scalar[int64](t, db.Pool, // of UTC
+	require.EqualValues(t, 1, pgtest.Scalar[int64](t, db.Pool, // the default zone is UTC
 		"SELECT granted FROM rate_limit_all('{1}', '{n}', '{b}', '{f}', '{5}', '{10}', '{3600000000}', '{0}')"))
 }
 
@@ -168,7 +169,7 @@ func TestNullMeansTheDefaultInSQL(t *testing.T) {
 	require.Empty(t, pgtest.StoredRows(t, db.Pool, true))
 }
 
-// The statement that follows "Example:" in each function's comment works as it stands.
+// The statement after "Example:" in each function's comment works as written.
 func TestExamplesInCommentsWork(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -225,13 +226,13 @@ func TestExamplesInCommentsWork(t *testing.T) {
 			continue
 		}
 		if f.Name == "rate_limit_reset" {
-			// It comes after rate_limit_allow, and its key is that of its example.
+			// It runs after rate_limit_allow, and its example has the same key.
 			require.Equal(t, true, values[0]["rate_limit_reset"])
 		}
 	}
 }
 
-// closing is where the first parenthesis of a text closes.
+// closing returns the position where the first parenthesis of a text closes.
 func closing(text string) int {
 	depth := 0
 	return strings.IndexFunc(text, func(r rune) bool {
@@ -246,8 +247,7 @@ func closing(text string) int {
 	})
 }
 
-// The functions that take ask little of a key whose row is there. What is not valid they refuse all the same, and
-// nothing is taken.
+// For existing rows, the take functions check few arguments. Even so, they refuse invalid ones, and take nothing.
 func TestTakesFromRowsRefuseBadArguments(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -263,7 +263,7 @@ func TestTakesFromRowsRefuseBadArguments(t *testing.T) {
 	require.Len(t, before, 15)
 	const most = "9223372036854775807"
 	for _, call := range []string{
-		// Arrays that are not counted from 1.
+		// Arrays whose first index is not 1.
 		"fixed_window('fixed', '[0:2]={aaa,bb,c}', 3, 60000000)",
 		"fixed_window('fixed', '[-1:1]={aaa,bb,c}', 3, 60000000)",
 		"fixed_window('fixed', '[0:7]={aaa,w2,w3,w4,w5,w6,w7,w8}', 3, 60000000)",
@@ -298,7 +298,7 @@ func TestTakesFromRowsRefuseBadArguments(t *testing.T) {
 	}
 }
 
-// A row that somebody is just making is passed over, and what others take at the same time is stored all the same.
+// A row that another transaction is inserting is skipped. The other requests of the call are stored.
 func TestRowsBeingMadeSpoilNoOthers(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -314,8 +314,8 @@ func TestRowsBeingMadeSpoilNoOthers(t *testing.T) {
 	require.EqualValues(t, 12, pgtest.Scalar[int64](t, db.Pool, "SELECT count FROM rate_limit_ephemeral WHERE key = 'a'"))
 }
 
-// What looks without locks sees all rows as they were at one moment: a peek, and a request that is refused because of
-// what it sees. Here two rows always have the same count, whoever takes from them.
+// A read without locks sees all rows at the same moment: this holds for a peek, and for a request that this read
+// refuses. Here every take counts the same in two rows, so their counts are always equal.
 func TestLooksSeeOneMoment(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -345,7 +345,8 @@ func TestLooksSeeOneMoment(t *testing.T) {
 			}
 		default:
 		}
-		for _, costs := range []string{"{0,0,0}", "{1,1,1000001}"} { // that of row ccc, which is not there, never fits
+		// the missing row ccc never fits its cost of 1000001
+		for _, costs := range []string{"{0,0,0}", "{1,1,1000001}"} {
 			counts := pgtest.Scalar[[]int64](t, db.Pool, `SELECT array_agg(count ORDER BY ord) FROM rate_limit_all(
 				'{1,1,1}', '{n,n,n}', '{bb,a,ccc}', '{f,t,f}', '{1,1,1}', '{1000000,1000000,1000000}',
 				'{3600000000,3600000000,3600000000}', '{0,0,0}', $1)`, costs)
@@ -354,7 +355,7 @@ func TestLooksSeeOneMoment(t *testing.T) {
 	}
 }
 
-// A limit of 2^62 admits a cost of 2^62, once. Two such requests ask for more than a bigint holds.
+// A limit of 2^62 admits a cost of 2^62, once. Two such requests exceed a bigint.
 func TestLargestTakes(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -379,22 +380,23 @@ func TestLargestTakes(t *testing.T) {
 	}
 }
 
-// rate_limit_take_all leaves to rate_limit_all what is not asked as it says: rows that come twice or in another order,
-// what does not belong together, and what would never fit. So no row has more taken from it than it has room for.
+// rate_limit_take_all leaves some calls to rate_limit_all: calls with repeated or reordered rows, with parts that do
+// not belong together, or with requests that would never fit. So no row loses more units than it has room for.
 func TestTakesOfSetsAskedBadly(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
+	// now_us is a clock that does not advance while the call waits.
 	const good = `'{n,n,n}', '{ccc,bb,a}', false, '{1,2,3}', '{3,3,3}', '{60000000,60000000,60000000}', '{0,0,1}', NULL,
-		'{1,1,1}', '{1,1,1}', '{1,2,3}', NULL, NULL, now_us => 1800000000000000` // a clock that does not go on while it waits
+		'{1,1,1}', '{1,1,1}', '{1,2,3}', NULL, NULL, now_us => 1800000000000000`
 	ask := func(oldNew ...string) (numbers []int64, err error) {
 		rows, err := db.Pool.Query(t.Context(), "SELECT array_replace(rate_limit_take_all("+
 			strings.NewReplacer(oldNew...).Replace(good)+"), NULL, 0)")
 		require.NoError(t, err)
 		return pgx.CollectOneRow(rows, pgx.RowTo[[]int64])
 	}
-	leaveOne := func() { // of the 3 that each of the rows has
+	leaveOne := func() { // each of the rows has 1 of its 3 units left
 		pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_ephemeral")
 		for range 2 {
 			numbers, err := ask()

@@ -11,13 +11,13 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// banned is what rate_limit_ban answers.
+// banned is the row that rate_limit_ban returns.
 type banned struct {
 	Ends time.Time
 	Made bool
 }
 
-// ban bans the key k of n, for an hour at first and at most for 3 hours, forgiven after a day.
+// ban bans a key of limiter n: first for an hour, later for at most 3 hours. A ban is forgiven a day after its end.
 func ban(t *testing.T, db pgtest.Querier, key string) banned {
 	t.Helper()
 	rows, err := db.Query(t.Context(), "SELECT ends, made FROM rate_limit_ban('n', $1, '1h', '3h', '1d', 'too many')", key)
@@ -36,7 +36,7 @@ func TestBansBecomeLonger(t *testing.T) {
 	require.Equal(t, time.Hour, pgtest.BanLasts(t, db.Pool, "k"))
 	again := ban(t, db.Pool, "k")
 	require.False(t, again.Made)
-	require.True(t, first.Ends.Equal(again.Ends)) // it stays as it is
+	require.True(t, first.Ends.Equal(again.Ends)) // the ban in force does not change
 	require.True(t, ban(t, db.Pool, "another").Made)
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE key = 'another'")
 
@@ -45,7 +45,7 @@ func TestBansBecomeLonger(t *testing.T) {
 		next := ban(t, db.Pool, "k")
 		require.True(t, next.Made)
 		require.Equal(t, want, pgtest.BanLasts(t, db.Pool, "k"))
-		// It takes the place of the last.
+		// The new ban replaces the last one.
 		require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy"))
 	}
 	require.True(t, pgtest.Scalar[bool](t, db.Pool, `SELECT mode = 'deny' AND policy IS NULL AND automatic
@@ -55,7 +55,7 @@ func TestBansBecomeLonger(t *testing.T) {
 	require.True(t, ban(t, db.Pool, "k").Made)
 	require.Equal(t, time.Hour, pgtest.BanLasts(t, db.Pool, "k"))
 
-	// A ban that was made shorter by hand is followed by one that is no shorter than a first one.
+	// If a ban was shortened by hand, the next one is at least as long as a first ban.
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_until = clock_timestamp()")
 	require.True(t, ban(t, db.Pool, "k").Made)
 	require.Equal(t, time.Hour, pgtest.BanLasts(t, db.Pool, "k"))
@@ -63,7 +63,7 @@ func TestBansBecomeLonger(t *testing.T) {
 	require.True(t, ban(t, db.Pool, "k").Made)
 	require.Equal(t, time.Hour, pgtest.BanLasts(t, db.Pool, "k"))
 
-	// So is one that was made to last for ever, and that a later row has taken out of force.
+	// The same holds for a ban without an end that a later row overrides.
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_until = 'infinity'")
 	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, mode, comment) VALUES ('n', 'k', 'off', 'why')")
 	require.True(t, ban(t, db.Pool, "k").Made)
@@ -71,7 +71,7 @@ func TestBansBecomeLonger(t *testing.T) {
 	require.Equal(t, time.Hour, pgtest.BanLasts(t, db.Pool, "k"))
 }
 
-// Whoever is banned by a person is banned already. What a person wrote, and what is for others, stays.
+// A key that a person has banned gets no second ban. Rows written by people, and rows of other limiters, do not change.
 func TestBansByPeopleStay(t *testing.T) {
 	t.Parallel()
 
@@ -112,7 +112,7 @@ func TestConcurrentBansOfAKey(t *testing.T) {
 	require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy"))
 }
 
-// Each ban clears away some that are forgiven, and no others.
+// Each ban deletes a few forgiven bans, and no others.
 func TestForgivenBansAreClearedAway(t *testing.T) {
 	t.Parallel()
 
@@ -123,10 +123,10 @@ func TestForgivenBansAreClearedAway(t *testing.T) {
 		FROM generate_series(1, 28) AS n`)
 	count := func() int { return pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy") }
 	ban(t, db.Pool, "a")
-	require.Equal(t, 19, count()) // ten less, and one more
+	require.Equal(t, 19, count()) // ten deleted, and one added
 	locked := pgtest.Begin(t, db)
 	pgtest.Exec(t, locked, "SELECT FROM rate_limit_policy FOR UPDATE")
-	ban(t, db.Pool, "b") // waits for nobody's row
+	ban(t, db.Pool, "b") // does not wait for a locked row
 	require.Equal(t, 20, count())
 	require.NoError(t, locked.Rollback(t.Context()))
 	ban(t, db.Pool, "c")
@@ -135,7 +135,7 @@ func TestForgivenBansAreClearedAway(t *testing.T) {
 		pgtest.Scalar[[]string](t, db.Pool, "SELECT array_agg(key ORDER BY key) FROM rate_limit_policy"))
 }
 
-// A ban waits for whoever is changing policies, as long as it is told. It deadlocks with nobody.
+// A ban waits for a transaction that changes policies, up to its lock_timeout. It never deadlocks.
 func TestBansWaitForWriters(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -151,7 +151,8 @@ func TestBansWaitForWriters(t *testing.T) {
 	pgtest.Refused(t, conn, "the session's", "SELECT rate_limit_ban('n', 'k', '1h', '1h', '1h', 'why', NULL)", "55P03")
 	waiting := testkit.Later(func() (banned, error) { return ban(t, db.Pool, "k"), nil })
 	pgtest.WaitUntilBlocked(t, db.Pool, 1)
-	pgtest.Exec(t, person, "DELETE FROM rate_limit_policy WHERE key = 'k'") // which that one is going to lock
+	// the waiting call is going to lock this row
+	pgtest.Exec(t, person, "DELETE FROM rate_limit_policy WHERE key = 'k'")
 	require.NoError(t, person.Commit(t.Context()))
 	answer, err := waiting()
 	require.NoError(t, err)
@@ -176,7 +177,7 @@ func TestBansThatMakeNoSense(t *testing.T) {
 	require.Zero(t, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy"))
 }
 
-// The collation of an argument is the caller's, and changes nothing.
+// The caller's collation of an argument changes nothing.
 func TestBansUnderEveryCollation(t *testing.T) {
 	t.Parallel()
 

@@ -13,8 +13,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// calendarSamples are times in fifty years, at which windows of a time zone are compared: on both sides of every change
-// of its clocks that this process knows, and a time in each year.
+// calendarSamples returns times within fifty years, at which windows of a time zone are compared: both sides of every
+// clock change that this process knows, and one time in each year.
 func calendarSamples(zone *time.Location) (times []int64) {
 	from, to := time.Date(1987, 1, 1, 0, 0, 0, 0, time.UTC), time.Date(2037, 1, 1, 0, 0, 0, 0, time.UTC)
 	for year := from; year.Before(to); year = year.AddDate(1, 0, 0) {
@@ -25,7 +25,7 @@ func calendarSamples(zone *time.Location) (times []int64) {
 		if end.IsZero() || end.After(to) {
 			return times
 		}
-		if !end.After(t) { // as Go says of the last day of leap years, from its own time zone data
+		if !end.After(t) { // Go's own time zone data has such an end on the last day of leap years
 			t = t.Add(24 * time.Hour)
 			continue
 		}
@@ -34,10 +34,10 @@ func calendarSamples(zone *time.Location) (times []int64) {
 	}
 }
 
-// compareCalendars has a database find the windows of samples, and compares each with the database's own date_trunc:
-// no boundary lies between the sample and the window's end, and a window starts there. It returns what is wrong. agree
-// counts the zones of which the database knows the same offsets as this process. For these, the model must find the
-// same ends.
+// compareCalendars compares the windows that a database finds for samples with the database's own date_trunc. No
+// boundary lies between the sample and the window's end, and a window starts there. It returns a description of the
+// mistakes. agree counts the zones that have the same offsets in the database and in this process. For these, the model
+// must find the same ends.
 func compareCalendars(t *testing.T, db pgtest.Executor, zones []string) (wrong []string, agree int) {
 	t.Helper()
 	for chunk := range slices.Chunk(zones, 50) {
@@ -106,7 +106,7 @@ func compareCalendars(t *testing.T, db pgtest.Executor, zones []string) (wrong [
 	return wrong, agree
 }
 
-// serverZones are the names of time zones that a database knows, and a policy may have.
+// serverZones returns the database's time zones that a policy may have.
 func serverZones(t *testing.T, db pgtest.Executor) []string {
 	t.Helper()
 	rows, err := db.Query(t.Context(), `
@@ -117,8 +117,8 @@ func serverZones(t *testing.T, db pgtest.Executor) []string {
 	return zones
 }
 
-// The windows are those of Postgres's own date_trunc: in all time zones that the server knows, around every change of
-// their clocks in fifty years.
+// The windows equal those of Postgres's date_trunc, in all time zones of the server, around every clock change in fifty
+// years.
 func TestCalendarWindowsAreThoseOfThePostgresCalendar(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -134,16 +134,16 @@ func TestCalendarWindowsAreThoseOfThePostgresCalendar(t *testing.T) {
 	require.Equal(t, len(steady), agree)
 }
 
-// Negative control: the comparison sees windows that end at another time.
+// Negative control: the comparison notices windows that end at another time.
 func TestMistakesInTheCalendarAreSeen(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
 	for right, wrong := range map[string]string{
-		"window_us / 2 * 3":               "window_us / 2 * 5",     // the next window but one
+		"window_us / 2 * 3":               "window_us / 2 * 5",     // the window after the next one
 		"ELSE window_us / 2":              "ELSE window_us / 3",    // a day of 25 hours, a month of 31 days
-		"window_us - 1000000":             "window_us + 1000000",   // the next hour may have begun within this one
+		"window_us - 1000000":             "window_us + 1000000",   // the next hour may begin within this window
 		"ends := begins;":                 "ends := ends;",         // the second midnight
-		"begins + window_us *":            "instant + window_us *", // not by the calendar
+		"begins + window_us *":            "instant + window_us *", // not according to the calendar
 		"date_trunc(unit, instant, zone)": "date_trunc(unit, instant, 'UTC')",
 		"date_trunc(unit, later, zone)":   "begins + window_us * interval '1 microsecond'", // 24 hours, 31 days
 	} {
@@ -151,7 +151,8 @@ func TestMistakesInTheCalendarAreSeen(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
 			pgtest.Rewrite(t, db.Pool, "_rate_limit_window_end", right, wrong,
-				"IF ends <= instant THEN\n        RAISE", "IF false THEN\n        RAISE") // which would see one of them
+				// this check would see one of these mistakes
+				"IF ends <= instant THEN\n        RAISE", "IF false THEN\n        RAISE")
 			seen, _ := compareCalendars(t, db.Pool, []string{"Europe/Berlin", "America/St_Johns", "Australia/Lord_Howe"})
 			require.NotEmpty(t, seen)
 		})

@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// Databases that are not in UTF-8 are migrated and decide. So do sessions in which a backslash in a literal means
-// something.
+// Databases with an encoding other than UTF-8 can be migrated, and decide. So can sessions in which a backslash in a
+// literal is an escape.
 func TestEncodingsAndLiterals(t *testing.T) {
 	t.Parallel()
 

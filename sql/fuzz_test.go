@@ -23,10 +23,10 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// The fuzz targets that ask a database. make fuzz runs them with fewer inputs. The models' own targets are in
+// These fuzz targets need a database. make fuzz runs them with fewer inputs. The models' own targets are in
 // internal/model.
 
-// hostile are texts that have a meaning to somebody on their way.
+// hostile holds texts with a special meaning for something between the caller and the table.
 func hostile() []string {
 	return []string{
 		"", "user:123", " ", "\x00", "a\x00b", "\xff", "\xc0\x80", "\xed\xa0\x80", "ключ", "\u00a0", "\ufeff", "\U0010ffff", "\n\t\r",
@@ -39,7 +39,7 @@ func hostile() []string {
 	}
 }
 
-// textPool is a pool that sends values within the statement, where quoting is all that keeps them apart from it.
+// textPool is a pool that sends values inside the statement's text, protected only by quotes.
 func textPool(f *testing.F, db *pgtest.DB) *pgxpool.Pool {
 	f.Helper()
 	return db.NewPool(
@@ -48,8 +48,8 @@ func textPool(f *testing.F, db *pgtest.DB) *pgxpool.Pool {
 	)
 }
 
-// FuzzDatabaseKeys: any name and key are either refused before the database is asked, or stored and found again.
-// No other row is touched, however they are sent.
+// FuzzDatabaseKeys: any name and key are either refused without a statement, or stored and found again. No other row
+// changes, in any mode of sending.
 func FuzzDatabaseKeys(f *testing.F) {
 	for _, text := range hostile() {
 		f.Add("name", text)
@@ -110,7 +110,7 @@ func FuzzDatabaseKeys(f *testing.F) {
 	})
 }
 
-// FuzzDatabaseSchemas: any text as a schema is taken for the name of a schema, and for nothing else.
+// FuzzDatabaseSchemas: any text given as a schema is only ever used as the name of a schema.
 func FuzzDatabaseSchemas(f *testing.F) {
 	for _, text := range hostile() {
 		f.Add(text)
@@ -140,8 +140,8 @@ func FuzzDatabaseSchemas(f *testing.F) {
 	})
 }
 
-// FuzzDatabaseNumbers: a function that is called with any numbers either refuses them in its own words or decides
-// as the model does. It never overflows.
+// FuzzDatabaseNumbers: with any numbers, a function either refuses with its own message or decides as the model does.
+// It never overflows.
 func FuzzDatabaseNumbers(f *testing.F) {
 	for _, n := range []int64{math.MinInt64, -1, 0, 1, 10, 1 << 31, model.MaxSpan, model.MaxSpan + 1, model.MaxProduct, model.MaxProduct + 1, math.MaxInt64} {
 		f.Add(n, int64(1000), int64(1), int64(1), int64(1))
@@ -167,11 +167,11 @@ func FuzzDatabaseNumbers(f *testing.F) {
 			model.CalendarWindow{Limit: limit, Span: length, Zone: "Europe/Berlin"},
 		} {
 			if cost > 0 && min(limit/cost, count) > 1000 {
-				count = 1000 // the model takes one by one
+				count = 1000 // the model decides requests one by one
 			}
 			name := fmt.Sprint(calls.Add(1))
 			args := limitertest.ArgumentsOfAll(name, []string{"key"}, policy.Numbers())
-			args[6] = []int64{span} // any microseconds, also those that a Duration cannot hold
+			args[6] = []int64{span} // any microseconds, also those too large for a Duration
 			args[8], args[9], args[12] = []int64{cost}, []int64{count}, time.UnixMicro(clock)
 			var got model.Decision
 			err := queryDecisions(

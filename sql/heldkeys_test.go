@@ -16,7 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// While the functions pass over held rows, they decide the others as the model does.
+// While the functions skip held rows, they decide the others as the model does.
 func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -83,8 +83,8 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 						if d.Granted == engine.Locked {
 							continue
 						}
-						// If rows are missing, the function looks first. A request that is refused then stays
-						// refused.
+						// If rows are missing, the function first reads without locks. A request that is refused then
+						// stays refused.
 						one := *s
 						one.Elements = []modeltest.Element{e}
 						asModel.Decide(one)
@@ -111,7 +111,7 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 	require.Less(t, refused, passed/2)
 }
 
-// rate_limit_all passes over a request with a held part, which takes nothing. The others are decided.
+// rate_limit_all skips a request with a held part, and takes nothing for it. The others are decided.
 func TestAllSkipsRequestsWithAHeldPart(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")

@@ -11,8 +11,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// The planner puts expressions with a name in where they are called. If it called them instead, as it does where an
-// argument that is used twice is costly, a decision would cost a third more.
+// The planner inlines our SQL expressions at each call. It does not inline one if a costly argument is used twice.
+// Without inlining, a decision takes a third longer.
 func TestExpressionsAreInlined(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -46,6 +46,7 @@ func TestExpressionsAreInlined(t *testing.T) {
 		}
 		require.False(t, called(e.Name, columns, args), e.Name)
 	}
-	// Where an argument must not be worked out twice, it is called. So the test sees that.
+	// A volatile argument must not be evaluated twice, so this one is not inlined. This shows that the test would
+	// notice.
 	require.True(t, called("_rate_limit_ceil_div", []string{"1::bigint AS a"}, []string{"(random() * a)::bigint", "a"}))
 }

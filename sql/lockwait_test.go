@@ -13,9 +13,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// A window of the calendar that ends while a call waits for its row, or for somebody who makes it, is over: what was asked
-// is taken from the one that holds the time of the lock. The test catches variants that begin a window by the first
-// reading of the clock however soon it ends.
+// A calendar window may end while a call waits for a row's lock, or for another transaction that inserts the row. The
+// units then count in the window that contains the time of the lock. The test catches variants that begin a window by
+// the first reading of the clock although it ends soon.
 func TestWindowsOfTheCalendarThatEndDuringAWaitAreOver(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -27,7 +27,7 @@ func TestWindowsOfTheCalendarThatEndDuringAWaitAreOver(t *testing.T) {
 				if broken {
 					pgtest.Rewrite(t, db.Pool, "rate_limit_take_calendar_window", "clock + 10000 < window_end", "clock < window_end")
 				}
-				// A minute that ends 4 ms after the first reading of the clock, and 2 ms before the second.
+				// The minute ends 4 ms after the first reading of the clock, and 2 ms before the second.
 				const ends = int64(1_800_000_000_000_000)
 				pgtest.Rewrite(t, db.Pool, "rate_limit_take_calendar_window", "IF cardinality(keys) = 1 THEN",
 					"now_us := now_us + 6000; IF cardinality(keys) = 1 THEN")
@@ -43,8 +43,8 @@ func TestWindowsOfTheCalendarThatEndDuringAWaitAreOver(t *testing.T) {
 	}
 }
 
-// A window that begins in an existing row, and a bucket that is as good as new, begin at one reading of the clock.
-// All their columns show that same reading.
+// A window that begins in an existing row, and a bucket as good as new, begin at a single reading of the clock. All
+// their columns show that same reading.
 func TestNewWindowsBeginAtOneReadingOfTheClock(t *testing.T) {
 	t.Parallel()
 
@@ -64,8 +64,8 @@ func TestNewWindowsBeginAtOneReadingOfTheClock(t *testing.T) {
 	}
 }
 
-// A call without a lock_timeout of its own waits for as long as it takes. What it waited for is decided by the rules of
-// rate_limit_all. A call of many keys with one gives up after 25 times as long, or in a variant at once.
+// A call without its own lock_timeout waits as long as necessary. After the wait, the rules of rate_limit_all decide. A
+// call with a lock_timeout for many keys gives up after 25 times as long. In a variant, it gives up after a second.
 func TestCallsWithoutALockTimeoutWait(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")

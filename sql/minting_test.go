@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// askLimiter asks a limiter, whose clock is clock.
+// askLimiter asks a limiter that reads the time from clock.
 func askLimiter(t *testing.T, l *ratelimit.Limiter, clock *time.Time) func(p model.Rules, at, n int64) (*modeltest.Taken, error) {
 	return func(p model.Rules, at, n int64) (*modeltest.Taken, error) {
 		*clock = time.UnixMicro(at)
@@ -41,7 +41,8 @@ func TestRefundsMintNothingOnAServer(t *testing.T) {
 	}
 }
 
-// mintsOnAServer has a limiter of a kind take and give back at random. It returns an error if a refund has minted units.
+// mintsOnAServer takes and refunds at random, with a limiter of a kind. It returns an error if a refund has minted
+// units.
 func mintsOnAServer(t *testing.T, d modeltest.Dice, pool *pgxpool.Pool, kind int64, name string) error {
 	t.Helper()
 	var clock time.Time
@@ -70,7 +71,7 @@ func TestMistakesInRefundsMintOnAServer(t *testing.T) {
 		{4, "_rate_limit_fixed_refund", ofTheSameWindow, ofAny},
 		{2, "_rate_limit_log_refund", "= taken_in << 10", "<> 0 LIMIT 1"},
 		{3, "_rate_limit_bucket_refund", "s.returned := s.returned + back;", ""},
-		// What a take that was decided in one statement says of itself: its place in the queue.
+		// A take decided in one statement returns its place in the bucket's queue.
 		{3, "rate_limit_take_token_bucket", "d.since, d.returned]", "d.since, d.returned + capacity * every_us]"},
 	} {
 		db := pgtest.New(t)
@@ -83,7 +84,7 @@ func TestMistakesInRefundsMintOnAServer(t *testing.T) {
 	}
 }
 
-// The attack that refunds by key alone allowed: takes all along, which are given back together.
+// The attack that refunds by key alone would allow: many takes over time are given back together.
 func TestHoardedTakesGiveNothingBack(t *testing.T) {
 	t.Parallel()
 	const limit = 5

@@ -24,14 +24,13 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// Negative controls: these functions are broken in just the way that the other tests look for, and it shows, so
-// those tests could see it. Controls for one test alone are beside that test: TestClockIsReadAfterTheLockWait,
-// TestLockingInTheOrderGivenDeadlocks, TestRowsAreMadeAndLockedInOneOrder,
-// TestPlansWithoutTheirSettingScanTheTable, TestFunctionsWithoutTheirSearchPathTakeDecoys,
-// TestPgBouncerHandsNoSettingsOn and TestFunctionsPassPlpgsqlCheck.
+// Negative controls: each of these functions has a mistake, and a test notices it. So the other tests can notice such
+// mistakes. Controls for a single test are beside that test: TestClockIsReadAfterTheLockWait,
+// TestLockingInTheOrderGivenDeadlocks, TestRowsAreMadeAndLockedInOneOrder, TestPlansWithoutTheirSettingScanTheTable,
+// TestFunctionsWithoutTheirSearchPathTakeDecoys, TestPgBouncerHandsNoSettingsOn and TestFunctionsPassPlpgsqlCheck.
 
-// A control of TestSQLEqualsModel: mistakes by one, in places that few requests reach. A difference counts if it is in a
-// step of the algorithm that has the mistake.
+// A control of TestSQLEqualsModel: off-by-one mistakes in places that few requests reach. A difference counts if it is
+// in a step of the algorithm with the mistake.
 func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -42,13 +41,13 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		bucket
 		log
 		calendar
-		all // of any algorithm
+		all // any algorithm
 	)
 	functions := map[int]string{
 		fixed: "rate_limit_take_fixed_window", sliding: "rate_limit_take_sliding_window", bucket: "rate_limit_take_token_bucket",
 		log: "rate_limit_take_sliding_log", calendar: "rate_limit_take_calendar_window",
 	}
-	// What random stories come by too rarely.
+	// Steps for mistakes that random stories reach too rarely.
 	rare := map[int]func() []modeltest.Step{sliding: roundingStory, bucket: changedBuckets, log: refundBehindTheClock, calendar: calendarBehindTheClock, all: refundOfTheWindowBefore}
 	type mistake struct {
 		algorithm    int
@@ -81,7 +80,8 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 			concerned := func(s modeltest.Step) bool {
 				return c.algorithm == all || s.Policy.Numbers().Algorithm == int16(c.algorithm)
 			}
-			mostly := func(r *rand.Rand) model.Rules { // of that algorithm, or it would take three times as many steps
+			// mostly of that algorithm, because otherwise three times as many steps are needed
+			mostly := func(r *rand.Rand) model.Rules {
 				p := modeltest.RandomPolicy(r)
 				for c.algorithm != all && p.Numbers().Algorithm != int16(c.algorithm) && r.IntN(10) > 0 {
 					p = modeltest.RandomPolicy(r)
@@ -106,7 +106,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		})
 	}
 
-	// Mistakes in the rules of a row, and in giving back.
+	// Mistakes in the rules of a row, and in refunds.
 	for _, c := range []mistake{
 		{algorithm: fixed, function: "_rate_limit_fixed", right: "clock >= s.expires_at OR", wrong: "clock > s.expires_at OR"},
 		{algorithm: fixed, function: "_rate_limit_fixed", right: "s.window_start - clock > window_us", wrong: "s.window_start - clock >= window_us"},
@@ -175,7 +175,8 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	} {
 		check("for one key", c)
 	}
-	// Mistakes in what the statements for one key and for several share. They have to decide all that comes.
+	// Mistakes in code shared by the statements for one key and for several. Here, these statements decide all
+	// requests.
 	window := func(algorithm int, fits string) []mistake {
 		take := functions[algorithm]
 		return []mistake{
@@ -244,12 +245,12 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		check("for several keys", c, limitertest.AlwaysArrays)
 	}
 
-	// A function may be wrong for one of the tables.
+	// A function may be wrong for only one of the tables.
 	for algorithm := fixed; algorithm <= calendar; algorithm++ {
 		for _, left := range []string{pgtest.Left, "_rate_limit_left_durable"} {
 			check("in a table", mistake{algorithm: algorithm, function: left, right: "WHERE d.ctid = s.tid", wrong: "WHERE d.ctid = s.tid AND false"})
 		}
-		if algorithm != log { // which has no statement
+		if algorithm != log { // a log has no such statement
 			for _, take := range []string{functions[algorithm], "_" + functions[algorithm] + "_durable"} {
 				check("in a table", mistake{algorithm: algorithm, function: take, right: "SELECT name, keys[1], ", wrong: "SELECT name, keys[1] || '?', "})
 				check("in a table", mistake{algorithm: algorithm, function: take, right: "SELECT name, e.key, ", wrong: "SELECT name, e.key || '?', "}, limitertest.AlwaysArrays)
@@ -258,7 +259,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	}
 }
 
-// The same for rate_limit_take_all. It has the rules of the functions above, so this is about what is its own.
+// The same for rate_limit_take_all. It shares the rules of the functions above, so these mistakes are in its own code.
 func TestMistakesInTakingFromAllDifferFromTheModels(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -296,9 +297,8 @@ func TestMistakesInTakingFromAllDifferFromTheModels(t *testing.T) {
 	}
 }
 
-// A control of the tests of concurrency, which compare what was granted with the limit and with what is stored. A
-// variant that decides from a row that it has not locked, or from the row as it was before the lock, admits too
-// many.
+// A control of the concurrency tests, which compare the granted units with the limit and with the rows. A variant
+// admits too many if it decides from an unlocked row, or from the row as it was before the lock.
 func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -319,7 +319,7 @@ func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 			ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year}, "rate_limit_take_fixed_window", []string{
 				"_rate_limit_fixed_fits(d.algorithm, d.count,",
 				"_rate_limit_fixed_fits(d.algorithm, (SELECT r.count FROM public.rate_limit_ephemeral AS r WHERE r.prefix = d.prefix AND r.key = d.key),",
-				"now_us) < clock + 10000\n", "now_us) IS NOT NULL\n", // however long it waits
+				"now_us) < clock + 10000\n", "now_us) IS NOT NULL\n", // for any duration of the wait
 			}, 13,
 		},
 	} {
@@ -338,7 +338,7 @@ func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 			first, err := limiter.WithTx(somebody).AllowN(t.Context(), "key", 6)
 			require.NoError(t, err)
 			require.True(t, first.Allowed)
-			other := pgtest.Begin(t, db) // which waits for as long as it takes, and asks once
+			other := pgtest.Begin(t, db) // it waits as long as necessary, and asks once
 			second := testkit.Later(func() (ratelimit.Result, error) { return limiter.WithTx(other).AllowN(context.Background(), "key", 6) })
 			pgtest.WaitUntilBlocked(t, db.Pool, 1)
 			require.NoError(t, somebody.Commit(t.Context()))
@@ -351,8 +351,8 @@ func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 	}
 }
 
-// A control of the same tests. A variant that locks a row and updates it by its ctid in one statement loses what
-// it takes after a wait for the lock, because that statement's snapshot does not show the new row.
+// Another control of the concurrency tests. This variant locks a row and updates it by its ctid in one statement. After
+// a wait for the lock, the statement's snapshot does not show the new row, so the take is lost.
 func TestUpdatingByTidInTheStatementOfTheLockIsLost(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -399,14 +399,15 @@ func TestUpdatingByTidInTheStatementOfTheLockIsLost(t *testing.T) {
 	}
 }
 
-// A control of TestRowDeletedWhileWeWaitForIt and TestSweeperAtFullSpeed: without the loop, a call whose row
-// vanishes fails.
+// A control of TestRowDeletedWhileWeWaitForIt and TestSweeperAtFullSpeed: without the loop, a call fails if its row
+// vanishes.
 func TestRowThatVanishesIsMissedWithoutTheLoop(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	db := pgtest.New(t)
-	// One attempt to make the row and to lock it. It is as if the row had been seen, and had vanished then.
+	// The function tries only once to make and lock the row. This looks as if the row had been seen and had then
+	// vanished.
 	pgtest.Rewrite(t, db.Pool, "rate_limit_all",
 		"FOR attempt IN 1 .. 5 LOOP", "FOR attempt IN 1 .. 1 LOOP", "missing := making AND (rows[i]).tid IS NULL;", "missing := false;")
 	limiter := limitertest.New(
@@ -444,8 +445,8 @@ func TestDenialThatWritesIsSeen(t *testing.T) {
 	}
 }
 
-// Updates of the same keys are HOT, so the index does not grow and the table stays as small as it is. An index on
-// expires_at, which nearly every update changes, would end that.
+// Updates of the same keys are HOT, so the index does not grow and the table stays small. An index on expires_at would
+// prevent that, because nearly every update changes it.
 func TestUpdatesAreHOT(t *testing.T) {
 	t.Parallel()
 
@@ -453,8 +454,8 @@ func TestUpdatesAreHOT(t *testing.T) {
 	for _, indexed := range []bool{false, true} {
 		t.Run(fmt.Sprintf("index on expires_at: %v", indexed), func(t *testing.T) {
 			t.Parallel()
-			// The server is the test's own. Transactions of other tests, even in other databases, would keep old
-			// rows alive.
+			// The test has its own server. Transactions of other tests, even in other databases, would keep old rows
+			// alive.
 			server := pgtest.Server(t, pgserver.Config{})
 			pool, err := pgxpool.New(t.Context(), server.URL())
 			require.NoError(t, err)
@@ -489,7 +490,7 @@ func TestUpdatesAreHOT(t *testing.T) {
 				}
 			}
 
-			pool.Reset() // or what its sessions have counted might not have been told
+			pool.Reset() // otherwise the statistics of its sessions might not be reported yet
 			var updated, hot int64
 			testkit.WaitUntil(t, func() bool {
 				row := pool.QueryRow(

@@ -27,7 +27,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/shardkey"
 )
 
-// queryDecisions runs a statement that decides, and passes on the decisions that come back, with their places.
+// queryDecisions runs a statement that decides, and passes on each decision with its place.
 func queryDecisions(ctx context.Context, db ratelimit.DBTX, sql string, args []any, each func(ord int64, d model.Decision)) error {
 	const none = -9
 	parts := make([]*engine.Part, 1000)
@@ -44,11 +44,11 @@ func queryDecisions(ctx context.Context, db ratelimit.DBTX, sql string, args []a
 	return err
 }
 
-// The SQL functions against the models: random requests, and after each of them every column of the answer and
-// every row.
+// The test compares the SQL functions with the models: after each random request, it compares every column of the
+// answer and every row.
 func TestSQLEqualsModel(t *testing.T) {
 	t.Parallel()
-	// Each of the ways to decide has to decide everything alike, also what it is not there for.
+	// Each way of deciding must give the same answers, even for requests that it is not meant for.
 	for name, prepare := range map[string]func(t *testing.T, db pgtest.Executor){
 		"as it comes":                  func(*testing.T, pgtest.Executor) {},
 		"all takes by one statement":   limitertest.AlwaysArrays,
@@ -69,8 +69,8 @@ func TestSQLEqualsModel(t *testing.T) {
 	}
 }
 
-// roundingStory asks for one more than there is room for where, of 10 taken in the window before, 4.5 count still,
-// and round up: in a window that goes on, and in one that begins.
+// roundingStory asks for one unit too many, where 4.5 of the 10 units of the previous window still count and round up.
+// It does so in a window that goes on and in a new one.
 func roundingStory() []modeltest.Step {
 	ask := func(key string, after, cost int64) modeltest.Step {
 		return modeltest.Step{
@@ -89,7 +89,7 @@ func roundingStory() []modeltest.Step {
 	}
 }
 
-// changedBuckets takes from buckets under a policy of which one number is another one than before.
+// changedBuckets takes from buckets under a policy with one changed number.
 func changedBuckets() []modeltest.Step {
 	ask := func(key string, after int64, policy model.TokenBucket) modeltest.Step {
 		return modeltest.Step{Policy: policy, Name: "a", Clock: limitertest.C0 + after, Elements: []modeltest.Element{{Key: key, Cost: 1, Count: 1}}}
@@ -107,8 +107,8 @@ func changedBuckets() []modeltest.Step {
 	}
 }
 
-// refundOfTheWindowBefore gives back the newest take, of the window before. The one of the window before that counts for
-// nobody any more, and still stays in the row, which expires when it would have.
+// refundOfTheWindowBefore gives back the newest take, which is of the previous window. The units of the window before
+// that no longer count, but they stay in the row, and the row's expiry does not change.
 func refundOfTheWindowBefore() []modeltest.Step {
 	policy := model.SlidingWindow{Limit: 3, Window: time.Minute}
 	return []modeltest.Step{
@@ -120,8 +120,8 @@ func refundOfTheWindowBefore() []modeltest.Step {
 	}
 }
 
-// calendarBehindTheClock lets the clock step back from windows of the calendar: from one of which all was given back, and
-// from one of a key with credit, some of which is given back.
+// calendarBehindTheClock moves the clock back before calendar windows. In one, all units were given back. In another,
+// the key has credit, and some of it is given back.
 func calendarBehindTheClock() []modeltest.Step {
 	ask := func(key string, clock, cost int64, refund []model.Take) modeltest.Step {
 		return modeltest.Step{
@@ -140,8 +140,8 @@ func calendarBehindTheClock() []modeltest.Step {
 	}
 }
 
-// refundBehindTheClock gives back the newest entry of a log after the clock has stepped back behind it, under a shorter
-// window. Seen from that entry, the one before it counted no longer. It does not come back.
+// refundBehindTheClock gives back the newest entry of a log, under a shorter window and after the clock has stepped
+// back behind the entry. At the time of that entry, the one before it no longer counted. It does not come back.
 func refundBehindTheClock() []modeltest.Step {
 	long, short := model.SlidingLog{Limit: 3, Window: 2 * time.Microsecond}, model.SlidingLog{Limit: 1, Window: time.Microsecond}
 	return []modeltest.Step{
@@ -153,13 +153,13 @@ func refundBehindTheClock() []modeltest.Step {
 	}
 }
 
-// requireModel has random stories decided by the functions of a database and by the models.
+// requireModel decides random stories by the functions of a database and by the models, and requires equal results.
 func requireModel(t *testing.T, db *pgtest.DB) {
 	t.Helper()
 
 	const (
 		workers  = 4
-		stepsOf  = 40 // requests of a story
+		stepsOf  = 40 // requests in a story
 		perBatch = 10
 	)
 	enough := int64(5_000) // elements
@@ -202,7 +202,7 @@ func requireModel(t *testing.T, db *pgtest.DB) {
 	require.GreaterOrEqual(t, elements.Load(), enough)
 }
 
-// difference is a step that went another way than the model's, which expects the decisions that stand in steps.
+// difference is a step whose result differs from the model's decisions in steps.
 type difference struct {
 	step, element int // element is -1 for an error, or a row of another key
 	text          string
@@ -211,11 +211,11 @@ type difference struct {
 func (d *difference) Error() string { return d.text }
 
 // replay runs steps on a pool and compares, after each of them, every decision and every row. It stops at the first
-// difference. space goes before all names, and must be new.
+// difference. space is the prefix of all names, and must be new.
 func replay(ctx context.Context, pool *pgxpool.Pool, space string, steps []modeltest.Step, perBatch int) error {
 	model := modeltest.NewRows()
 	if pgtest.Shards() > 0 {
-		perBatch = 1 // the rows of a proxy's shards look the same throughout a transaction
+		perBatch = 1 // all statements of a transaction see the shards' rows unchanged
 	}
 	for first := 0; first < len(steps); first += perBatch {
 		chunk := steps[first:min(first+perBatch, len(steps))]
@@ -230,7 +230,7 @@ func replay(ctx context.Context, pool *pgxpool.Pool, space string, steps []model
 	return nil
 }
 
-// takes tells whether the function that only takes can be asked. Through a proxy, all keys have to be on one shard.
+// takes tells whether the function that only takes can decide the step. With a proxy, all keys have to be on one shard.
 func takes(s modeltest.Step) bool {
 	_, log := s.Policy.(model.SlidingLog)
 	shards := max(pgtest.Shards(), 1)
@@ -239,12 +239,12 @@ func takes(s modeltest.Step) bool {
 	})
 }
 
-// timeRead is the time of a decision as the statement of rate_limit_all reads it: see call.query.
+// timeRead is the time of a decision as the statement of rate_limit_all returns it.
 func timeRead(clock int64) time.Time {
 	return time.UnixMicro(int64(math.RoundToEven(float64(clock) / 1e6 * 1e6))).UTC()
 }
 
-// callOf is the call of a step.
+// callOf returns the call of a step.
 func callOf(space string, s modeltest.Step) engine.Call {
 	keys, costs, counts := make(
 		[]string,
@@ -286,7 +286,7 @@ func callOf(space string, s modeltest.Step) engine.Call {
 	c.Args[3] = slices.Repeat([]bool{s.Durable}, len(keys))
 	c.Args[8], c.Args[9], c.Args[12] = costs, counts, time.UnixMicro(s.Clock)
 	c.Args[13], c.Args[14], c.Args[15], c.Args[16] = refunds.Since, refunds.In, refunds.At, refunds.Spent
-	c.Args[17] = s.Skip && pgtest.Shards() == 0 // which is for keys of one shard
+	c.Args[17] = s.Skip && pgtest.Shards() == 0 // only for keys of one shard
 	return c
 }
 
@@ -368,7 +368,7 @@ func compare(results pgx.BatchResults, space string, steps []modeltest.Step, fir
 	return nil
 }
 
-// describe shows a failing story: as short as leaving out elements one by one makes it.
+// describe shows a failing story, after leaving out all elements that the failure does not need.
 func describe(ctx context.Context, pool *pgxpool.Pool, steps []modeltest.Step, err error, title string) string {
 	tries := 0
 	failing := func(steps []modeltest.Step) error {
@@ -401,8 +401,8 @@ func describe(ctx context.Context, pool *pgxpool.Pool, steps []modeltest.Step, e
 	return text.String()
 }
 
-// A take that was lost, with a crash or the transaction that it was in, gives nothing back to a row that the clock has
-// left behind. The model's test of the same name says so too.
+// A crash or a rollback can lose a take. A refund of such a take gives nothing to a row that is ahead of the clock. The
+// model's test with the same name says so, too.
 func TestRefundToABucketThatTheClockHasLeftBehind(t *testing.T) {
 	t.Parallel()
 	const later = limitertest.C0 + limitertest.Minute

@@ -9,8 +9,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// All SQL is plain ASCII, which every encoding has. It has no backslash, whose meaning in an ordinary literal depends
-// on a setting. Its lines have at most 120 columns, except what an administrator runs by hand.
+// All SQL is plain ASCII, which is part of every encoding. It has no backslash, because a setting decides what that
+// means in an ordinary literal. Lines have at most 120 columns, except in files that an administrator runs by hand.
 func TestSQLIsPlain(t *testing.T) {
 	t.Parallel()
 
@@ -26,7 +26,7 @@ func TestSQLIsPlain(t *testing.T) {
 		for _, file := range files {
 			content, err := os.ReadFile(file)
 			require.NoError(t, err)
-			if file != "install.sql" { // which is for psql
+			if file != "install.sql" { // install.sql is for psql
 				require.Empty(t, odd.FindString(string(content)), file)
 			}
 			if pattern != "../deploy/*.sql" {

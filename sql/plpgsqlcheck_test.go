@@ -10,7 +10,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// The functions, as plpgsql_check sees them. It also looks at paths that no call takes. The test is skipped if the
+// The test runs plpgsql_check on the functions. It also checks paths that no call takes. The test is skipped if the
 // server does not have that extension, unless RATELIMIT_TEST_PLPGSQL_CHECK is set.
 func TestFunctionsPassPlpgsqlCheck(t *testing.T) {
 	t.Parallel()
@@ -41,7 +41,7 @@ func TestFunctionsPassPlpgsqlCheck(t *testing.T) {
 	}
 	require.Empty(t, findings())
 
-	// Negative control: a column that is not there, on a path that no call takes.
+	// Negative control: a missing column on a path that no call takes.
 	pgtest.Exec(t, db.Pool, `
 		CREATE FUNCTION rate_limit_broken() RETURNS bigint LANGUAGE plpgsql AS $$
 		BEGIN

@@ -19,11 +19,11 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// policyReader reads policies as a process does: all at first, and then what has changed.
+// policyReader reads policies as a process does: first all of them, then only changes.
 type policyReader struct {
 	known *int64
 	told  int               // ids in the last answer
-	rows  map[int64]*string // the policies by id; nil for those that have none
+	rows  map[int64]*string // the policies by id; nil for rows without one
 }
 
 // read asks once, and returns whether the answer was complete.
@@ -56,7 +56,7 @@ func (r *policyReader) read(t *testing.T, db pgtest.Querier) (complete bool) {
 	return complete
 }
 
-// policies are those that the reader knows.
+// policies returns all policies that the reader knows.
 func (r *policyReader) policies() []string {
 	var all []string
 	for _, policy := range r.rows {
@@ -68,8 +68,8 @@ func (r *policyReader) policies() []string {
 
 const addPolicySQL = "INSERT INTO rate_limit_policy (name, key, policy, comment) VALUES ('n', $1, $2, 'why')"
 
-// Each row that limiters could not read is refused with what is wrong and what would be right, and shows nothing of
-// a key.
+// A row that limiters could not read is refused. The error says what is wrong and what would be right, and shows no
+// part of a key.
 func TestPoliciesThatNobodyCouldRead(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -130,7 +130,7 @@ func TestPoliciesThatNobodyCouldRead(t *testing.T) {
 			OVERRIDING SYSTEM VALUE VALUES (`+id+`, 'n', 'secret', 'off', 'why')`, "id")
 	}
 
-	// The ends of the ranges are part of them.
+	// The smallest and the largest value of each range are valid.
 	for _, values := range []string{
 		"(repeat('n', 128), repeat('k', 512), NULL, 'off', NULL, now(), 'infinity', 'why', false)",
 		"('n', NULL, repeat('k', 512), 'shadow', 'log 1000/1us', '-infinity', now(), 'why', true)",
@@ -144,7 +144,7 @@ func TestPoliciesThatNobodyCouldRead(t *testing.T) {
 	require.Equal(t, 6, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy_history"))
 }
 
-// However large an id is that somebody gives to a row, others can still ban, during its life and after it.
+// Bans still work after somebody gives a large id to a row, both while the row exists and after it is deleted.
 func TestLargeIDsLeaveRoomForBans(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -152,7 +152,7 @@ func TestLargeIDsLeaveRoomForBans(t *testing.T) {
 	for _, id := range []string{"4503599627370496", "9007199254740991", "9007199254740992", "9223372036854775807"} {
 		db := pgtest.New(t)
 		tx := pgtest.Begin(t, db)
-		if id == "9223372036854775807" { // it comes around the triggers
+		if id == "9223372036854775807" { // written with the triggers off
 			pgtest.Exec(t, tx, "SET LOCAL session_replication_role = replica")
 		}
 		pgtest.Exec(t, tx, `INSERT INTO rate_limit_policy (id, name, key, mode, comment) OVERRIDING SYSTEM VALUE
@@ -172,7 +172,7 @@ func TestLargeIDsLeaveRoomForBans(t *testing.T) {
 	}
 }
 
-// refusedPolicy runs a statement that the database must refuse for a column, without a word of the key.
+// refusedPolicy runs a statement that the database must refuse for a column. The error must not show the key.
 func refusedPolicy(t *testing.T, db pgtest.Executor, sql, column string) {
 	t.Helper()
 	_, err := db.Exec(t.Context(), sql)
@@ -185,7 +185,7 @@ func refusedPolicy(t *testing.T, db pgtest.Executor, sql, column string) {
 	require.NotContains(t, pgErr.Message+pgErr.Detail+pgErr.Hint, "secr", sql)
 }
 
-// A key is shown by no error, whichever constraint it is of, and nobody empties the table without a trace.
+// No constraint's error shows a key, and nobody can empty the table without a trace.
 func TestPoliciesAreNotTruncated(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -206,7 +206,8 @@ func TestPoliciesAreNotTruncated(t *testing.T) {
 	require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy"))
 }
 
-// The history has each change, with the row before and after it. Who made it is who logged in.
+// The history has each change, with the row before and after it. Its author is the role that logged in, even after SET
+// ROLE.
 func TestHistoryOfPolicies(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -261,7 +262,7 @@ func TestHistoryOfPolicies(t *testing.T) {
 	}
 }
 
-// A process reads all policies once, and from then on what has changed.
+// A process reads all policies once, and then only changes.
 func TestProcessesReadWhatHasChanged(t *testing.T) {
 	t.Parallel()
 
@@ -275,7 +276,7 @@ func TestProcessesReadWhatHasChanged(t *testing.T) {
 	for _, key := range []string{"a", "b", "c"} {
 		pgtest.Exec(t, db.Pool, addPolicySQL, key, "fixed 1/1h")
 	}
-	require.True(t, reader.read(t, db.Pool)) // nobody knows whether the history has all since version 0
+	require.True(t, reader.read(t, db.Pool)) // the reader does not know whether the history is complete since version 0
 	require.Equal(t, []string{"fixed 1/1h", "fixed 1/1h", "fixed 1/1h"}, reader.policies())
 	require.Equal(t, 3, reader.told)
 	require.False(t, reader.read(t, db.Pool))
@@ -288,7 +289,7 @@ func TestProcessesReadWhatHasChanged(t *testing.T) {
 	require.Equal(t, []string{"fixed 1/1h", "fixed 3/1h"}, reader.policies())
 	require.Equal(t, 2, reader.told) // each row once
 
-	// A row that came and went between two looks is told as removed, and a row that has ended as it is.
+	// A row that came and went between two reads is reported as removed. A row that has ended is reported unchanged.
 	pgtest.Exec(t, db.Pool, addPolicySQL, "d", "fixed 4/1h")
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE key = 'd'")
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_until = clock_timestamp() WHERE key = 'c'")
@@ -296,13 +297,13 @@ func TestProcessesReadWhatHasChanged(t *testing.T) {
 	require.Equal(t, []string{"fixed 1/1h", "fixed 3/1h"}, reader.policies())
 	require.Equal(t, 2, reader.told)
 
-	// Whoever reads all is told nothing of rows that have ended, and of those that will begin.
+	// A read of everything leaves out rows that have ended and rows that begin later.
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_from = now() + interval '1 day' WHERE key = 'a'")
 	var all policyReader
 	require.True(t, all.read(t, db.Pool))
 	require.Equal(t, []string{"fixed 3/1h"}, all.policies())
 
-	// A version that the history no longer has, or does not have yet, says nothing about what is known.
+	// If the history lacks the known version, or has not reached it yet, everything is read again.
 	for _, known := range []int64{*all.known - 1, *all.known + 100} {
 		pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy_history WHERE version < $1", *all.known)
 		old := policyReader{known: &known, rows: reader.rows}
@@ -317,7 +318,7 @@ func TestProcessesReadWhatHasChanged(t *testing.T) {
 	require.True(t, all.read(t, db.Pool))
 	require.Equal(t, []string{"fixed 3/1h", "fixed 5/1h"}, all.policies())
 
-	// Somebody has cleared the history away since all that a process knew was that there was none.
+	// The process last saw an empty history, and the history has been deleted since.
 	none := policyReader{known: &[]int64{0}[0], rows: map[int64]*string{}}
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy_history")
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET comment = 'other' WHERE key = 'e'")
@@ -325,7 +326,7 @@ func TestProcessesReadWhatHasChanged(t *testing.T) {
 	require.Equal(t, []string{"fixed 3/1h", "fixed 5/1h"}, none.policies())
 	require.Equal(t, []string{"fixed 3/1h", "fixed 5/1h"}, all.policies())
 
-	// What people have written comes first, and bans that end soon come last.
+	// Rows written by people come first, and bans that end soon come last.
 	pgtest.Exec(t, db.Pool, "SELECT rate_limit_ban('n', 'x', '1h', '1h', '1h', 'why')")
 	pgtest.Exec(t, db.Pool, "SELECT rate_limit_ban('n', 'y', '2h', '2h', '1h', 'why')")
 	pgtest.Exec(t, db.Pool, addPolicySQL, "f", "fixed 6/1h")
@@ -333,8 +334,8 @@ func TestProcessesReadWhatHasChanged(t *testing.T) {
 		"SELECT array_agg(p.key) FROM rate_limit_policies() AS p"))
 }
 
-// Whatever order writers commit in, a process that reads meanwhile misses no change. Without the lock it would miss
-// those of a transaction that lasts.
+// A process that reads meanwhile misses no change, whatever the order of commits. Without the lock, it would miss
+// changes of a long transaction.
 func TestInterleavedWritersOfPolicies(t *testing.T) {
 	t.Parallel()
 
@@ -373,8 +374,8 @@ func TestInterleavedWritersOfPolicies(t *testing.T) {
 	}
 }
 
-// Two people change the same policies, each in another order. One waits for the other before it locks a row, so they do
-// not deadlock, as they would if the lock came with the first row that was changed.
+// Two people change the same policies, in different orders. One waits for the other before it locks a row, so they do
+// not deadlock. They would if the first changed row took the lock.
 func TestWritersOfPoliciesDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -411,7 +412,7 @@ func TestWritersOfPoliciesDoNotDeadlock(t *testing.T) {
 	}
 }
 
-// Many writers and readers at once: each reader ends up with exactly what is there.
+// Many writers and readers run at once, and each reader ends up with exactly the rows of the table.
 func TestReadersOfPoliciesUnderWriters(t *testing.T) {
 	t.Parallel()
 
@@ -447,7 +448,7 @@ func TestReadersOfPoliciesUnderWriters(t *testing.T) {
 	}
 }
 
-// Whoever changes policies wakes up the processes, once for each transaction.
+// Each transaction that changes policies wakes up the processes once.
 func TestPoliciesWakeUpProcesses(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -472,7 +473,7 @@ func TestPoliciesWakeUpProcesses(t *testing.T) {
 	require.Equal(t, "last", notification.Payload)
 }
 
-// The application needs EXECUTE, on each function by itself, and no right to the tables. Its decoys change nothing.
+// The application needs only EXECUTE on each function, and no right to the tables. Its decoys change nothing.
 func TestPoliciesNeedNothingButExecute(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -494,7 +495,7 @@ func TestPoliciesNeedNothingButExecute(t *testing.T) {
 	} {
 		pgtest.Refused(t, pool, sql, sql, "42501")
 	}
-	// Nobody calls what the triggers run.
+	// Nobody can call the trigger functions.
 	for _, sql := range []string{"SELECT public._rate_limit_check_policy()", "SELECT public._rate_limit_note_policy()"} {
 		_, err := pool.Exec(t.Context(), sql)
 		require.Error(t, err)
@@ -521,8 +522,8 @@ func TestPoliciesInASchemaWithAnOddName(t *testing.T) {
 	require.Len(t, reader.rows, 1)
 }
 
-// What a session has planned while the tables were small costs no scan when they have grown. Negative control: it
-// does if a function may look at all rows.
+// A plan made while the tables were small causes no scan after they have grown. Negative control: it does if a function
+// may scan the table.
 func TestPlansOfPolicies(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
@@ -562,7 +563,7 @@ func TestPlansOfPolicies(t *testing.T) {
 	}
 }
 
-// Without their triggers the rows would neither be checked nor told, which is what the tests above would see.
+// Without the triggers, rows would be neither checked nor reported. The tests above would notice that.
 func TestPoliciesWithoutTriggers(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -578,7 +579,7 @@ func TestPoliciesWithoutTriggers(t *testing.T) {
 	require.ErrorContains(t, err, "23502")
 }
 
-// The time of a row may be as far away as Postgres can tell, if the triggers were off. It is told all the same.
+// With the triggers off, a row may have any time that Postgres allows. Such a row is reported, too.
 func TestFarTimesOfPoliciesAreTold(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -592,7 +593,7 @@ func TestFarTimesOfPoliciesAreTold(t *testing.T) {
 		SELECT array_agg(concat_ws(' ', name, from_us < 0, until_us IS NULL) ORDER BY name) FROM rate_limit_policies()`))
 }
 
-// A ban that is in force stays as it is. One that something else overrides is none.
+// A ban in force does not change. A ban that another row overrides is not in force.
 func TestBansBesideOtherPolicies(t *testing.T) {
 	t.Parallel()
 
@@ -601,7 +602,7 @@ func TestBansBesideOtherPolicies(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, mode, comment) VALUES ('n', 'k', 'deny', 'why')")
 	require.False(t, pgtest.Scalar[bool](t, db.Pool, ban))
 	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, mode, policy, comment)
-		VALUES ('n', 'k', 'shadow', 'fixed 1/1h', 'why')`) // which overrides nothing
+		VALUES ('n', 'k', 'shadow', 'fixed 1/1h', 'why')`) // a shadow policy overrides nothing
 	require.False(t, pgtest.Scalar[bool](t, db.Pool, ban))
 	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, policy, comment) VALUES ('n', 'k', 'fixed 1/1h', 'why')")
 	require.True(t, pgtest.Scalar[bool](t, db.Pool, ban))
@@ -613,8 +614,8 @@ func TestBansBesideOtherPolicies(t *testing.T) {
 	}
 }
 
-// A policy that begins as it is written has begun for whoever reads it, also for one who asked before. Negative
-// control: it has not where the clock is read before what there is.
+// A policy that begins when it is written has begun for every process that reads it, even if the read began earlier.
+// Negative control: it has not begun if the function reads the clock before the rows.
 func TestPoliciesThatAreReadHaveBegun(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")

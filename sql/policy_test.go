@@ -18,8 +18,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// readPolicies has the database read policies, each into its numbers. Those that it refuses, as it should refuse
-// them, are nil.
+// readPolicies returns the numbers that the database reads from policies. For policies that it correctly refuses, they
+// are nil.
 func readPolicies(t testing.TB, db pgtest.Executor, texts []string) [][]algorithm.Numbers {
 	t.Helper()
 	rows, err := db.Query(t.Context(), `
@@ -120,7 +120,7 @@ func edgesOfPolicies() []string {
 	})
 }
 
-// spacesInPolicies have every white space, and what is none, between words and around them.
+// spacesInPolicies returns texts with every white space, and with similar characters, between and around words.
 func spacesInPolicies() (texts []string) {
 	for r := rune(1); r < 0x3100; r++ {
 		texts = append(texts, "fixed"+string(r)+"1/1s", string(r)+"fixed 1/1s"+string(r))
@@ -147,7 +147,7 @@ func seedsOfPolicies() []string {
 	return append(texts, limitertest.FuzzedPolicyTexts()...)
 }
 
-// The parser in the database accepts what ParsePolicy accepts, refuses the rest, and reads the same numbers.
+// The database's parser accepts the same texts as ParsePolicy, and reads the same numbers.
 func TestSQLReadsPoliciesAsGoDoes(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -171,7 +171,7 @@ func TestSQLReadsPoliciesAsGoDoes(t *testing.T) {
 	require.Less(t, accepted, len(texts)-many)
 }
 
-// Negative control: the texts at the edges show every one of these mistakes.
+// Negative control: the texts at the edges reveal each of these mistakes.
 func TestMistakesInTheReaderOfPoliciesAreSeen(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -249,7 +249,7 @@ func randomSpan(r *rand.Rand) string {
 	return text
 }
 
-// textsIn are those of the edges that an encoding has characters for. Others do not come as far as the function.
+// textsIn returns the edge texts whose characters an encoding has. Other texts cannot reach the function.
 func textsIn(encoding string) []string {
 	highest := map[string]rune{"UTF8": utf8.MaxRune, "SQL_ASCII": utf8.MaxRune, "LATIN1": 0xff, "EUC_JP": 0x7f}[encoding]
 	return slices.DeleteFunc(append(edgesOfPolicies(), spacesInPolicies()[:0x200]...), func(text string) bool {
@@ -266,7 +266,7 @@ func FuzzDatabasePolicies(f *testing.F) {
 	db := pgtest.New(f)
 	withReadPolicy(f, db.Pool)
 	f.Fuzz(func(t *testing.T, text string) {
-		if utf8.ValidString(text) && !strings.ContainsRune(text, 0) { // other texts do not get there
+		if utf8.ValidString(text) && !strings.ContainsRune(text, 0) { // other texts cannot reach the parser
 			_, difference := readAlike(t, db.Pool, []string{text})
 			require.Empty(t, difference)
 		}

@@ -14,8 +14,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// Batches that cross, of takes of new keys and refunds of old ones, lock in one order; without the rows of refunds
-// among those that are made, they do not.
+// Batches with takes of new keys and refunds of old ones lock rows in one order, so they do not deadlock. Without that
+// order, they do.
 func TestCrossingRefundsDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")

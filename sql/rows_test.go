@@ -8,8 +8,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// A row that was written in the year 294247, the last one that a bigint of microseconds reaches, counts as one from
-// which the clock has stepped back, for all who decide.
+// A row of the year 294247, the last that a bigint of microseconds reaches, is ahead of the clock, and all functions
+// pull it back.
 func TestRowsOfTheLastYear(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")

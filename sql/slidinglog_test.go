@@ -12,7 +12,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// The stories of TestSQLEqualsModel have short logs. Those of more than 250 entries are stored in another way.
+// TestSQLEqualsModel has only short logs. Postgres stores logs of more than 250 entries in another way.
 func TestLongLogsEqualTheModel(t *testing.T) {
 	t.Parallel()
 	const window = 1000
@@ -22,7 +22,7 @@ func TestLongLogsEqualTheModel(t *testing.T) {
 		ask := func(p model.Rules, clock int64, elements ...modeltest.Element) {
 			steps = append(steps, modeltest.Step{Policy: p, Durable: durable, Name: "a", Clock: clock, Elements: elements})
 		}
-		for i := range int64(window + 20) { // then each is taken when another one leaves
+		for i := range int64(window + 20) { // after the first 1000, each is taken when another one leaves
 			ask(policy, limitertest.C0+i, modeltest.Element{Key: "x", Cost: 1, Count: 1})
 		}
 		for i := range int64(window / 2) {
@@ -45,12 +45,12 @@ func TestLongLogsEqualTheModel(t *testing.T) {
 			limitertest.C0-window,
 			modeltest.Element{Key: "x", Cost: 3, Count: 1},
 			modeltest.Element{Key: "x", Cost: 1, Count: 1},
-		) // and jumps
+		) // the clock jumps
 		ask(
 			model.SlidingLog{Limit: 500, Window: model.Duration(window)},
 			limitertest.C0-window+200,
 			modeltest.Element{Key: "x", Cost: 100, Count: 1},
-		) // not yet
+		) // it does not fit yet
 		ask(policy, limitertest.C0-window+200, modeltest.Element{Key: "x", Cost: 100, Count: 3})
 		ask(
 			model.SlidingLog{Limit: model.MaxLogLimit, Window: model.Duration(window / 4)},
@@ -68,7 +68,7 @@ func TestLongLogsEqualTheModel(t *testing.T) {
 	}
 }
 
-// Cases that the stories of TestSQLEqualsModel meet too rarely for their controls.
+// Cases that the stories of TestSQLEqualsModel reach too rarely for their controls.
 func TestRareStepsOfLogsEqualTheModel(t *testing.T) {
 	t.Parallel()
 	policy := model.SlidingLog{Limit: 10, Window: time.Minute}

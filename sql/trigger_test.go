@@ -13,7 +13,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// examples/trigger/orders.sql does what its comments say, for a role with the rights that they name.
+// examples/trigger/orders.sql works as its comments say, for a role with the rights that they name.
 func TestTriggerExample(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -50,7 +50,7 @@ func TestTriggerExample(t *testing.T) {
 	pgtest.Exec(t, shop, order, "bob", 1)
 	require.Equal(t, 11, orders())
 
-	// At the same time, too.
+	// The limit also holds for concurrent orders.
 	errs := make([]error, 20)
 	testkit.Together(len(errs), func(i int) {
 		errs[i] = pgx.BeginFunc(t.Context(), shop, func(tx pgx.Tx) error {

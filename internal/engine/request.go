@@ -41,7 +41,7 @@ type Request struct {
 	Err    error
 	Shadow *Shadow // may be nil
 	Ahead  int64   // how many of Count are taken ahead for a lease
-	// OfLease tells that it gives back what is left of a lease.
+	// ofLease tells that it gives back what is left of a lease.
 	ofLease bool
 
 	// Merged requests are a list. Its first request, the leader, is asked for all.

@@ -75,8 +75,8 @@ func TestCreditIsSpentAfterTheOrdinaryRoom(t *testing.T) {
 			{c4, 0, 4, denied(1, 57*second, 59*second)},
 			// 4 entries leave at c1 + minute; with the 1 of credit that makes 5
 			{c4, 0, 6, denied(1, 58*second, 59*second)},
-			{c4, 0, -6, granted(7, 59*second)}, // those of c2
-			{c4, 0, -1, granted(8, 59*second)}, // one of c1
+			{c4, 0, -6, granted(7, 59*second)}, // the 6 entries of c2
+			{c4, 0, -1, granted(8, 59*second)}, // an entry of c1
 			{c5, 0, 8, granted(0, minute)},
 			{c5, 0, 1, denied(0, 56*second, minute)},
 			{c6, 2, 0, granted(2, minute)},

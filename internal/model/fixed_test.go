@@ -214,7 +214,7 @@ func TestFixedWindowProperties(t *testing.T) {
 	})
 }
 
-// slowFixed follows design.md: a window starts at the first request after the previous one ended. A request is
+// slowFixed is the definition: a window starts at the first request after the previous one ended. A request is
 // allowed if count + n ≤ Limit.
 type slowFixed struct {
 	limit, window int64

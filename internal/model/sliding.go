@@ -85,7 +85,7 @@ func (p SlidingWindow) Decide(s State, clock, n int64) (State, Decision) {
 	// weight is the previous window's weight, rounded up.
 	rest := s.WindowStart + window - t
 	weight := p.Limit
-	// An older policy with a larger limit may have left a prevCount whose product overflows, so this divides.
+	// An older policy with a larger limit may have left a PrevCount whose product overflows, so this divides.
 	if s.PrevCount == 0 || rest <= p.Limit*window/s.PrevCount {
 		weight = CeilDiv(s.PrevCount*rest, window)
 	}
@@ -106,10 +106,10 @@ func (p SlidingWindow) Decide(s State, clock, n int64) (State, Decision) {
 	case n > p.Limit:
 		d.RetryAfter = Never
 	case ask <= p.Limit-s.Count: // the sum could overflow
-		// It fits into this window once prevCount × rest has fallen to the free part of Limit × Window.
+		// It fits into this window once PrevCount × rest has fallen to the free part of Limit × Window.
 		d.RetryAfter = min(t+rest-(p.Limit-s.Count-ask)*window/s.PrevCount, s.ExpiresAt) - clock
 	default:
-		// It fits only into the next window, where count becomes prevCount.
+		// It fits only into the next window, where Count becomes PrevCount.
 		d.RetryAfter = min(t+rest+window-(p.Limit-ask)*window/s.Count, s.ExpiresAt) - clock
 	}
 	switch {

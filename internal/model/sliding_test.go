@@ -321,7 +321,7 @@ func TestSlidingWindowProperties(t *testing.T) {
 	})
 }
 
-// slowSliding follows design.md: roll, then weigh. It allows if prev × (W − e)/W + count + n ≤ Limit.
+// slowSliding is the definition: roll, then weigh. It allows if prev × (W − e)/W + count + n ≤ Limit.
 type slowSliding struct {
 	limit, window int64
 	start         *int64

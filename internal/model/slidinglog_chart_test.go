@@ -61,11 +61,11 @@ const chartTemplate = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 
 // chartLine is a policy in the chart, with its decisions.
 type chartLine struct {
 	model.Rules
-	Path  string // of the line
+	Path  string // draws the line
 	Most  int64  // in any minute
 	state model.State
 	taken []int64 // times in microseconds; each request costs 1
-	y     int64   // of the line
+	y     int64   // height of the line
 }
 
 // within is the number of units taken in the minute that ends at t.

@@ -293,7 +293,7 @@ func TestTokenBucketProperties(t *testing.T) {
 	testModelProperties(t, func(d modeltest.Dice) model.Rules { return d.Bucket() })
 }
 
-// slowBucket follows design.md: Refill tokens flow in evenly over every Every, up to Capacity. A new key starts
+// slowBucket is the definition: Refill tokens flow in evenly over every Every, up to Capacity. A new key starts
 // full.
 type slowBucket struct {
 	model.TokenBucket

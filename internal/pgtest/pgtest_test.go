@@ -54,7 +54,7 @@ func TestNewGivesEachTestItsOwnDatabase(t *testing.T) {
 
 	require.NotNil(t, inUse)
 	defer inUse.Close(context.Background())
-	t.Log(shared.server.Describe()) // for internal/runtests
+	t.Log(shared.server.Describe()) // internal/runtests reads this
 	for _, url := range urls {      // they are gone, although the first one is in use
 		config, err := pgx.ParseConfig(url)
 		require.NoError(t, err)
@@ -182,7 +182,7 @@ func TestWithDatabase(t *testing.T) {
 		{"postgres://localhost", "postgres://localhost/x"},
 		{"postgres://u:p%40ss@localhost/postgres?options=-c%20jit%3Doff", "postgres://u:p%40ss@localhost/x?options=-c%20jit%3Doff"},
 		{"host=localhost dbname=postgres", "host=localhost dbname=postgres dbname=x"},                   // the last one counts
-		{"postgresql:///postgres?host=/tmp&dbname=other&database=third", "postgresql:///x?host=%2Ftmp"}, // these would win
+		{"postgresql:///postgres?host=/tmp&dbname=other&database=third", "postgresql:///x?host=%2Ftmp"}, // parameters win
 	} {
 		got, err := withDatabase(test.connString, "x")
 		require.NoError(t, err)

@@ -94,8 +94,8 @@ type Row = rulebook.Rule[Ruling]
 // Ruling is the content of a row.
 type Ruling struct {
 	Mode Mode
-	// It holds from from until just before Until, in microseconds since 1970. from is alwaysBegun if it had begun when
-	// it was read. Until may be NoEnd.
+	// The row counts from From until just before Until, in microseconds since 1970. From is AlwaysBegun if the row had
+	// begun when it was read. Until may be NoEnd.
 	From, Until int64
 	Learnt      int64         // when this process first read this content, by the database's clock
 	Policy      *model.Policy // nil for off and deny; rows with the same text share one
