@@ -17,11 +17,14 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// inQueue is how many calls wait for the next statement.
-func inQueue(c *ratelimit.Client) int {
-	limitertest.EngineOf(c).Queues.First().Mu.Lock()
-	defer limitertest.EngineOf(c).Queues.First().Mu.Unlock()
-	return limitertest.EngineOf(c).Queues.First().Waiting
+// inQueue is how many calls wait for the next statement, in the queues of all shards.
+func inQueue(c *ratelimit.Client) (waiting int) {
+	for _, q := range *limitertest.EngineOf(c).Queues.All.Load() {
+		q.Mu.Lock()
+		waiting += q.Waiting
+		q.Mu.Unlock()
+	}
+	return waiting
 }
 
 // waitUntilHeld returns when the lane of a limiter waits for a row.
