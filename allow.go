@@ -14,16 +14,16 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/policytable"
 )
 
-// Allow takes 1 from key's limit if that fits, and says whether it did. It uses a connection of the client's pool, so a
-// caller that holds one already needs [Limiter.WithTx] or [OwnPool], or risks [ErrPoolExhausted].
+// Allow takes 1 from key's limit if 1 fits, and tells whether it did. It uses a connection of the client's pool. A
+// caller that already has one needs [Limiter.WithTx] or [OwnPool], or risks [ErrPoolExhausted].
 //
-// Errors: a [*KeyError]; the context's error, if that ends first (the request may still count); else a [*StoreError].
+// Errors: a [*KeyError]; the context's error, if the context ends first (the request may still count); a [*StoreError].
 func (l *Limiter) Allow(ctx context.Context, key string) (Result, error) {
 	return l.AllowN(ctx, key, 1)
 }
 
-// AllowN takes n from key's limit if all of n fits; n = 0 is Peek. Errors: as Allow, and a [*CostError] for n below 0
-// or above the limit.
+// AllowN takes n from key's limit if all of n fits. AllowN with n = 0 is Peek. Errors: those of Allow, and a
+// [*CostError] for n below 0 or above the limit.
 func (l *Limiter) AllowN(ctx context.Context, key string, n int64) (Result, error) {
 	var result Result
 	err := l.allow(ctx, key, n, true, &result)
@@ -31,15 +31,15 @@ func (l *Limiter) AllowN(ctx context.Context, key string, n int64) (Result, erro
 	return result, err
 }
 
-// Peek takes nothing. Allowed says whether a cost of 1 would fit. It waits for no lock, and sees nothing uncommitted.
-// Errors: as Allow.
+// Peek takes nothing. Allowed tells whether a cost of 1 would fit. Peek waits for no lock, and does not see uncommitted
+// takes. Errors: those of Allow.
 func (l *Limiter) Peek(ctx context.Context, key string) (Result, error) {
 	var result Result
 	err := l.allow(ctx, key, 0, true, &result)
 	return result, err
 }
 
-// allow is AllowN, but counts no denial for bans. shadows says whether to decide a shadow too.
+// allow is AllowN without counting denials for bans. shadows tells whether to decide a row of mode shadow too.
 func (l *Limiter) allow(ctx context.Context, key string, n int64, shadows bool, result *Result) (err error) {
 	if l.client.observer != nil {
 		defer l.observe(time.Now(), n, result, &err)
@@ -84,8 +84,8 @@ func (l *Limiter) allow(ctx context.Context, key string, n int64, shadows bool, 
 	return nil
 }
 
-// inForce returns the policy that is in force for a key: the limiter's own, or that of a row of rate_limit_policy. If
-// the row allows or denies everything, it returns that row too.
+// inForce returns the policy that is in force for a key: the limiter's policy, or the policy of a row of
+// rate_limit_policy. It also returns the row if the row allows or denies everything.
 func (l *Limiter) inForce(ctx context.Context, key string) (policy *model.Policy, row *policytable.Row, err error) {
 	policy, row, err = l.view.InForce(ctx, l.client.timeout, l.model, key)
 	switch {
@@ -98,7 +98,7 @@ func (l *Limiter) inForce(ctx context.Context, key string) (policy *model.Policy
 	return policy, row, err
 }
 
-// byRow is the answer of a row that allows or denies everything.
+// byRow returns the answer of a row that allows or denies everything.
 func (l *Limiter) byRow(row *policytable.Row, n int64) (Result, error) {
 	if n < 0 {
 		return Result{}, &CostError{Cost: n, Limit: l.model.Limit}
@@ -114,8 +114,7 @@ func (l *Limiter) byRow(row *policytable.Row, n int64) (Result, error) {
 	return result, nil
 }
 
-// onError answers a call that the database did not decide: with OnFailure's answer if there is one, else with the
-// error.
+// onError returns OnFailure's answer to a call that the database did not decide. Without an answer, it returns err.
 func (l *Limiter) onError(err error, policy *model.Policy, key string, n int64) (Result, error) {
 	if l.onFailure.answer > returnError && pg.IsAway(err) {
 		return l.answerOnFailure(policy, key, n), nil
@@ -123,21 +122,21 @@ func (l *Limiter) onError(err error, policy *model.Policy, key string, n int64) 
 	return Result{}, err
 }
 
-// countDenial counts a decision for a ban if it is a denial. Only what the database denies counts.
+// countDenial counts a denial for the limiter's Ban. Only denials by the database count, fresh or remembered.
 func (l *Limiter) countDenial(key string, n int64, result *Result, err error) {
 	if l.ban != nil && err == nil && !result.Allowed && n > 0 && result.Source <= SourceCachedDenial {
 		l.view.Strike(key)
 	}
 }
 
-// observe tells the observer about a call that ends now.
+// observe tells the observer about a call that has just ended.
 func (l *Limiter) observe(began time.Time, n int64, result *Result, err *error) {
 	if tell := l.client.observer.Decision; tell != nil {
 		tell(DecisionEvent{Limiter: l.space.Name, Cost: n, Result: *result, Err: *err, Latency: time.Since(began)})
 	}
 }
 
-// checkCost says what is wrong with a cost.
+// checkCost returns an error for a cost that is negative or above the limit.
 func checkCost(n int64, policy *model.Policy) error {
 	if n < 0 || n > policy.Limit {
 		return &CostError{Cost: n, Limit: policy.Limit}

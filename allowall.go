@@ -16,9 +16,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/shardkey"
 )
 
-const maxRequests = 100 // of one AllowAll
+const maxRequests = 100 // in one AllowAll
 
-// Request is what [AllowAll] asks of one limiter.
+// Request is the part of an [AllowAll] that one limiter decides.
 type Request struct {
 	limiter *Limiter
 	key     string
@@ -27,12 +27,12 @@ type Request struct {
 	tx      pgx.Tx
 }
 
-// Request is for [AllowAll]: it asks for n of key's limit, at least 1.
+// Request returns a request for n of key's limit, to be passed to [AllowAll]. n must be at least 1.
 func (l *Limiter) Request(key string, n int64) Request {
 	return Request{limiter: l, key: key, cost: n}
 }
 
-// Format writes the cost and the limiter's name. The key may be personal data.
+// Format writes the cost and the limiter's name, but not the key.
 func (r Request) Format(s fmt.State, _ rune) {
 	if r.limiter == nil {
 		_, _ = io.WriteString(s, "of no limiter")
@@ -41,25 +41,25 @@ func (r Request) Format(s fmt.State, _ rune) {
 	_, _ = fmt.Fprintf(s, "%d of %s", r.cost, r.limiter.space.Name)
 }
 
-// Results are the decision over several limits. The zero Results deny.
+// Results are the decision of an [AllowAll]. The zero Results deny.
 type Results struct {
-	Allowed bool // all costs were taken; else none was
-	// RetryAfter is 0 if Allowed. Else it is the longest of Each: after it, all fit if nobody else takes anything.
+	Allowed bool // true if all costs were taken; if false, none was taken
+	// RetryAfter is 0 if Allowed. Otherwise it is the longest RetryAfter of Each. After that time all requests fit, if
+	// nobody else takes anything.
 	RetryAfter time.Duration
-	Each       []Result // in the order of the requests; those that refused have a RetryAfter above 0
+	Each       []Result // in the order of the requests; RetryAfter is above 0 where a limit refused
 }
 
-// AllowAll takes from several limits, or from none of them: one for the address, say, one for the user and one for
-// everybody. The limiters share a [Client], and may differ in all else. It asks the database, in one round trip and one
-// transaction. Two calls never deadlock, because all lock rows in one order: the longest keys first. So give a key that
-// all calls share a short name ("all"), and it is locked for the shortest time.
+// AllowAll takes from several limits, or from none of them, such as the limits of an address and of a user. It asks the
+// database in one round trip. The limiters must share a [Client]. All calls lock rows in the same order, longer keys
+// first, so they never deadlock. Give a key that all calls use a short name ("all"), so that its row is locked last.
 //
-// Within a transaction, pass requests of [TxLimiter.Request]; one schema is enough then, instead of one client. Behind
-// a proxy for shards, all keys must be on one shard: let them share a part in braces, such as {user:1}:minute and
+// Within a transaction, pass requests of [TxLimiter.Request]. Their limiters may have different clients, but must have
+// the same schema. Behind a proxy for shards, all keys must share a part in braces, such as {user:1}:minute and
 // {user:1}:day.
 //
-// [Config].OnFailure does not answer an outage. Errors: a [*RequestError]; the context's error, if that ends first
-// (they may still count); else a [*StoreError].
+// AllowAll ignores [Config].OnFailure. Errors: a [*RequestError]; the context's error, if it ends first (the requests
+// may still count); a [*StoreError].
 func AllowAll(ctx context.Context, requests ...Request) (results Results, err error) {
 	if observed(requests) {
 		defer observeAll(time.Now(), requests, &results, &err)
@@ -83,7 +83,7 @@ func AllowAll(ctx context.Context, requests ...Request) (results Results, err er
 	return s.decide(ctx, tx)
 }
 
-// transactionOf returns the transaction of all requests. inTx is false if they have none.
+// transactionOf returns the transaction that all requests share. inTx is false if the requests have no transaction.
 func transactionOf(requests []Request) (tx pgx.Tx, inTx bool, err error) {
 	for i, q := range requests {
 		if q.inTx {
@@ -101,7 +101,7 @@ func transactionOf(requests []Request) (tx pgx.Tx, inTx bool, err error) {
 	return tx, inTx, nil
 }
 
-// sameTx says whether two transactions are one. A type of the application's own need not be comparable.
+// sameTx tells whether a and b are the same transaction. An application's own pgx.Tx type may not be comparable.
 func sameTx(a, b pgx.Tx) bool {
 	if conn := pg.Conn(a); conn != nil {
 		return conn == pg.Conn(b)
@@ -109,22 +109,22 @@ func sameTx(a, b pgx.Tx) bool {
 	return reflect.ValueOf(a).Comparable() && a == b
 }
 
-// set is the requests of one AllowAll.
+// set has the requests of one AllowAll.
 type set struct {
 	client  *Client
-	asked   *engine.Set // the requests that the database decides
+	asked   *engine.Set // the requests that no row of rate_limit_policy answers
 	entries []setEntry
-	denied  *Result // the denial of a row of rate_limit_policy, if one denies, so that nobody is asked
+	denied  *Result // of a row of rate_limit_policy; if not nil, the database is not asked
 }
 
-// setEntry is one of the requests.
+// setEntry is one request of a set.
 type setEntry struct {
 	key, name string
 	limit     int64
-	answer    *Result // of a row that allows or denies everything, if there is one
+	answer    *Result // of a row of mode off or deny, or nil
 }
 
-// newSet checks the requests. In a caller's transaction, the limiters may have different databases.
+// newSet checks the requests, and returns a set of them. If inTx is true, the limiters may have different clients.
 func newSet(ctx context.Context, requests []Request, inTx bool) (*set, error) {
 	if len(requests) == 0 || len(requests) > maxRequests {
 		return nil, &RequestError{
@@ -184,7 +184,8 @@ func (s *set) add(ctx context.Context, i int, q Request, inTx bool) error {
 	return nil
 }
 
-// decide has the set decided, unless rows of rate_limit_policy decide it. tx is the caller's, or nil.
+// decide asks the database about the set, unless a row of rate_limit_policy denies it. tx is the caller's transaction,
+// or nil.
 func (s *set) decide(ctx context.Context, tx pgx.Tx) (Results, error) {
 	var outcomes []engine.Outcome
 	if s.denied == nil {
@@ -204,7 +205,7 @@ func (s *set) decide(ctx context.Context, tx pgx.Tx) (Results, error) {
 			*each = *e.answer
 		case s.denied == nil:
 			*each, outcomes = resultOf(&outcomes[0]), outcomes[1:]
-		default: // nobody has been asked
+		default: // a row of another request denies the set
 			*each = Result{Source: SourcePolicy, Limit: e.limit, DecidedAt: s.denied.DecidedAt}
 		}
 		each.Allowed = results.Allowed
@@ -213,7 +214,7 @@ func (s *set) decide(ctx context.Context, tx pgx.Tx) (Results, error) {
 	return results, nil
 }
 
-// explain adds to an error which request is to blame.
+// explain returns a [*RequestError] instead of err if it can find the request that caused err.
 func (s *set) explain(err error) error {
 	if errors.Is(err, errRefused) {
 		return s.refused()
@@ -224,7 +225,7 @@ func (s *set) explain(err error) error {
 	return err
 }
 
-// across returns the error for a set whose keys are on several shards, else nil.
+// across returns an error if the keys of the set are on several shards.
 func (s *set) across(shards int) error {
 	if shards == 1 {
 		return nil
@@ -238,8 +239,8 @@ func (s *set) across(shards int) error {
 	return nil
 }
 
-// refused returns the error for a set that the database's encoding refuses. It names the request if only one can be to
-// blame.
+// refused returns the error for a set with text that the database's encoding refuses. If only one request has non-ASCII
+// text, the error names this request.
 func (s *set) refused() error {
 	index, suspects := 0, 0
 	for i, e := range s.entries {
@@ -253,7 +254,7 @@ func (s *set) refused() error {
 	return &RequestError{Index: index, Err: errRefused}
 }
 
-// observed says whether any observer wants to know about an AllowAll.
+// observed tells whether a limiter of the requests has an observer.
 func observed(requests []Request) bool {
 	for _, r := range requests {
 		if r.limiter != nil && r.limiter.client.observer != nil {
@@ -263,7 +264,7 @@ func observed(requests []Request) bool {
 	return false
 }
 
-// observeAll tells the observers about each limiter's part in an AllowAll that ends now.
+// observeAll tells the observers about each request of an AllowAll that has just ended.
 func observeAll(began time.Time, requests []Request, results *Results, err *error) {
 	latency := time.Since(began)
 	for i, r := range requests {
@@ -274,7 +275,7 @@ func observeAll(began time.Time, requests []Request, results *Results, err *erro
 		e := DecisionEvent{Limiter: r.limiter.space.Name, Cost: r.cost, Err: *err, Latency: latency}
 		if *err == nil {
 			e.Result = results.Each[i]
-			if !results.Allowed && e.Result.RetryAfter == 0 { // it had room
+			if !results.Allowed && e.Result.RetryAfter == 0 { // this limit had room
 				e.Cost, e.Result.Allowed = 0, true
 			}
 		}

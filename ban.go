@@ -8,19 +8,18 @@ import (
 )
 
 // Ban bans keys that are denied again and again. With Ban{Denials: 100, Within: time.Minute, First: time.Hour, Longest:
-// 24 * time.Hour}, a key that is denied 100 times within a minute is denied everything for an hour, in all processes.
-// The next ban lasts 2 hours, then 4, 8, 16 and 24. A day after a ban the key is forgiven, and the next one lasts an
-// hour again.
+// 24 * time.Hour}, a key that is denied 100 times within a minute is banned for an hour in all processes. Its next bans
+// last 2, 4, 8, 16 and 24 hours. If a ban ended more than a day ago, the next ban lasts an hour again.
 //
-// A ban is a row of rate_limit_policy, so it survives restarts; `pgratelimit unban` ends it. The application's role
-// needs EXECUTE on rate_limit_ban. Only denials of Allow and AllowN count. Each process counts for itself, for at most
-// 65,536 keys, so with n processes a ban may come after n × Denials.
+// A ban is a row of rate_limit_policy, so it survives restarts. `pgratelimit unban` ends it. The application's role
+// needs EXECUTE on rate_limit_ban. Only denials of Allow and AllowN count. Each process counts separately, for at most
+// 65,536 keys, so with n processes a key may be denied n × Denials times before its ban.
 type Ban struct {
 	Denials       int           // at least 1
-	Within        time.Duration // after the first denial; then the count begins anew
+	Within        time.Duration // measured from the first denial; then the count restarts
 	First         time.Duration // length of the first ban, at least 1 ms
 	Longest       time.Duration // length of any ban; defaults to First
-	ForgivenAfter time.Duration // how long after a ban the next one is a first one again; defaults to Longest
+	ForgivenAfter time.Duration // after this time without a ban, the next one lasts First; defaults to Longest
 }
 
 func (b *Ban) withDefaults() *Ban {
@@ -37,7 +36,7 @@ func (b *Ban) withDefaults() *Ban {
 	return &with
 }
 
-// longestBan keeps times within the range that Postgres has.
+// longestBan keeps the end of a ban within the range of timestamptz.
 const longestBan = model.MaxSpan * time.Microsecond
 
 func (b *Ban) validate(policies *Policies) error {

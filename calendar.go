@@ -8,26 +8,26 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// CalendarWindow admits Limit in each minute, hour, day, week or month of the calendar, as clocks in the Zone show it.
-// Quotas are sold like that: 1,000 a month. As with a [FixedWindow], all of the limit may come at once, and 2 × Limit
-// around the edge of two windows.
+// CalendarWindow admits Limit in each minute, hour, day, week or month of the calendar in Zone. It is for quotas that
+// are sold, such as 1,000 a month. As with a [FixedWindow], a key may take all of Limit at once, and 2 × Limit around
+// the edge of two windows.
 //
 // With CalendarWindow{Limit: 1000, Unit: ratelimit.CalendarMonth, Zone: "Europe/Berlin"}, a key that has taken 1,000 by
-// noon of 31 March is told to retry after 12 h. From midnight in Berlin on it has 1,000 again.
+// noon of 31 March is told to retry after 12 h. At midnight in Berlin it has 1,000 again.
 //
-// Windows begin as Postgres's date_trunc says, by the server's time zone data: a day may last 23 or 25 hours.
-// docs/algorithms.md has the details, and what happens if Unit or Zone change. The server must know the Zone, or calls
-// return a [*ConfigError]. Where no database decides ([FallbackLocal], package ratelimittest), this process's time zone
-// data count; a fallback without data for the Zone takes UTC.
+// Postgres's date_trunc computes the edges of windows from the server's time zone data. So a day may last 23 or 25
+// hours. docs/algorithms.md has the details, and says what happens when Unit or Zone change. If the server does not
+// know Zone, calls return a [*ConfigError]. [FallbackLocal] uses the time zone data of this process, or UTC if these do
+// not have Zone.
 type CalendarWindow struct {
 	Limit int64 // in units of cost: at least 1, and at most 2^62
 	Unit  Unit
-	// Zone is a name with a slash from the IANA time zone database, such as Europe/Berlin. Defaults to UTC. Other
-	// names, such as CET, Etc/GMT+3 and Japan, are refused, because Go and Postgres may read them differently.
+	// Zone is a name with a slash from the IANA time zone database, such as Europe/Berlin. Defaults to UTC. [New] refuses
+	// names such as CET, Etc/GMT+3 and Japan, because Go and Postgres may read them differently.
 	Zone string
 }
 
-// Unit is a unit of the calendar: the window of a [CalendarWindow].
+// Unit is the length of a [CalendarWindow] in the calendar.
 type Unit string
 
 const utcName = "UTC"
@@ -69,7 +69,7 @@ func (p CalendarWindow) validate() error {
 	return nil
 }
 
-// isZone tells whether a text has the form of a Zone.
+// isZone tells whether zone has the form of a [CalendarWindow].Zone.
 func isZone(zone string) bool {
 	if zone == "" || zone == utcName {
 		return true
@@ -77,7 +77,7 @@ func isZone(zone string) bool {
 	if len(zone) > 64 || !strings.Contains(zone, "/") {
 		return false
 	}
-	// In these folders, a server may have files that count leap seconds, and copies of other files.
+	// A server may have time zone files that count leap seconds in these folders.
 	first, _, _ := strings.Cut(strings.ToLower(zone), "/")
 	if first == "right" || first == "posix" {
 		return false
@@ -93,7 +93,7 @@ func isZone(zone string) bool {
 
 func isLetter(r rune) bool { return 'A' <= r && r <= 'Z' || 'a' <= r && r <= 'z' }
 
-// calendarOf is the policy of these numbers.
+// calendarOf returns the CalendarWindow with these numbers.
 func calendarOf(n algorithm.Numbers) single {
 	p := CalendarWindow{Limit: n.Limit, Unit: Unit(algorithm.UnitName(n.Span)), Zone: n.Zone}
 	if p.Zone == utcName {

@@ -17,35 +17,36 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// Client is one process's use of one database. Make one for each pool, and all limiters with it. They share statements,
-// connections, a breaker and remembered denials. Limiters take turns, so one with many calls delays another by a
-// statement at most. A Client is safe for concurrent use, starts nothing, and needs no Close.
+// Client sends the requests of a process to one database. Make one Client for each pool, and make all limiters with it.
+// These limiters share statements, connections, a circuit breaker and remembered denials. They take turns, so a busy
+// limiter delays the others by at most one statement. A Client is safe for concurrent use, has no goroutine while it is
+// idle, and needs no Close.
 //
-// Behind a proxy for shards, a shard that is away holds up only its own keys.
+// Behind a proxy for shards, an unreachable shard delays only its own keys.
 type Client struct {
 	engine   *engine.Engine
-	timeout  time.Duration // ClientConfig's
+	timeout  time.Duration // ClientConfig.Timeout
 	observer *Observer
 }
 
 // ClientConfig says how a [Client] uses its database. The zero value is useful.
 type ClientConfig struct {
-	Schema string // where the migrations were applied; defaults to "": search_path finds it
-	// Timeout is how long a call may take until the database has decided, at least 1 ms. Defaults to 1 second. For a
-	// row that a transaction holds, call and server wait a quarter of it ([ErrKeyHeld]), which delays calls for other
-	// keys by some milliseconds at most. Single connections and transactions keep their own lock_timeout.
+	Schema string // the schema that has the tables; defaults to "": search_path finds it
+	// Timeout is the longest time that a call waits for a decision, at least 1 ms. Defaults to 1 second. If a transaction
+	// has locked the key's row, the call waits a quarter of Timeout, and returns [ErrKeyHeld]. This delays other keys by a
+	// few milliseconds at most. Single connections and transactions keep their lock_timeout.
 	Timeout time.Duration
-	// MaxInFlight is how many statements may be under way, for each shard, and so how many connections they use; held
-	// keys may use one more. At least 1; defaults to 2. The second one leaves only where it pays: if 24 callers wait,
-	// if the database is 1 ms away, or if the first one takes longer than 10 ms.
+	// MaxInFlight is how many statements may run at once on each shard, each on a connection of the pool. Keys whose rows
+	// are locked may use one more. At least 1; defaults to 2. A second statement starts only if callers wait for 24 keys,
+	// or if the first statement takes longer than 10 ms.
 	MaxInFlight int
 	MaxBatch    int // how many calls may share a statement, at least 1; defaults to 500
-	// DenialMaxAge is how long this process remembers a denial, if RetryAfter is not shorter. Until then it denies
-	// requests of that cost or more by itself. Defaults to 1 second; [Config].NoDenialCache turns it off. A limiter
-	// forgets a key's denial when it takes, resets, gives back or grants, and so do those made by With. What others do,
-	// even with the same Name, may be seen up to DenialMaxAge later, unless [Policies] hear of it.
+	// DenialMaxAge is how long this process remembers a denial; a shorter RetryAfter ends it sooner. Until then it denies
+	// requests of the same cost or more without asking the database. Defaults to 1 second; [Config].NoDenialCache turns it
+	// off. A take, refund, grant or reset by the limiter ends the key's denial, also for limiters made by With. A refund,
+	// grant or reset by others may be noticed DenialMaxAge later; with [Policies], at once.
 	DenialMaxAge time.Duration
-	// Logger gets a line with the cause when the database cannot decide, and one when it decides again. There is no
+	// Logger gets a line with the cause when the database stops deciding, and a line when it decides again. It gets no
 	// line for each call, and no key. Defaults to slog.Default().
 	Logger   *slog.Logger
 	Observer *Observer // is told about every decision and statement, for metrics
@@ -96,7 +97,7 @@ func (c ClientConfig) validate() error {
 	return nil
 }
 
-// NewClient returns a client of db. Errors: a [*ConfigError].
+// NewClient returns a client for db. Errors: a [*ConfigError].
 func NewClient(db DBTX, config ClientConfig) (*Client, error) {
 	if pg.IsNil(db) {
 		return nil, &ConfigError{
@@ -125,12 +126,12 @@ func NewClient(db DBTX, config ClientConfig) (*Client, error) {
 	}, nil
 }
 
-// DBTX is a database for a [Client]. Pass a *pgxpool.Pool, or a *sql.DB by package sqldb. On one connection or
-// transaction (*pgxpool.Conn, *pgx.Conn, pgx.Tx) calls take turns, each in a statement of its own. Denials are not
-// remembered there, and MaxInFlight, MaxBatch and DenialMaxAge mean nothing.
+// DBTX is a database for a [Client]. Pass a *pgxpool.Pool, or a *sql.DB that package sqldb wraps. A single connection
+// or transaction (*pgxpool.Conn, *pgx.Conn, pgx.Tx) serves one call at a time, and ignores MaxInFlight and
+// DenialMaxAge.
 //
-// Any other type must give each statement a connection of its own, because goroutines call it concurrently. So to
-// trace, wrap a pool, or a transaction in a type that is a pgx.Tx. A wrapper around a single connection is refused.
+// Any other type must run each statement on a separate connection, because goroutines call it concurrently. For
+// tracing, wrap a pool, or wrap a transaction in another pgx.Tx. A wrapped connection is refused.
 type DBTX interface {
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 }
@@ -142,17 +143,17 @@ var (
 	_ DBTX = (pgx.Tx)(nil)
 )
 
-// ownConns is for the two statements of the default MaxInFlight, and one for held keys.
+// ownConns has room for two statements (the default MaxInFlight), and one for keys whose rows are locked.
 const ownConns = 3
 
-// OwnPool returns a pool for a [Client] of its own, which decides even if the application holds all connections of
-// pool. It is configured like pool, but has at most 3 connections. WithTx works with transactions of both pools. Close
-// it when its client is no longer used. Errors: a [*ConfigError].
+// OwnPool returns a second pool, for a [Client] that decides even if the application holds all connections of pool. It
+// is configured like pool, but has at most 3 connections. WithTx works with transactions of both pools. Close it after
+// use. Errors: a [*ConfigError].
 func OwnPool(pool *pgxpool.Pool) (*pgxpool.Pool, error) {
 	if pg.IsNil(pool) {
 		return nil, &ConfigError{Field: "pool", Reason: "is nil, and must be the application's pool"}
 	}
 	config := pool.Config()
 	config.MaxConns, config.MinConns, config.MinIdleConns = ownConns, 0, 0
-	return pgxpool.NewWithConfig(context.Background(), config) // which opens no connection, and cannot fail
+	return pgxpool.NewWithConfig(context.Background(), config) // opens no connection, and cannot fail
 }

@@ -11,18 +11,18 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// What can go wrong with a call. Compare with [errors.Is]. A denial is a [Result], and no error. Nothing was taken,
-// except perhaps with ErrOutcomeUnknown.
+// These are errors of calls; compare with [errors.Is]. A denial is a [Result], not an error. Nothing was taken, except
+// perhaps with ErrOutcomeUnknown.
 var (
 	// ErrInvalidKey: a key must be 1 to 512 bytes of UTF-8 without NUL, and fit the database's encoding. See
 	// [KeyError].
 	ErrInvalidKey = errors.New("ratelimit: invalid key")
-	// ErrInvalidCost: the cost is too small, or above what is left to give back. See [CostError].
+	// ErrInvalidCost: the cost is too small, or RefundN asks for more than is left to give back. See [CostError].
 	ErrInvalidCost = errors.New("ratelimit: invalid cost")
-	// ErrNothingToRefund: see its text. A denial, a Peek and what OnFailure answers take nothing.
+	// ErrNothingToRefund: the message has the reasons. A denial, a Peek and OnFailure's answers take nothing.
 	ErrNothingToRefund = errors.New("ratelimit: nothing to refund: " +
 		"the result took nothing from the database, all of it was given back, or its Receipt was handed on")
-	// ErrNoReceipt: JSON does not have what a result took.
+	// ErrNoReceipt: the result was read from JSON, which does not contain what the result took.
 	ErrNoReceipt = errors.New("ratelimit: a result that was read from JSON cannot be given back; " +
 		"send its Receipt too, and refund what ParseReceipt makes of it")
 	// ErrCostExceedsLimit: waiting does not help, because the cost is above the policy's limit. See [CostError].
@@ -32,42 +32,40 @@ var (
 
 	// ErrNotMigrated: the call did not find the tables or functions. Call migrations.Up, or set [ClientConfig].Schema.
 	ErrNotMigrated = pg.ErrNotMigrated
-	// ErrNewerSchema: a newer release migrated the database and removed what this one calls. Upgrade the application.
+	// ErrNewerSchema: a newer release removed functions that this release calls. Upgrade the application.
 	ErrNewerSchema = pg.ErrNewerSchema
 	// ErrNotPermitted: the database role may not execute the functions. GRANT EXECUTE on them.
 	ErrNotPermitted = pg.ErrNotPermitted
-	// ErrPreparedStatements: prepared statements get lost before Postgres, as in PgBouncer in transaction mode. Set
-	// default_query_exec_mode=exec in the connection string.
+	// ErrPreparedStatements: prepared statements do not reach Postgres, for example through PgBouncer in transaction mode.
+	// Set default_query_exec_mode=exec in the connection string.
 	ErrPreparedStatements = pg.ErrPreparedStatements
-	// ErrSetup: the server refuses the log-in, the database, TLS or a setting, or something of the application's keeps
-	// pgx from sending arguments or reading results, or uses the connection at the same time. The message says which.
-	// With ErrOutcomeUnknown, the result was unreadable.
+	// ErrSetup: the server refuses the log-in, the database, TLS or a setting; the application's pgx types or tracer break
+	// arguments or results; or it uses the connection concurrently. The message says which. With ErrOutcomeUnknown, the
+	// result was unreadable.
 	ErrSetup = pg.ErrSetup
-	// ErrSharded: the database is a proxy for shards, and cannot do this. If the keys of an AllowAll are on several
-	// shards, write a part that they share in braces. For WithTx, see there.
+	// ErrSharded: the database is a proxy for shards, and cannot do this. AllowAll needs keys on one shard: see
+	// [AllowAll]. For transactions, see [Limiter.WithTx].
 	ErrSharded = pg.ErrSharded
-	// ErrUnavailable: the database cannot be reached, refuses or ends connections, or somebody has locked the table, as
-	// VACUUM FULL does.
+	// ErrUnavailable: the database is unreachable, it refuses or ends connections, or the table is locked.
 	ErrUnavailable = pg.ErrUnavailable
-	// ErrReadOnly: the database accepts no writes, like a standby. It is an ErrUnavailable too.
+	// ErrReadOnly: the database is a standby, or accepts no writes for another reason. It is an ErrUnavailable too.
 	ErrReadOnly = pg.ErrReadOnly
-	// ErrTimeout: the database did not decide within [ClientConfig].Timeout. If the request was sent, it is an
+	// ErrTimeout: the database did not decide within [ClientConfig].Timeout. If the request was sent, the error is an
 	// ErrOutcomeUnknown too.
 	ErrTimeout = pg.ErrTimeout
-	// ErrKeyHeld: a transaction, such as one that asked by WithTx, held the key's row for a quarter of the Timeout; or,
-	// on an overloaded server, another call did. It is an ErrTimeout too, but OnFailure does not answer it.
+	// ErrKeyHeld: a transaction had the key's row locked for a quarter of the Timeout, for example after WithTx. On an
+	// overloaded server, another call may have locked it. It is an ErrTimeout too, but OnFailure does not answer it.
 	ErrKeyHeld = pg.ErrKeyHeld
-	// ErrPoolExhausted: others held all connections of the pool for the whole Timeout, most likely transactions that
-	// call Allow, which needs a second one. Use WithTx there, raise MaxConns, or call [OwnPool]. It is an ErrTimeout
-	// too.
+	// ErrPoolExhausted: all connections of the pool were in use for the whole Timeout, often by transactions that call
+	// Allow. Use WithTx in transactions, raise MaxConns, or call [OwnPool]. It is an ErrTimeout too.
 	ErrPoolExhausted = pg.ErrPoolExhausted
-	// ErrOutcomeUnknown: the connection broke or the time was up after the request was sent, so it may have counted.
-	// The limiter never repeats such a call. In a caller's transaction this does not occur, because it is rolled back.
+	// ErrOutcomeUnknown: the connection broke or the Timeout was over after the request was sent, so the request may have
+	// counted. The limiter never repeats such a call. WithTx does not return it, because the transaction is rolled back.
 	ErrOutcomeUnknown = pg.ErrOutcomeUnknown
 )
 
-// ConfigError says which field cannot work, and why. Calls return it for a nil transaction, and for a Name that the
-// encoding refuses.
+// ConfigError says which field cannot work, and why. Calls return it for a nil transaction, an unknown Zone, or a Name
+// that the encoding refuses.
 type ConfigError struct {
 	Field  string // such as "Config.Policy.Limit" or "cleanup.Config.Share", or an argument: "db", "tx"
 	Reason string // completes the sentence that Field begins
@@ -75,10 +73,10 @@ type ConfigError struct {
 
 func (e *ConfigError) Error() string { return "ratelimit: " + e.Field + " " + e.Reason }
 
-// PolicyError says what is wrong with a text for [ParsePolicy].
+// PolicyError says why [ParsePolicy] cannot read a text.
 type PolicyError struct {
 	Text string
-	Err  error // a [*ConfigError] if only the numbers are wrong
+	Err  error // a [*ConfigError] if the form is right and the numbers are wrong
 }
 
 func (e *PolicyError) Error() string {
@@ -98,7 +96,7 @@ func (e *KeyError) Unwrap() error { return ErrInvalidKey }
 // CostError is an [ErrInvalidCost] or an [ErrCostExceedsLimit].
 type CostError struct {
 	Cost, Limit int64
-	Least       int64 // the least possible cost: 0, and 1 for a Request, RefundN or Grant
+	Least       int64 // the least possible cost: 1 for a Request, RefundN or Grant, otherwise 0
 	refund      bool  // Limit is what is left to give back
 	grant       bool  // Limit is the credit that a key can hold
 }
@@ -125,7 +123,7 @@ func (e *CostError) Unwrap() error {
 	return ErrCostExceedsLimit
 }
 
-// RequestError says which request of [AllowAll] cannot be asked.
+// RequestError says which request of an [AllowAll] is wrong.
 type RequestError struct {
 	Index int   // from 0
 	Err   error // a [*KeyError] or a [*CostError] if the key or the cost is wrong
@@ -151,8 +149,8 @@ var (
 	errOtherSchema = errors.New("its limiter has another schema than that of the first request")
 )
 
-// RefundError says that another limiter took the result: one of another name, table, schema, pool or connection.
-// Nothing was asked.
+// RefundError says that the result is from a limiter with another name, table, schema, pool or connection. The database
+// was not asked.
 type RefundError struct{ Limiter, TakenBy string } // their names
 
 func (e *RefundError) Error() string {
@@ -164,7 +162,7 @@ func (e *RefundError) Error() string {
 		e.TakenBy, e.Limiter)
 }
 
-// ReceiptError says why a text is no receipt.
+// ReceiptError says why [Limiter.ParseReceipt] cannot read a text.
 type ReceiptError struct{ Reason string }
 
 func (e *ReceiptError) Error() string {
@@ -173,7 +171,7 @@ func (e *ReceiptError) Error() string {
 
 // WaitError is an [ErrWouldExceedDeadline].
 type WaitError struct {
-	RetryAfter time.Duration // the least that the wait would take for this request, or one before it in the line
+	RetryAfter time.Duration // the shortest possible wait of this request, or of one before it in the line
 	Deadline   time.Time
 }
 
@@ -184,7 +182,7 @@ func (e *WaitError) Error() string {
 
 func (e *WaitError) Unwrap() error { return ErrWouldExceedDeadline }
 
-// StoreError is a failure of the database, or on the way to it.
+// StoreError is a failure of the database, or of the connection to it.
 type StoreError struct {
 	Err error // is one or more of ErrNotMigrated to ErrOutcomeUnknown, and wraps the driver's error
 }
@@ -193,9 +191,9 @@ func (e *StoreError) Error() string { return e.Err.Error() }
 
 func (e *StoreError) Unwrap() error { return e.Err }
 
-// publicError turns an error of package engine or pg into one that callers know.
+// publicError converts an error of package engine or pg into an exported one.
 func publicError(err error) error {
-	_, inner := errors.AsType[*pg.Error](err) // or several, of ReturnLeases
+	_, inner := errors.AsType[*pg.Error](err) // ReturnLeases joins several
 	_, public := errors.AsType[*StoreError](err)
 	switch {
 	case inner && !public:
@@ -214,16 +212,16 @@ func publicError(err error) error {
 }
 
 var (
-	// errRefused is for a key that Go accepts and the database refuses.
+	// errRefused is the error for a key that Go accepts and the database refuses.
 	errRefused error = &KeyError{Reason: "cannot be stored in the encoding of the database, or of the connection, " +
 		"or has more than 512 bytes in it; use ASCII, a database in UTF8, and client_encoding=UTF8"}
-	// errNameRefused is for all callers of a limiter whose name the database refuses.
+	// errNameRefused is the error of all calls of a limiter whose name the database refuses.
 	errNameRefused error = &ConfigError{
 		Field: "Config.Name",
 		Reason: "cannot be stored in the encoding of the database, or of the connection, " +
 			"or has more than 128 bytes in it; use ASCII, a database in UTF8, and client_encoding=UTF8",
 	}
-	// errMemoryTx is for a transaction with a limiter in memory.
+	// errMemoryTx is the error for a transaction that is used with a limiter in memory.
 	errMemoryTx error = &ConfigError{
 		Field: "tx",
 		Reason: "cannot be used with a limiter in memory (package ratelimittest); " +
@@ -231,10 +229,10 @@ var (
 	}
 )
 
-// gaveUp is the error for a caller whose context has ended.
+// gaveUp returns the error for a caller whose context has ended with err.
 func gaveUp(err error) error { return engine.GaveUp(err) }
 
-// policyForms is what an error of ParsePolicy shows.
+// policyForms returns examples of policies, for the errors of ParsePolicy.
 func policyForms() string {
 	return algorithm.Examples() + ", or several with commas between them " +
 		"(100/1m is 100 a minute; 20 5/10s is 20 at once, and 5 more every 10 seconds; " +

@@ -12,25 +12,25 @@ import (
 type Explanation struct {
 	Origin Origin
 	Row    int64     // the id of the row of rate_limit_policy, if one is in force
-	Prefix string    // the row's, if Origin is OriginPrefix
-	Mode   string    // the row's: "enforce", "off" (all is allowed) or "deny" (a ban); "enforce" without a row
+	Prefix string    // the prefix of the row, if Origin is OriginPrefix
+	Mode   string    // of the row: "enforce", "off" (all is allowed) or "deny" (a ban); "enforce" without a row
 	Policy Policy    // nil if Mode is "off" or "deny"
-	Until  time.Time // when the row ends, by the database's clock; the zero time if it does not
+	Until  time.Time // when the row ends, by the database's clock; zero if the row does not end
 	Learnt time.Time // when this process learnt of the row, by the database's clock
 
-	Shadow    Policy // decided beside it, if there is a row of the mode shadow
-	ShadowRow int64  // that row's id
+	Shadow    Policy // of a row of mode shadow, which is decided beside Policy; nil without one
+	ShadowRow int64  // the id of the row of Shadow
 
-	State Result        // of [Limiter.Peek]
-	Age   time.Duration // how old the knowledge of the rows may be; see [PoliciesStatus]
+	State Result        // what [Limiter.Peek] returns for the key
+	Age   time.Duration // of this process's copy of the rows; see [PoliciesStatus]
 }
 
-// Origin says where a policy comes from.
+// Origin says where the policy of a key comes from.
 type Origin string
 
-// An exact key comes before the longest prefix, then everybody, then the code.
+// A row for the key comes first, then the longest prefix, then everybody, then the code.
 const (
-	OriginCode      Origin = "code"      // [Config].Policy, or what With was given
+	OriginCode      Origin = "code"      // [Config].Policy, or the policy passed to With
 	OriginEverybody Origin = "everybody" // a row for all keys of the limiter
 	OriginPrefix    Origin = "prefix"    // a row for the keys with a prefix
 	OriginKey       Origin = "key"       // a row for this key
@@ -47,7 +47,7 @@ func (l *Limiter) Explain(ctx context.Context, key string) (Explanation, error) 
 		return e, nil
 	}
 	e.Age = l.policies.Status().Age
-	if !l.view.Table.IsReady() { // OnFailure has answered
+	if !l.view.Table.IsReady() { // OnFailure has answered the Peek
 		return e, nil
 	}
 	r := l.view.Row(l.model, key)

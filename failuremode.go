@@ -8,9 +8,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// FailureMode is what a limiter answers when Postgres is away or too slow, the table is locked, or the pool is
-// exhausted. What only a person can mend ([ErrSetup], [ErrNotMigrated], [ErrNotPermitted]) stays an error in all modes.
-// The zero FailureMode is ReturnError.
+// FailureMode says what a limiter answers when Postgres is unreachable or too slow, the table is locked, or the pool is
+// exhausted. In all modes, errors that only a person can fix are returned ([ErrSetup], [ErrNotMigrated],
+// [ErrNotPermitted]). The zero FailureMode is ReturnError.
 type FailureMode struct {
 	answer failureAnswer
 	share  float64
@@ -26,22 +26,22 @@ const (
 	fallbackLocal
 )
 
-// ReturnError returns the error, and the caller decides.
+// ReturnError makes the limiter return the error.
 func ReturnError() FailureMode { return FailureMode{answer: returnError} }
 
-// FailOpen allows what Postgres does not decide, for limits nobody misses.
+// FailOpen allows requests that Postgres does not decide.
 func FailOpen() FailureMode { return FailureMode{answer: failOpen} }
 
-// FailClosed denies what Postgres does not decide, for logins and billing.
+// FailClosed denies requests that Postgres does not decide, such as logins.
 func FailClosed() FailureMode { return FailureMode{answer: failClosed} }
 
-// FallbackLocal decides in this process, by the same policy with a share of its limit: above 0, at most 1. With 10 a
-// minute and a share of 0.2, a key has 2 a minute in each process while Postgres is away. It is at least 1. A higher
-// cost is denied.
+// FallbackLocal decides in this process, with a share of the policy's limit: above 0, at most 1. With 10 a minute and a
+// share of 0.2, a key gets 2 a minute in each process while Postgres is unreachable. It gets at least 1. Requests that
+// cost more than this are denied.
 //
-// Process and database do not know what the other admits. So over an outage, n processes admit at most the limit and n
-// × share of it: twice the limit with a share of 1/n. A process remembers 65,536 keys, in less than 19 MB; under a
-// [SlidingLog] fewer, such as 2,277 with a Limit of 1,000. All further keys share the room of one key.
+// These takes and the takes in the database do not count each other. So over an outage, n processes admit at most (1 +
+// n × share) × limit: twice the limit with a share of 1/n. A process remembers 65,536 keys, in less than 19 MB. Under a
+// [SlidingLog] of 1,000 it remembers 2,277. All further keys share one key's limit.
 func FallbackLocal(share float64) FailureMode {
 	return FailureMode{answer: fallbackLocal, share: share}
 }
@@ -59,7 +59,7 @@ func (m FailureMode) String() string {
 	}
 }
 
-// answerOnFailure is OnFailure's answer to a request that the database does not decide.
+// answerOnFailure returns OnFailure's answer to a request that the database does not decide.
 func (l *Limiter) answerOnFailure(policy *model.Policy, key string, n int64) Result {
 	switch l.onFailure.answer {
 	case failOpen:

@@ -9,21 +9,22 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/engine"
 )
 
-// Lease lets a process take more of a busy key than a call needs, and decide later calls by itself ([SourceLease]).
-// What is spent was taken in the database before. So the limit holds for all processes together, even if they die,
-// freeze or lose the database. docs/guarantees.md has the argument.
+// Lease lets a process take more of a busy key's limit than a call needs, and decide later calls from the rest without
+// the database ([SourceLease]). So the limit holds for all processes together, even if they die, freeze or lose the
+// database. docs/guarantees.md has the argument.
 //
-// Up to 4 calls are taken ahead at first, then twice as much each time that it is used up quickly. A process holds at
-// most MaxShare of what remains of a key: with 1,000,000 left that is 488, and with 2,047 left none. So near the limit
-// each call asks. A lease lasts at most MaxLength, an eighth of a window, or 1/128 of the time to fill a bucket (470 ms
-// for a minute), and not longer than its window. Before it ends, what is left goes back. What a dead process held
-// counts as used.
+// The first lease of a key is enough for at most 4 calls. After a lease that is used up quickly, the next one is twice
+// as large. A lease has at most MaxShare of what remains of a key: 488 of 1,000,000, and nothing of 2,047. So near the
+// limit each call asks the database. A lease lasts at most MaxLength, an eighth of a window, or 1/128 of the time to
+// fill a bucket (470 ms of a minute). It ends before its window does. Then its rest is given back. If the process dies,
+// the rest counts as used.
 //
-//   - AllowN spends a lease that has enough for all of n, else it asks. WithTx, AllowAll and Peek always ask.
-//   - After a Reset, other processes may spend a lease until it ends; after a change of policy, until they hear of it.
-//   - In a bucket that is leased from, 1/128 of Capacity stays empty, plus recent leases.
+//   - If a lease has less than n left, AllowN asks the database. WithTx, AllowAll and Peek always ask.
+//   - Other processes may spend leases from before a Reset until these end, and leases from before a change of policy
+//     until they know of it.
+//   - A [TokenBucket] with leases keeps 1/128 of Capacity empty, plus the size of recent leases.
 type Lease struct {
-	MaxShare  float64       // at most 0.1; defaults to 1/2048, with which 16 processes hold less than a hundredth
+	MaxShare  float64       // at most 0.1; defaults to 1/2048, so that 16 processes hold less than 1 %
 	MaxLength time.Duration // at least 20 ms; defaults to 30 seconds
 }
 
@@ -41,7 +42,7 @@ func (c *Lease) withDefaults() *Lease {
 	return &with
 }
 
-// validate checks a lease that has its defaults, or nil.
+// validate checks a lease that has its defaults. c may be nil.
 func (c *Lease) validate(policy Policy, pooled bool) error {
 	switch {
 	case c == nil:
@@ -59,7 +60,7 @@ func (c *Lease) validate(policy Policy, pooled bool) error {
 	return leasable(policy)
 }
 
-// leasable says why a policy cannot be leased from.
+// leasable returns an error for a policy that leases do not work with.
 func leasable(policy Policy) error {
 	for _, m := range policy.rules() {
 		if m.Numbers().Algorithm == algorithm.SlidingLog {
@@ -70,9 +71,9 @@ func leasable(policy Policy) error {
 	return nil
 }
 
-// ReturnLeases gives back all that the client's limiters have taken ahead, before an application ends, say. Later calls
-// take anew. Errors: the context's error, if that ends first; else a [*StoreError] if something could not be given
-// back, which then counts as used.
+// ReturnLeases gives back the rest of all leases of the client's limiters. Call it before the application ends. Later
+// calls take new leases. Errors: the context's error, if the context ends first; a [*StoreError] if a rest counts as
+// used.
 func (c *Client) ReturnLeases(ctx context.Context) error {
 	return publicError(c.engine.ReturnLeases(ctx))
 }

@@ -8,31 +8,31 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// Observer is told what a client's limiters do, for metrics: see packages observe (logs) and otelratelimit. Functions
-// may be nil. Goroutines call them concurrently and wait, so they must be quick. None is told a key.
+// Observer has functions that a [Client] calls, for metrics and logs: see packages observe and otelratelimit. They may
+// be nil. They must be quick, and safe for concurrent use. No event has a key.
 type Observer struct {
-	// Decision is called after each Allow, AllowN and Peek, also in a transaction; for each request of an [AllowAll];
-	// and once for all Waits that were asked for together, with the sum of their costs.
+	// Decision is called after each Allow, AllowN and Peek, and for each request of an [AllowAll], also in a transaction.
+	// Waits that are decided together make one event, with the sum of their costs.
 	Decision func(DecisionEvent)
-	// Statement is called after each statement of a pool. After a held row, a key that the encoding refuses, or keys of
-	// several shards, it has an Err, and its calls come again.
+	// Statement is called after each statement on a pool. If a row was locked, a key was refused or keys are on several
+	// shards, it has an Err, and later statements decide its calls.
 	Statement func(StatementEvent)
-	// Lease is called when a process has taken ahead, and when it has given back or could not.
+	// Lease is called after a lease was taken, and after its rest was given back or lost.
 	Lease func(LeaseEvent)
-	// Breaker is called when OnFailure begins to answer at once, and when Postgres decides again.
+	// Breaker is called when the circuit breaker opens, so that OnFailure answers at once, and when it closes.
 	Breaker func(BreakerEvent)
 }
 
 // DecisionEvent is a call that has ended.
 type DecisionEvent struct {
 	Limiter string // Config.Name
-	Cost    int64  // 0 if it only looked, or had room in an AllowAll that another limiter denied
+	Cost    int64  // 0 for a Peek, and for a request that had room in an AllowAll that was denied
 	Result  Result // zero if there is an Err
 	Err     error
 	Latency time.Duration // of the whole AllowAll, if it is part of one
 }
 
-// Outcome is "allowed", "denied" or "error".
+// Outcome returns "allowed", "denied" or "error".
 func (e DecisionEvent) Outcome() string {
 	switch {
 	case e.Err != nil:
@@ -44,7 +44,7 @@ func (e DecisionEvent) Outcome() string {
 	}
 }
 
-// ShadowOutcome is "allowed" or "denied", or "" without a shadow.
+// ShadowOutcome returns "allowed" or "denied", or "" without a Shadow.
 func (e DecisionEvent) ShadowOutcome() string {
 	if e.Result.Shadow == nil {
 		return ""
@@ -55,30 +55,30 @@ func (e DecisionEvent) ShadowOutcome() string {
 // StatementEvent is a statement that has ended.
 type StatementEvent struct {
 	Limiter string // Config.Name; "" if it decided for several limiters
-	Shard   int    // behind a proxy for shards, from 0
-	Size    int    // calls that it decided
-	Queued  int    // calls that stayed behind when it left
+	Shard   int    // the shard behind a proxy, counted from 0
+	Size    int    // the number of calls that it decided
+	Queued  int    // the number of calls that waited for a later statement when it was sent
 	Err     error  // nil if it decided
 	Latency time.Duration
 }
 
-// LeaseEvent counts units that a process has taken ahead.
+// LeaseEvent counts units of leases. What was Taken is spent ([SourceLease]), Returned, Stranded or still in a lease.
 type LeaseEvent struct {
 	Limiter  string // Config.Name
-	Taken    int64  // beyond what the callers asked for; spent by [SourceLease] + Returned + Stranded + still held
-	Returned int64  // unused
-	Stranded int64  // counts as used, because it could not go back, or made room in a bucket
+	Taken    int64  // taken beyond what the callers asked for
+	Returned int64  // given back unused
+	Stranded int64  // counted as used, because they could not be given back, or made room in a bucket
 }
 
-// BreakerEvent is a change between Postgres and [Config].OnFailure.
+// BreakerEvent says that a circuit breaker has opened or closed.
 type BreakerEvent struct {
 	Limits string // "ephemeral", "durable", "synchronous" (SynchronousCommit), or "several" (an AllowAll over these)
-	Shard  int    // behind a proxy for shards, from 0
-	Open   bool   // OnFailure answers, and one call at a time asks Postgres
-	Err    error  // why, if Open; an ErrPoolExhausted if Postgres may be well
+	Shard  int    // the shard behind a proxy, counted from 0
+	Open   bool   // true while OnFailure answers, and only one call at a time asks Postgres
+	Err    error  // the cause, if Open; with an ErrPoolExhausted, Postgres may work
 }
 
-// hooks has the engine tell the observer.
+// hooks returns functions for the engine that tell the observer.
 func (o *Observer) hooks() (h engine.Hooks) {
 	if o == nil {
 		return h
@@ -100,10 +100,10 @@ func (o *Observer) hooks() (h engine.Hooks) {
 	return h
 }
 
-// ErrorKind names an error in a word, for metrics: "invalid_key", "invalid_cost", "invalid_request" ([RequestError]),
-// "sharded", "would_exceed_deadline", "not_migrated", "newer_schema", "not_permitted", "prepared_statements", "setup",
-// "read_only", "key_held", "pool_exhausted", "timeout", "unavailable", "context" (it has ended), "other", or "" for
-// nil.
+// ErrorKind returns a word for an error, for metrics: "invalid_key", "invalid_cost", "invalid_request"
+// ([RequestError]), "sharded", "would_exceed_deadline", "not_migrated", "newer_schema", "not_permitted",
+// "prepared_statements", "setup", "read_only", "key_held", "pool_exhausted", "timeout", "unavailable", "context" (the
+// context has ended), "other", or "" for nil.
 func ErrorKind(err error) string {
 	_, invalid := errors.AsType[*RequestError](err)
 	switch {

@@ -15,45 +15,46 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/turn"
 )
 
-// Policies are what this process knows of the table rate_limit_policy, with which people change limits without a
-// deploy. Make one for each database, run it, and give it to the limiters that are to obey the table: see the example.
+// Policies are this process's copy of the table rate_limit_policy, whose rows change limits without a deploy. Make one
+// for each database, call Run, and set it as [Config].Policies of limiters: see the example.
 //
-// A row is for one key, for all keys with a prefix, or for everybody. The row of the key is in force, else that of the
-// longest prefix, else that for everybody, else the policy in the code; of several, the one that began last. A row's
-// mode is enforce (its policy decides), off (everything is allowed and nothing counted) or deny (a ban). A row that
-// this release cannot read, or of another kind than the limiter's policy, is passed over and logged.
+// A row is for one key, for all keys with a prefix, or for everybody. The limiter obeys the key's row; without one, the
+// row of the longest prefix; without one, the row for everybody; without one, [Config].Policy. Of several such rows,
+// the one that began last counts. A row's mode is enforce (its policy decides), off (everything is allowed and nothing
+// counted) or deny (a ban). A row that this release cannot read, or of another kind than the limiter's policy, is
+// ignored and logged.
 //
-// A row of the mode shadow is tried out: Allow, AllowN and Peek decide it beside the policy in force, with a count of
-// its own, and Result.Shadow has its decision. It changes nothing.
+// A row of mode shadow tries a policy without enforcing it. Allow, AllowN and Peek decide it beside the policy in
+// force, with a separate count, and [Result].Shadow has the decision.
 //
-// A change takes effect in all processes within a second, as Run listens on a connection of its own. Meanwhile a key is
-// admitted what the larger of the two limits admits, at most. While the database is away, what is known stays in force.
-// Until the first rows are read, calls wait for them within [ClientConfig].Timeout, and then fail as in an outage.
+// A change takes effect in all processes within a second, because Run listens on a separate connection. Until then, a
+// key gets at most what the larger limit admits. While the database is unreachable, the known rows stay in force. Until
+// the first rows are read, calls wait for them within [ClientConfig].Timeout, and then fail as in an outage.
 type Policies struct{ table *policytable.Table }
 
 // PoliciesConfig says how [Policies] are read. The zero value is useful.
 type PoliciesConfig struct {
-	Schema string // where the migrations were applied; defaults to "": search_path finds it
-	// MaxRows is how many rows this process holds at most, of 0.3 kB each. Bans by limiters are left out first, and the
-	// log says so. Defaults to 200,000.
+	Schema string // the schema that has the tables; defaults to "": search_path finds it
+	// MaxRows is the most rows that this process keeps, of 0.3 kB each. Beyond it, rows are left out and logged, bans by
+	// limiters first. Defaults to 200,000.
 	MaxRows int
-	Logger  *slog.Logger // for what cannot be read, without keys; defaults to slog.Default()
+	Logger  *slog.Logger // gets a line for what cannot be read, without keys; defaults to slog.Default()
 }
 
-// PoliciesStatus says what a process knows of the table.
+// PoliciesStatus describes this process's copy of rate_limit_policy.
 type PoliciesStatus struct {
-	Rows       int           // held
-	Unreadable int           // not obeyed, because this release cannot read them; `pgratelimit doctor` names them
-	NoRoom     int           // not obeyed, because of MaxRows
-	Age        time.Duration // since the database was asked for the last answer; 0 before the first one
-	Listening  bool          // a change wakes this process up; else it asks twice a second
-	Err        error         // why the database could not be asked last, or nil
+	Rows       int           // the number of rows that are kept
+	Unreadable int           // rows ignored because this release cannot read them; `pgratelimit doctor` names them
+	NoRoom     int           // rows ignored because of MaxRows
+	Age        time.Duration // the time since the last query that succeeded; 0 before the first
+	Listening  bool          // true if Postgres notifies this process of changes; false if it asks twice a second
+	Err        error         // why the last query failed, or nil
 }
 
 const defaultMaxRows = 200_000
 
-// NewPolicies asks nothing and starts nothing: see [Policies.Run]. db is a *pgxpool.Pool, or a sqldb.Pool, of which Run
-// asks twice a second instead of listening. Errors: a [*ConfigError].
+// NewPolicies returns an empty copy of the table in db, for [Policies.Run] to fill. db is a *pgxpool.Pool or a
+// sqldb.Pool. With a sqldb.Pool, Run asks twice a second instead of listening. Errors: a [*ConfigError].
 func NewPolicies(db DBTX, config PoliciesConfig) (*Policies, error) {
 	_, inMemory := db.(*memory.DB)
 	switch {
@@ -85,7 +86,7 @@ func NewPolicies(db DBTX, config PoliciesConfig) (*Policies, error) {
 	return &Policies{table}, nil
 }
 
-// readPolicy reads the policy of a row.
+// readPolicy parses the policy of a limiter's row. shadow tells that the row's mode is shadow.
 func readPolicy(limiter, text string, shadow bool) (*model.Policy, error) {
 	policy, err := ParsePolicy(text)
 	if err != nil {
@@ -97,11 +98,11 @@ func readPolicy(limiter, text string, shadow bool) (*model.Policy, error) {
 	return policyModel(policy), validateName(limiter, policy)
 }
 
-// Run keeps the policies up to date until the context ends. It needs the rights that deploy/grants.sql gives to
-// applications. What fails is logged and tried again. A second Run waits for the end of the first.
+// Run keeps the policies up to date until ctx ends. It needs the rights that deploy/grants.sql gives to applications.
+// It logs failures and tries again. A second Run waits for the end of the first.
 func (p *Policies) Run(ctx context.Context) { p.table.Run(ctx) }
 
-// Status says what this process knows.
+// Status describes this process's copy of the table.
 func (p *Policies) Status() PoliciesStatus {
 	status := PoliciesStatus(p.table.Status())
 	status.Err = publicError(status.Err)

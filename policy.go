@@ -11,20 +11,20 @@ import (
 )
 
 // Policy says how much a key may take: a [FixedWindow], [SlidingWindow], [TokenBucket], [SlidingLog] or
-// [CalendarWindow], or [All] of several. Its String is what [ParsePolicy] reads. ([Policies] is a table of them.)
+// [CalendarWindow], or [All] of several. [ParsePolicy] reads what String returns. ([Policies] is a table of policies.)
 //
-// A policy may change while its keys are in use. What was taken stays taken, and the new numbers apply at once: a
-// raised limit helps immediately, and a lowered one denies until enough has drained. A bucket keeps its tokens, up to
-// its new capacity. A key starts anew under another kind of policy. So if two kinds alternate on one key, each change
-// admits a whole limit.
+// A policy may change while its keys are in use. What was taken stays taken, and the new numbers apply at once. A
+// raised limit helps immediately, and a lowered limit denies until enough usage has expired. A bucket keeps its tokens,
+// up to its new capacity. Under another kind of policy, a key starts with nothing taken, so each change of kind admits
+// a whole limit.
 type Policy interface {
 	fmt.Stringer
 
-	// rules has one element for each row of a key: several for [All].
+	// rules returns one element for each row of a key. [All] has several rows for each key.
 	rules() []model.Rules
 }
 
-// single is a policy of one row.
+// single is a policy that has one row for each key.
 type single interface {
 	Policy
 
@@ -63,10 +63,10 @@ func validateSpan(field string, d time.Duration) error {
 	return nil
 }
 
-// policyModel is a policy as the engine takes it.
+// policyModel returns the model of policy, which the engine uses.
 func policyModel(policy Policy) *model.Policy { return model.NewPolicy(policy.rules()...) }
 
-// policyFrom is the policy of a model, or nil if there is none.
+// policyFrom returns the policy of a model, or nil if m is nil.
 func policyFrom(m *model.Policy) Policy {
 	switch {
 	case m == nil:
@@ -81,7 +81,7 @@ func policyFrom(m *model.Policy) Policy {
 	return All(several...)
 }
 
-// policyOf is the policy of these numbers.
+// policyOf returns the policy with these numbers.
 func policyOf(n algorithm.Numbers) single {
 	switch n.Algorithm {
 	case algorithm.FixedWindow:
@@ -99,22 +99,22 @@ func policyOf(n algorithm.Numbers) single {
 
 const maxPolicies = algorithm.MaxPolicies
 
-// All makes one policy of 2 to 8. It allows a request if each of them does, and then takes from all of them; otherwise
-// it takes from none. With
+// All joins 2 to 8 policies into one. If each policy allows a request, All takes from all of them, otherwise from none.
+// With
 //
 //	All(SlidingWindow{Limit: 10, Window: time.Second}, SlidingWindow{Limit: 3000, Window: 10 * time.Minute})
 //
 // a key may ask 10 times a second, and 3,000 times in ten minutes. A [Result] has the Limit and Remaining of the policy
-// with the least left, and the longest RetryAfter and ResetAfter. [Result.Each] has what each policy says. Denials are
-// not remembered, so every call asks the database. The order counts: a limiter named api keeps its rows under the names
-// api, api/2, api/3 and so on. Give these names to no other limiter.
+// with the least left, and the longest RetryAfter and ResetAfter. [Result.Each] has the result of each policy. Denials
+// are not remembered, so every call asks the database. Keep the order of the policies: a limiter named api names its
+// rows api, api/2, api/3 and so on. Give these names to no other limiter.
 func All(policies ...Policy) Policy {
 	p := all{n: len(policies)}
 	copy(p.list[:], policies)
 	return p
 }
 
-// all is comparable, as every Policy is.
+// all has an array instead of a slice, so that it is comparable like every other Policy.
 type all struct {
 	n    int
 	list [maxPolicies]Policy
@@ -169,7 +169,7 @@ func validatePolicy(policy Policy) error {
 	case all:
 		return p.validate()
 	}
-	for _, r := range policy.rules() { // of a type of the caller's that embeds a Policy
+	for _, r := range policy.rules() { // a caller's type that embeds a Policy
 		if err := policyOf(r.Numbers()).validate(); err != nil {
 			return err
 		}
@@ -177,7 +177,7 @@ func validatePolicy(policy Policy) error {
 	return nil
 }
 
-// ParsePolicy reads a policy from a text, as its String writes it.
+// ParsePolicy reads a policy in the form that String returns.
 //
 //	fixed 100/1m      FixedWindow{Limit: 100, Window: time.Minute}
 //	sliding 100/1m    SlidingWindow{Limit: 100, Window: time.Minute}
@@ -186,7 +186,7 @@ func validatePolicy(policy Policy) error {
 //	every 1000/month  CalendarWindow{Limit: 1000, Unit: CalendarMonth}
 //
 // A time zone may follow: every 1000/month Europe/Berlin. A comma makes [All]: sliding 10/1s, sliding 3000/10m.
-// Durations are those of [time.ParseDuration], and may begin with days of 24 hours: 1d12h. Errors: a [*PolicyError],
+// [time.ParseDuration] reads the durations, which may begin with days of 24 hours: 1d12h. Errors: a [*PolicyError],
 // also for a policy that [New] would refuse.
 func ParsePolicy(text string) (Policy, error) {
 	numbers, err := algorithm.Parse(text)

@@ -6,24 +6,24 @@
 //	})
 //	result, err := limiter.Allow(ctx, "user:123")
 //
-// Postgres decides, in one round trip. A function locks the key's row, reads the database's clock, and updates the row
-// only if it allows the request. So limits are exact under any concurrency and over any number of processes, whatever
-// their clocks say, and a denial takes nothing.
+// Postgres decides each request in one round trip. A function locks the key's row, reads the database's clock, and
+// updates the row only if it allows the request. So a denial takes nothing, and limits are exact for any number of
+// processes, whatever their clocks show.
 //
 // Most applications need five things:
 //
-//   - Migrate the database by package migrations, and sweep it by package cleanup.
-//   - Make one [Client] for the pool, and a [Limiter] for each limit; or both by [New].
+//   - Create the tables and functions with package migrations. Delete expired rows with package cleanup.
+//   - Make a [Client] for the pool, and a [Limiter] for each limit. [New] makes both.
 //   - Choose a [Policy], such as a [SlidingWindow] or a [TokenBucket].
-//   - Ask: [Limiter.Allow] takes, [Limiter.Peek] looks, and [Limiter.Wait] blocks until there is room. Package
-//     httplimit does it for an [net/http.Handler].
-//   - Say what to answer while Postgres is away: [Config].OnFailure.
+//   - Call [Limiter.Allow] to take, [Limiter.Peek] to look, or [Limiter.Wait] to block until there is room. Package
+//     httplimit calls Allow for a [net/http.Handler].
+//   - Set [Config].OnFailure, the answer while Postgres is unreachable.
 //
 // More:
 //
 //   - Several limits at once: [AllowAll]. Within a transaction: [Limiter.WithTx].
-//   - Giving: [Limiter.Refund], [Limiter.Grant] and [Limiter.Reset].
-//   - Tiers: [Limiter.With]. Limits without a deploy: [Policies]. Busy keys: [Lease].
+//   - Giving back: [Limiter.Refund], [Limiter.Grant] and [Limiter.Reset].
+//   - Tiers: [Limiter.With]. Changes without a deploy: [Policies]. Busy keys: [Lease].
 //   - Metrics: [Observer], [ErrorKind]. Tests: [TestConfig], package ratelimittest.
 package ratelimit
 
@@ -39,48 +39,48 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/waitline"
 )
 
-// Limiter decides whether keys may go on. It is safe for concurrent use, and needs no Close. At rest it holds no
-// goroutine, timer or connection.
+// Limiter decides whether a request is allowed. It is safe for concurrent use, and needs no Close. An idle Limiter has
+// no goroutine, timer or connection.
 //
-// A context ends only the caller's wait. The statement goes on within [ClientConfig].Timeout, and the request may still
-// count. Ending the statement would close its connection.
+// When a caller's context ends, the call returns, but its statement goes on within [ClientConfig].Timeout, and the
+// request may still count. Canceling the statement would close its connection.
 type Limiter struct {
 	client    *Client
 	space     *engine.Space
-	view      *policytable.View // of the table of policies; nil without one
-	beside    *engine.Space     // of the policies of the mode shadow
+	view      *policytable.View // of rate_limit_policy; nil if policies is nil
+	beside    *engine.Space     // for rows of mode shadow; nil if policies is nil
 	waiting   *waitline.Lines[Result]
 	onFailure FailureMode
 	policies  *Policies
 	ban       *Ban
 	policy    Policy
-	model     *model.Policy // of the policy
+	model     *model.Policy // the rules of policy
 }
 
 // Config says what a [Limiter] limits. Name and Policy are required.
 type Config struct {
-	// Name keeps the keys of this limiter apart from those of others. Limiters of one name share their keys, in any
-	// number of processes. 1 to 128 bytes of UTF-8 without NUL.
+	// Name separates the keys of this limiter from the keys of other limiters. Limiters with the same Name share their
+	// keys, in any number of processes. A Name has 1 to 128 bytes of UTF-8 without NUL.
 	Name   string
 	Policy Policy // how much a key may take
-	// Durable keeps the rows in rate_limit_durable, which survives a crash of the server: for quotas and billing.
-	// Defaults to false: a crash empties the unlogged rate_limit_ephemeral, and every key is as good as new.
+	// Durable keeps the rows in rate_limit_durable, which survives a crash of the server. Set it for quotas and billing.
+	// Defaults to false: rows are in rate_limit_ephemeral, which is unlogged, so a crash resets all keys.
 	Durable bool
-	// SynchronousCommit makes a durable limiter's calls wait until the WAL is flushed, so that a crash forgets
-	// nothing. Defaults to false: a crash may forget the last 0.6 s (three times wal_writer_delay).
+	// SynchronousCommit makes calls of a durable limiter wait until the WAL is flushed, so that a crash loses nothing.
+	// Defaults to false: a crash may lose takes of the last 0.6 s (three times wal_writer_delay).
 	SynchronousCommit bool
 	NoDenialCache     bool // makes every call ask the database; see [ClientConfig].DenialMaxAge
-	// Policies makes the limiter obey the rows of rate_limit_policy that name it. Policy is for keys without a row.
+	// Policies makes the limiter obey its rows of rate_limit_policy. Policy applies to keys without a row.
 	Policies *Policies
-	Ban      *Ban   // denies everything to keys that are denied again and again; needs Policies
-	Lease    *Lease // takes ahead of busy keys, and decides most calls for them in this process; try &Lease{}
-	// OnFailure is what Allow, AllowN, Peek, Wait and WaitN answer when Postgres is away or too slow. All other methods
-	// return the error. Defaults to ReturnError.
+	Ban      *Ban   // bans keys that are denied again and again; needs Policies
+	Lease    *Lease // decides most calls for busy keys in this process; start with &Lease{}
+	// OnFailure says what Allow, AllowN, Peek, Wait and WaitN answer when Postgres is unreachable or too slow. All other
+	// methods return the error. Defaults to ReturnError.
 	OnFailure FailureMode
 }
 
-// New returns a limiter with a [Client] of its own. To configure the client, or to share it, call [NewClient] and
-// [Client.Limiter]. Errors: a [*ConfigError].
+// New returns a limiter with a new [Client]. To configure the client, or to share it, call [NewClient] and
+// [Client.Limiter] instead. Errors: a [*ConfigError].
 func New(db DBTX, config Config) (*Limiter, error) {
 	client, err := NewClient(db, ClientConfig{})
 	if err != nil {
@@ -89,7 +89,7 @@ func New(db DBTX, config Config) (*Limiter, error) {
 	return client.Limiter(config)
 }
 
-// Limiter returns a limiter that asks through c. Errors: a [*ConfigError].
+// Limiter returns a limiter that uses c. Errors: a [*ConfigError].
 func (c *Client) Limiter(config Config) (*Limiter, error) {
 	if err := config.validate(); err != nil {
 		return nil, err
@@ -143,7 +143,7 @@ func (c Config) validate() error {
 		return &ConfigError{
 			Field: "Config.SynchronousCommit", Reason: "needs Durable: there is nothing to flush for an unlogged table",
 		}
-	case c.OnFailure.answer == fallbackLocal && !(c.OnFailure.share > 0 && c.OnFailure.share <= 1): // which NaN is not
+	case c.OnFailure.answer == fallbackLocal && !(c.OnFailure.share > 0 && c.OnFailure.share <= 1): // false for NaN
 		return &ConfigError{Field: "Config.OnFailure", Reason: fmt.Sprintf(
 			"is FallbackLocal(%v), and its share must be above 0 and at most 1", c.OnFailure.share)}
 	}
@@ -156,7 +156,7 @@ func (c Config) validate() error {
 	return validateName(c.Name, c.Policy)
 }
 
-// validateName checks the length of the name, with what All adds to it.
+// validateName checks the length of the name, including the suffix, such as /2, that All adds for its last policy.
 func validateName(name string, policy Policy) error {
 	longest := len(name)
 	if several, ok := policy.(all); ok {
@@ -169,13 +169,12 @@ func validateName(name string, policy Policy) error {
 	return nil
 }
 
-// With returns a limiter of another policy for the same keys: for tiers, such as free and paid, or for numbers from a
-// table of customers. It shares all else with l, and asks nothing. What a key has taken stays taken: see [Policy]. A
-// denial is remembered for its policy only, so a raised limit helps at once.
+// With returns a limiter with another policy for the same keys, such as the policy of a paid tier. All other settings
+// are those of l. With does not ask the database. What a key has taken stays taken: see [Policy]. A denial is
+// remembered for one policy only, so a raised limit helps at once.
 //
-// Errors: a [*ConfigError] for a policy that cannot work, or that is of another kind, such as a [TokenBucket] for a
-// [SlidingWindow]. For [All], each policy must be of the kind that was at its place. There may be more of them or
-// fewer.
+// Errors: a [*ConfigError] for a policy that cannot work, or is of another kind, such as a [TokenBucket] for a
+// [SlidingWindow]. An [All] may get longer or shorter.
 func (l *Limiter) With(policy Policy) (*Limiter, error) {
 	if err := validatePolicy(policy); err != nil {
 		return nil, err
@@ -192,7 +191,7 @@ func (l *Limiter) With(policy Policy) (*Limiter, error) {
 	return &with, nil
 }
 
-// Config returns the configuration, with the Policy that With was given.
+// Config returns the configuration of l. With changes its Policy.
 func (l *Limiter) Config() Config {
 	return Config{
 		Name: l.space.Name, Policy: l.policy, Durable: l.space.Durable, SynchronousCommit: l.space.Flush,
@@ -201,7 +200,6 @@ func (l *Limiter) Config() Config {
 	}
 }
 
-// question returns a question about a key.
 func (l *Limiter) question(policy *model.Policy, key string, cost int64) engine.Ask {
 	return engine.Ask{Space: l.space, Policy: policy, Key: key, Cost: cost}
 }

@@ -5,12 +5,11 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/receipttext"
 )
 
-// Receipt returns what the request took as a text of letters, digits, - and _, about 200 bytes. A worker that gets the
-// work and its receipt can refund it in another process, with [Limiter.ParseReceipt]. From then on only the receipt
-// gives back, and this Result does not.
+// Receipt returns what the request took as a text of about 200 letters, digits, - and _. Another process, such as a
+// worker, can refund it with [Limiter.ParseReceipt]. After Receipt, this Result cannot be refunded.
 //
-// Use a receipt once: the database does not know which ones were used, so a copy gives back what others took. It
-// contains the key, and is not signed. So give it to nobody who may not refund. Errors: as [Limiter.Refund].
+// Use a receipt once. The database does not know used receipts: a second use gives back what others took. A receipt
+// contains the key and is not signed, so give it only to those who may refund. Errors: those of [Limiter.Refund].
 func (r Result) Receipt() (string, error) {
 	taken := r.taken.Own()
 	for {
@@ -25,9 +24,9 @@ func (r Result) Receipt() (string, error) {
 	}
 }
 
-// ParseReceipt makes a Result of a [Result.Receipt], for Refund and RefundN. The limiter must have the Name and Durable
-// of the one that took. Of the decision, the Result says Allowed only. Nothing is asked. Errors: a [*ReceiptError] for
-// a text that is no receipt or was changed; a [*RefundError] for a receipt of another limiter.
+// ParseReceipt returns a Result for Refund and RefundN from a [Result.Receipt] of a limiter with the same Name and
+// Durable. Only Allowed is set. Errors: a [*ReceiptError] for a text that is no receipt or was changed; a
+// [*RefundError] for a receipt of another limiter.
 func (l *Limiter) ParseReceipt(text string) (Result, error) {
 	t, ok := receipttext.Parse(text)
 	if !ok {
@@ -46,7 +45,7 @@ func (l *Limiter) ParseReceipt(text string) (Result, error) {
 	return Result{Allowed: true, taken: engine.ClaimOf(l.space, policyModel(policy), t.Key, t.Units, t.Parts)}, nil
 }
 
-// makesSense says whether a take can have taken that. Anybody can write a receipt.
+// makesSense tells whether a request under policy can have taken what t says. Receipts may be forged.
 func makesSense(t receipttext.Receipt, policy Policy) bool {
 	rules := policy.rules()
 	if checkKey(t.Key) != nil || len(t.Parts) != len(rules) {
@@ -61,7 +60,7 @@ func makesSense(t receipttext.Receipt, policy Policy) bool {
 	return true
 }
 
-// receiptTextOf returns the text of a receipt for the units that are left.
+// receiptTextOf returns the text of a receipt for the units of r that are left.
 func receiptTextOf(r *engine.Receipt, left int64) string {
 	return receipttext.Receipt{
 		Limiter: r.Space.Name, Durable: r.Space.Durable, Policy: policyFrom(r.Policy).String(), Key: r.Key, Units: left,

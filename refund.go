@@ -8,23 +8,24 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Refund gives back all that a request took, because it came to nothing. Pass a result of Allow, AllowN, Wait, WaitN or
-// [Results].Each. Another limiter may have taken, if it has the same name, table, schema and pool or connection. In
-// another process, use [Result.Receipt].
+// Refund gives back all that a request took. Pass a result of Allow, AllowN, Wait, WaitN or [Results].Each. Another
+// limiter may have returned it, if it has the same name, table, schema and pool. For another process, use
+// [Result.Receipt].
 //
-// It gives back what still counts under the policy that took: of a [FixedWindow] or [CalendarWindow] until the window
-// ends, of a [SlidingWindow] until the next one does, of a [SlidingLog] while it is in the log, and of a [TokenBucket]
-// what has not flowed in again. Spent credit becomes credit again. After takes under other numbers, less may be left to
-// give back. So whatever is given back, what was admitted and kept stays within the policy.
+// Refund gives back only what still counts, so refunds never admit more than the policy does. A take counts until its
+// [FixedWindow] or [CalendarWindow] ends, until the next [SlidingWindow] ends, while it is in a [SlidingLog], and until
+// its tokens have flowed into the [TokenBucket] again. Spent credit becomes credit again. If the policy's numbers have
+// changed, less may be given back.
 //
-// Nothing is given back twice: a result is used up, unless the refund surely did not count. Do not refund a take that a
-// rollback has given back. Errors: [ErrNothingToRefund]; [ErrNoReceipt]; a [*RefundError]; else as Allow.
+// A result can be refunded once. After an error it can be refunded again, unless the refund may have counted. Do not
+// refund a take that a rollback has given back. Errors: [ErrNothingToRefund]; [ErrNoReceipt]; a [*RefundError]; those
+// of Allow.
 func (l *Limiter) Refund(ctx context.Context, result Result) (Balance, error) {
 	return l.refund(ctx, result, result.taken.Own().Left())
 }
 
-// RefundN gives back n of what the request took: 600 if it reserved 1,000 and used 400. Credit goes back first. Errors:
-// as Refund, and a [*CostError] for n below 1 or above what is left.
+// RefundN gives back n of what a request took, such as 600 of 1,000 if the work used 400. Credit is given back first.
+// Errors: those of Refund, and a [*CostError] for n below 1 or above what is left.
 func (l *Limiter) RefundN(ctx context.Context, result Result, n int64) (Balance, error) {
 	return l.refund(ctx, result, n)
 }
@@ -38,21 +39,21 @@ func (l *Limiter) refund(ctx context.Context, result Result, n int64) (Balance, 
 	if err := ctx.Err(); err != nil {
 		return Balance{}, gaveUp(err)
 	}
-	if !r.Swap(left, left-n) { // somebody else gives back of it at the same time
+	if !r.Swap(left, left-n) { // another goroutine refunds the same result
 		return l.refund(ctx, result, n)
 	}
 	o, err := l.client.engine.Refund(ctx, nil, l.space, r, left-n, left)
 	l.waiting.WakeUp(r.Key) // waiting requests may fit now
 	err = publicError(err)
 	if store, ok := errors.AsType[*StoreError](err); ok && !errors.Is(store, ErrOutcomeUnknown) {
-		// Nothing was given back, so it can be tried again. But if other units of the result went back meanwhile,
-		// these are lost, because a receipt is used up in order.
+		// Nothing was given back, so the caller may try again. If a concurrent RefundN has lowered what is left, Swap does
+		// nothing, and these n units are lost.
 		r.Swap(left-n, left)
 	}
 	return balanceOf(&o, err)
 }
 
-// nothingLeft says why nothing can be given back, if nothing is left.
+// nothingLeft returns an error if nothing of r can be given back.
 func (r *Result) nothingLeft(left int64) error {
 	switch {
 	case r.fromJSON:
@@ -63,7 +64,7 @@ func (r *Result) nothingLeft(left int64) error {
 	return nil
 }
 
-// checkRefund says why this limiter cannot give back n of what is left.
+// checkRefund returns an error if l cannot give back n of the units that are left.
 func (l *Limiter) checkRefund(result *Result, r *engine.Receipt, n, left int64) error {
 	if err := result.nothingLeft(left); err != nil {
 		return err
@@ -81,13 +82,13 @@ func (l *Limiter) checkRefund(result *Result, r *engine.Receipt, n, left int64) 
 	return nil
 }
 
-// Grant gives key a credit of n above its limit, for support or a purchase, say. Requests take from it when there is no
-// ordinary room, each unit once. It does not refill, and no request may cost more than the limit. With [All], each
-// policy gets a credit of n. A key holds at most 2^61.
+// Grant gives key a credit of n above its limit, for example after a purchase. A request takes from the credit when the
+// limit has no room. Spent credit does not come back. No request may cost more than the limit. With [All], each policy
+// gets a credit of n. A key holds at most 2^61.
 //
-// Credit lasts until it is spent, or until the key was not used for a Window (for a [SlidingWindow] or [CalendarWindow]
-// two, for a [TokenBucket] the time to fill it). It outlives other numbers of the policy, but no Reset and no policy of
-// another kind. Errors: as Allow, and a [*CostError] for n below 1 or above 2^61.
+// Unspent credit ends when the key was not used for a Window (for two with a [SlidingWindow] or [CalendarWindow]; for
+// the time to fill a [TokenBucket]). It survives new numbers of the policy, but no Reset and no other kind of policy.
+// Errors: those of Allow, and a [*CostError] for n below 1 or above 2^61.
 func (l *Limiter) Grant(ctx context.Context, key string, n int64) (Balance, error) {
 	if err := checkGrant(key, n); err != nil {
 		return Balance{}, err
@@ -110,8 +111,8 @@ func checkGrant(key string, n int64) error {
 	return nil
 }
 
-// Reset makes key as good as new. With [All], it resets one policy after the other, so a take meanwhile may count for
-// some only. Errors: as Allow.
+// Reset makes key as good as new. With [All], it resets one policy after another, so a concurrent take may stay in
+// some. Errors: those of Allow.
 func (l *Limiter) Reset(ctx context.Context, key string) error {
 	if err := checkKey(key); err != nil {
 		return err
@@ -120,7 +121,7 @@ func (l *Limiter) Reset(ctx context.Context, key string) error {
 	return publicError(l.client.engine.Reset(ctx, l.space, key, l.rowsOf(key), then))
 }
 
-// rowsOf is how many rows a key may have.
+// rowsOf returns how many rows a key may have.
 func (l *Limiter) rowsOf(key string) int {
 	return max(len(l.model.Rules), len(l.view.Known(l.model, key).Rules))
 }

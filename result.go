@@ -9,30 +9,30 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/engine"
 )
 
-// Result is a decision. The zero Result denies. It remembers what it took.
+// Result is a decision. The zero Result denies.
 type Result struct {
-	Allowed bool   // the cost was taken; of a Peek: a cost of 1 would be allowed
+	Allowed bool   // the cost was taken; for a Peek, a cost of 1 would be allowed
 	Source  Source // who decided
-	Limit   int64  // the policy's; of a bucket, its Capacity
+	Limit   int64  // the Limit of the policy, or the Capacity of a TokenBucket
 	// Remaining is the largest cost that would be allowed next: 7 after taking 3 of 10. Credit from [Limiter.Grant] may
 	// raise it above Limit.
 	Remaining int64
-	// RetryAfter is 0 if Allowed. Else it is the time from DecidedAt until the same request is allowed, if nobody else
-	// takes: exactly, so it is still denied 1 µs earlier. With 10 a minute in a sliding window, all taken at 0 s, it is
-	// 61 s at 5 s.
+	// RetryAfter is 0 if Allowed. Otherwise it is the time from DecidedAt until the same request is allowed, if nobody
+	// else takes. It is exact: 1 µs earlier the request is still denied. With a sliding window of 10 a minute, all taken
+	// at 0 s, it is 61 s at 5 s.
 	RetryAfter time.Duration
-	// ResetAfter is the time until the key is as good as new, if nobody takes; 0 if it is. In that example it is 115 s
-	// at 5 s, because what was taken counts until the next window ends.
+	// ResetAfter is the time until the key is as good as new, if nobody takes. With a sliding window of 10 a minute, all
+	// taken at 0 s, it is 115 s at 5 s: a take counts until the next window ends.
 	ResetAfter time.Duration
-	DecidedAt  time.Time // by the database's clock, or by this process's if Postgres is away
+	DecidedAt  time.Time // by the database's clock, or by this process's if Postgres is unreachable
 
-	// Shadow is what a row of the mode shadow would have decided; see [Policies]. It is nil if none was decided.
+	// Shadow is the decision of a row of mode shadow, or nil without such a row; see [Policies].
 	Shadow *Result
 
-	taken    engine.Claim // for Refund
-	fromJSON bool         // what was taken is not known
+	taken    engine.Claim // what Refund gives back
+	fromJSON bool         // taken is empty, because JSON does not contain it
 
-	each *[]Result // of an All; a pointer, so that Results can be compared
+	each *[]Result // for an All; a pointer keeps Result comparable
 }
 
 // Balance is what a key has after a refund or a grant: see [Result].
@@ -42,8 +42,8 @@ type Balance struct {
 	DecidedAt        time.Time
 }
 
-// Each returns what each policy of an [All] says, in their order. Those that refuse have a RetryAfter above 0. It is
-// nil for a single policy, or if no policy was asked (SourcePolicy, SourceFailedOpen, SourceFailedClosed).
+// Each returns the result of each policy of an [All], in order. A policy that refuses has a RetryAfter above 0. Each
+// returns nil for a single policy, or if no policy was asked (SourcePolicy, SourceFailedOpen, SourceFailedClosed).
 func (r Result) Each() []Result {
 	if r.each == nil {
 		return nil
@@ -58,14 +58,14 @@ type Source uint8
 const (
 	SourceDatabase     Source = iota // the database
 	SourceCachedDenial               // a denial that this process remembers; see [ClientConfig].DenialMaxAge
-	SourceFallback                   // this process, because Postgres is away; see [FallbackLocal]
-	SourceFailedOpen                 // [FailOpen], because Postgres is away
-	SourceFailedClosed               // [FailClosed], because Postgres is away
-	SourcePolicy                     // a row of the mode off or deny, and nothing was counted; see [Policies]
-	SourceLease                      // this process, from what it took ahead; see [Lease]
+	SourceFallback                   // this process, because Postgres is unreachable; see [FallbackLocal]
+	SourceFailedOpen                 // [FailOpen], because Postgres is unreachable
+	SourceFailedClosed               // [FailClosed], because Postgres is unreachable
+	SourcePolicy                     // a row of mode off or deny; nothing was counted; see [Policies]
+	SourceLease                      // this process, from a lease; see [Lease]
 )
 
-// String is the source in words, such as "cached denial".
+// String returns the source in words, such as "cached denial".
 func (s Source) String() string {
 	switch s {
 	case SourceDatabase:
@@ -87,15 +87,15 @@ func (s Source) String() string {
 	}
 }
 
-// isAway says whether OnFailure has answered.
+// isAway tells whether s is an answer of OnFailure.
 func (s Source) isAway() bool {
 	return s == SourceFallback || s == SourceFailedOpen || s == SourceFailedClosed
 }
 
-// MarshalText returns the String.
+// MarshalText returns what String returns.
 func (s Source) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 
-// UnmarshalText reads a String.
+// UnmarshalText reads what String returns.
 func (s *Source) UnmarshalText(text []byte) error {
 	for source := SourceDatabase; source <= SourceLease; source++ {
 		if source.String() == string(text) {
@@ -106,7 +106,7 @@ func (s *Source) UnmarshalText(text []byte) error {
 	return fmt.Errorf("ratelimit: %q is no Source", text)
 }
 
-// UnmarshalJSON reads all but what the result took: see [Result.Receipt].
+// UnmarshalJSON reads all fields, but not what [Limiter.Refund] needs.
 func (r *Result) UnmarshalJSON(text []byte) error {
 	type plain Result // without this method
 	if err := json.Unmarshal(text, (*plain)(r)); err != nil {
@@ -116,7 +116,7 @@ func (r *Result) UnmarshalJSON(text []byte) error {
 	return nil
 }
 
-// balanceOf is what the caller is told of a refund or a grant.
+// balanceOf returns the Balance of a refund or a grant.
 func balanceOf(o *engine.Outcome, err error) (Balance, error) {
 	if err != nil {
 		return Balance{}, err
@@ -124,13 +124,13 @@ func balanceOf(o *engine.Outcome, err error) (Balance, error) {
 	return Balance{Limit: o.Limit, Remaining: o.Remaining, ResetAfter: o.ResetAfter, DecidedAt: o.DecidedAt}, nil
 }
 
-// resultOf is what the caller is told of a decision.
+// resultOf returns the Result of a decision.
 func resultOf(o *engine.Outcome) (r Result) {
 	r.set(o)
 	return r
 }
 
-// set is resultOf for a Result that is there already, which saves copying it.
+// set is resultOf, but writes to r, which saves a copy.
 func (r *Result) set(o *engine.Outcome) {
 	*r = Result{
 		Allowed: o.Allowed, Source: sourceOf(o.By), Limit: o.Limit, Remaining: o.Remaining,

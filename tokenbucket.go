@@ -7,16 +7,16 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// TokenBucket holds up to Capacity tokens, and starts full. Refill tokens flow in evenly over every Every. A request of
-// cost n takes n tokens, or none if there are fewer. So it admits bursts of Capacity, and Refill per Every in the long
-// run. Nothing is rounded: the bucket counts in units of 1/Every(µs) token, and Refill of them flow in each
+// TokenBucket holds up to Capacity tokens, and starts full. Refill tokens flow in evenly during each Every. A request
+// of cost n takes n tokens, or none if there are fewer. So a bucket admits bursts of Capacity, and Refill per Every in
+// the long run. Nothing is rounded: the unit of the count is 1/Every(µs) of a token, and Refill units flow in each
 // microsecond.
 //
 // With TokenBucket{Capacity: 20, Refill: 5, Every: 10 * time.Second}, a new key may take 20 at once. Then it gets one
 // more every 2 s, as RetryAfter says. It is full again 40 s after the last request.
 type TokenBucket struct {
 	Capacity int64         // the largest burst: at least 1, and Capacity × Every in microseconds at most 2^62
-	Refill   int64         // the tokens that flow in over Every: at least 1
+	Refill   int64         // the tokens that flow in during Every: at least 1
 	Every    time.Duration // whole microseconds, at least 1; filling the bucket may take 2^51 µs (71 years) at most
 }
 

@@ -9,25 +9,25 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// TxLimiter is a limiter within a transaction: see [Limiter.WithTx].
+// TxLimiter is a limiter that asks within a transaction: see [Limiter.WithTx].
 type TxLimiter struct {
 	limiter *Limiter
 	tx      pgx.Tx
 }
 
-// WithTx returns what can be asked within tx. What it takes commits with tx, and a rollback gives it back.
+// WithTx returns a limiter that asks within tx. What it takes commits with tx, and a rollback gives it back.
 //
-// Once tx has taken from a key, all others who ask for it wait until tx ends, or get [ErrKeyHeld] after a quarter of
-// their Timeout. So ask late, and never for a key that many share. Or call Allow before the transaction, and
-// [Limiter.Refund] if the work fails: then nobody waits, but a process that dies in between has taken for nothing.
+// After tx has taken from a key, all other calls for the key wait until tx ends, or return [ErrKeyHeld] after a quarter
+// of their Timeout. So ask late in tx, and never for a key that many share. Another way is to call Allow before the
+// transaction, and [Limiter.Refund] if the work fails. Then no call waits, but a process that dies gives nothing back.
 //
-// A denial leaves tx as it was, and an error of the database aborts it. If there is no answer within
-// [ClientConfig].Timeout, it is an [ErrTimeout], and the connection is closed, which rolls tx back. To wait for less
-// time, set lock_timeout in tx; the context interrupts no statement. At REPEATABLE READ and above, SQLSTATE 40001 may
-// come: try the whole transaction again. Ask for several keys by one [AllowAll], or transactions may deadlock.
+// A denial does not change tx, and an error of the database aborts tx. Without an answer within [ClientConfig].Timeout,
+// a call closes the connection, which rolls tx back, and returns an [ErrTimeout]. To wait for less time, set
+// lock_timeout in tx. The context does not interrupt a statement. At REPEATABLE READ and above, repeat the transaction
+// after SQLSTATE 40001. Ask for several keys with one [AllowAll], or transactions may deadlock.
 //
-// A proxy for shards refuses WithTx ([ErrSharded]), because what a shard has committed would not roll back with tx.
-// Call Allow before the transaction, or use a pool of the shard's own database.
+// A proxy for shards refuses WithTx ([ErrSharded]), because a rollback of tx would not undo the commit on the shard.
+// Call Allow before the transaction, or connect to the shard directly.
 func (l *Limiter) WithTx(tx pgx.Tx) TxLimiter { return TxLimiter{limiter: l, tx: tx} }
 
 // Allow is [Limiter.Allow].
@@ -66,17 +66,17 @@ func (t TxLimiter) AllowN(ctx context.Context, key string, n int64) (result Resu
 	return result, nil
 }
 
-// Request is [Limiter.Request]. An [AllowAll] has one transaction, or none.
+// Request is [Limiter.Request]. An [AllowAll] is within one transaction.
 func (t TxLimiter) Request(key string, n int64) Request {
 	return Request{limiter: t.limiter, key: key, cost: n, inTx: true, tx: t.tx}
 }
 
-// Refund is [Limiter.Refund], but leaves result usable: tx may be run again.
+// Refund is [Limiter.Refund], but allows a second refund, after a rollback.
 func (t TxLimiter) Refund(ctx context.Context, result Result) (Balance, error) {
 	return t.RefundN(ctx, result, result.taken.Own().Left())
 }
 
-// RefundN is [Limiter.RefundN], but leaves result usable.
+// RefundN is [Limiter.RefundN], but allows a second refund, after a rollback.
 func (t TxLimiter) RefundN(ctx context.Context, result Result, n int64) (Balance, error) {
 	if err := checkTx(t.tx); err != nil {
 		return Balance{}, err
@@ -115,7 +115,7 @@ func (t TxLimiter) Reset(ctx context.Context, key string) error {
 	return publicError(l.client.engine.ResetIn(ctx, t.tx, l.space, key, l.rowsOf(key)))
 }
 
-// checkTx refuses a nil transaction.
+// checkTx returns an error for a nil transaction.
 func checkTx(tx pgx.Tx) error {
 	if pg.IsNil(tx) {
 		return &ConfigError{Field: "tx", Reason: "is nil, and must be a transaction that has begun"}

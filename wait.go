@@ -10,21 +10,21 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/waitline"
 )
 
-// Wait takes 1 from key's limit as soon as that fits, and then returns. It is for work that can be done later, such as
-// calls of somebody else's API. Those who wait for a key in this process are served in order, so a large cost holds up
-// smaller ones behind it. Other processes and Allow may be served before. However many wait, two or three statements
-// serve each time at which there is room. To that time Wait adds a random 0 to 2 %, at most 100 ms, so that processes
-// take turns.
+// Wait takes 1 from key's limit as soon as 1 fits, and then returns. It is for work that can be done later. In this
+// process, callers that wait for a key are served in order, so a large cost delays smaller costs behind it. Calls of
+// Allow and other processes may be served earlier. Each time there is room, two or three statements serve all callers
+// that fit. The wait is up to 2 % longer at random, by at most 100 ms, so that processes take turns.
 //
 // If ctx's deadline is before the retry time, Wait takes nothing, and returns a [*WaitError] at once. A Reset by this
-// limiter ends the wait. What others do is noticed at the retry time. All in the line get the same error, or
-// OnFailure's answer until that denies. Errors: as Allow, and a [*WaitError].
+// limiter ends the wait. A Reset by another limiter is noticed at the retry time. If the database cannot decide, all
+// callers that wait for the key get the error, or OnFailure's answers until one denies. Errors: those of Allow, and a
+// [*WaitError].
 func (l *Limiter) Wait(ctx context.Context, key string) (Result, error) {
 	return l.WaitN(ctx, key, 1)
 }
 
-// WaitN is Wait for n; n = 0 waits until 1 would fit, and takes nothing. Those allowed together get the ResetAfter of
-// the last. Errors: as Wait, and a [*CostError] for n below 0 or above the limit.
+// WaitN is Wait for n. WaitN with n = 0 waits until 1 would fit, and takes nothing. Callers that one statement allows
+// get the same ResetAfter. Errors: those of Wait, and a [*CostError] for n below 0 or above the limit.
 func (l *Limiter) WaitN(ctx context.Context, key string, n int64) (Result, error) {
 	if err := checkKey(key); err != nil {
 		return Result{}, err
@@ -63,7 +63,7 @@ func (l *Limiter) WaitN(ctx context.Context, key string, n int64) (Result, error
 	return result, err
 }
 
-// readingOf returns what a line has to know of a result.
+// readingOf returns the parts of a result that package waitline needs.
 func readingOf(r *Result) waitline.Reading {
 	return waitline.Reading{
 		Allowed: r.Allowed, Away: r.Source.isAway(), Fixed: r.Source == SourcePolicy,
@@ -71,7 +71,7 @@ func readingOf(r *Result) waitline.Reading {
 	}
 }
 
-// partOf returns one caller's part of a result for several. See waitline.Source.
+// partOf returns one caller's part of a result for several callers: see Share of waitline.Source.
 func partOf(all *Result, from, to, behind int64) Result {
 	own := *all
 	own.Remaining += behind
@@ -79,8 +79,8 @@ func partOf(all *Result, from, to, behind int64) Result {
 	return own
 }
 
-// staleness returns a function that says whether another policy or row is in force for a key since its last call,
-// first: since it was this policy or row. It returns nil if that cannot change.
+// staleness returns a function that tells whether the policy or row in force for key has changed since its last call.
+// Its first call compares with policy and row. staleness returns nil if l has no Policies.
 func (l *Limiter) staleness(key string, policy *model.Policy, row *policytable.Row) func() bool {
 	if l.view == nil {
 		return nil
@@ -95,7 +95,7 @@ func (l *Limiter) staleness(key string, policy *model.Policy, row *policytable.R
 	}
 }
 
-// answerAndObserve is OnFailure's answer to a caller behind one that the database did not decide.
+// answerAndObserve returns OnFailure's answer to a caller in line, and tells the observer.
 func (l *Limiter) answerAndObserve(policy *model.Policy, key string, n int64) (result Result) {
 	if l.client.observer != nil {
 		var err error
