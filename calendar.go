@@ -22,8 +22,8 @@ import (
 type CalendarWindow struct {
 	Limit int64 // in units of cost: at least 1, and at most 2^62
 	Unit  Unit
-	// Zone is a name with a slash from the IANA time zone database, such as Europe/Berlin. Defaults to UTC. [New] refuses
-	// names such as CET, Etc/GMT+3 and Japan, because Go and Postgres may read them differently.
+	// Zone is a name with a slash from the IANA time zone database, such as Europe/Berlin. Defaults to UTC. [New]
+	// refuses names such as CET, Etc/GMT+3 and Japan, because Go and Postgres may read them differently.
 	Zone string
 }
 

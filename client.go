@@ -32,19 +32,20 @@ type Client struct {
 // ClientConfig says how a [Client] uses its database. The zero value is useful.
 type ClientConfig struct {
 	Schema string // the schema that has the tables; defaults to "": search_path finds it
-	// Timeout is the longest time that a call waits for a decision, at least 1 ms. Defaults to 1 second. If a transaction
-	// has locked the key's row, the call waits a quarter of Timeout, and returns [ErrKeyHeld]. This delays other keys by a
-	// few milliseconds at most. Single connections and transactions keep their lock_timeout.
+	// Timeout is the longest time that a call waits for a decision, at least 1 ms. Defaults to 1 second. If a
+	// transaction has locked the key's row, the call waits a quarter of Timeout, and returns [ErrKeyHeld]. This delays
+	// other keys by a few milliseconds at most. Single connections and transactions keep their lock_timeout.
 	Timeout time.Duration
-	// MaxInFlight is how many statements may run at once on each shard, each on a connection of the pool. Keys whose rows
-	// are locked may use one more. At least 1; defaults to 2. A second statement starts only if callers wait for 24 keys,
-	// or if the first statement takes longer than 10 ms.
+	// MaxInFlight is how many statements may run at once on each shard, each on a connection of the pool. Keys whose
+	// rows are locked may use one more. At least 1; defaults to 2. A second statement starts only if callers wait for
+	// 24 keys, or if the first statement takes longer than 10 ms.
 	MaxInFlight int
 	MaxBatch    int // how many calls may share a statement, at least 1; defaults to 500
-	// DenialMaxAge is how long this process remembers a denial; a shorter RetryAfter ends it sooner. Until then it denies
-	// requests of the same cost or more without asking the database. Defaults to 1 second; [Config].NoDenialCache turns it
-	// off. A take, refund, grant or reset by the limiter ends the key's denial, also for limiters made by With. A refund,
-	// grant or reset by others may be noticed DenialMaxAge later; with [Policies], at once.
+	// DenialMaxAge is how long this process remembers a denial; a shorter RetryAfter ends it sooner. Until then it
+	// denies requests of the same cost or more without asking the database. Defaults to 1 second;
+	// [Config].NoDenialCache turns it off. A take, refund, grant or reset by the limiter ends the key's denial, also
+	// for limiters made by With. A refund, grant or reset by others may be noticed DenialMaxAge later; with [Policies],
+	// at once.
 	DenialMaxAge time.Duration
 	// Logger gets a line with the cause when the database stops deciding, and a line when it decides again. It gets no
 	// line for each call, and no key. Defaults to slog.Default().

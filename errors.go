@@ -36,12 +36,12 @@ var (
 	ErrNewerSchema = pg.ErrNewerSchema
 	// ErrNotPermitted: the database role may not execute the functions. GRANT EXECUTE on them.
 	ErrNotPermitted = pg.ErrNotPermitted
-	// ErrPreparedStatements: prepared statements do not reach Postgres, for example through PgBouncer in transaction mode.
-	// Set default_query_exec_mode=exec in the connection string.
+	// ErrPreparedStatements: prepared statements do not reach Postgres, for example through PgBouncer in transaction
+	// mode. Set default_query_exec_mode=exec in the connection string.
 	ErrPreparedStatements = pg.ErrPreparedStatements
-	// ErrSetup: the server refuses the log-in, the database, TLS or a setting; the application's pgx types or tracer break
-	// arguments or results; or it uses the connection concurrently. The message says which. With ErrOutcomeUnknown, the
-	// result was unreadable.
+	// ErrSetup: the server refuses the log-in, the database, TLS or a setting; the application's pgx types or tracer
+	// break arguments or results; or it uses the connection concurrently. The message says which. With
+	// ErrOutcomeUnknown, the result was unreadable.
 	ErrSetup = pg.ErrSetup
 	// ErrSharded: the database is a proxy for shards, and cannot do this. AllowAll needs keys on one shard: see
 	// [AllowAll]. For transactions, see [Limiter.WithTx].
@@ -59,8 +59,9 @@ var (
 	// ErrPoolExhausted: all connections of the pool were in use for the whole Timeout, often by transactions that call
 	// Allow. Use WithTx in transactions, raise MaxConns, or call [OwnPool]. It is an ErrTimeout too.
 	ErrPoolExhausted = pg.ErrPoolExhausted
-	// ErrOutcomeUnknown: the connection broke or the Timeout was over after the request was sent, so the request may have
-	// counted. The limiter never repeats such a call. WithTx does not return it, because the transaction is rolled back.
+	// ErrOutcomeUnknown: the connection broke or the Timeout was over after the request was sent, so the request may
+	// have counted. The limiter never repeats such a call. WithTx does not return it, because the transaction is rolled
+	// back.
 	ErrOutcomeUnknown = pg.ErrOutcomeUnknown
 )
 

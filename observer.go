@@ -11,8 +11,8 @@ import (
 // Observer has functions that a [Client] calls, for metrics and logs: see packages observe and otelratelimit. They may
 // be nil. They must be quick, and safe for concurrent use. No event has a key.
 type Observer struct {
-	// Decision is called after each Allow, AllowN and Peek, and for each request of an [AllowAll], also in a transaction.
-	// Waits that are decided together make one event, with the sum of their costs.
+	// Decision is called after each Allow, AllowN and Peek, and for each request of an [AllowAll], also in a
+	// transaction. Waits that are decided together make one event, with the sum of their costs.
 	Decision func(DecisionEvent)
 	// Statement is called after each statement on a pool. If a row was locked, a key was refused or keys are on several
 	// shards, it has an Err, and later statements decide its calls.

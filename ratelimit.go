@@ -63,8 +63,8 @@ type Config struct {
 	// keys, in any number of processes. A Name has 1 to 128 bytes of UTF-8 without NUL.
 	Name   string
 	Policy Policy // how much a key may take
-	// Durable keeps the rows in rate_limit_durable, which survives a crash of the server. Set it for quotas and billing.
-	// Defaults to false: rows are in rate_limit_ephemeral, which is unlogged, so a crash resets all keys.
+	// Durable keeps the rows in rate_limit_durable, which survives a crash of the server. Set it for quotas and
+	// billing. Defaults to false: rows are in rate_limit_ephemeral, which is unlogged, so a crash resets all keys.
 	Durable bool
 	// SynchronousCommit makes calls of a durable limiter wait until the WAL is flushed, so that a crash loses nothing.
 	// Defaults to false: a crash may lose takes of the last 0.6 s (three times wal_writer_delay).
@@ -74,8 +74,8 @@ type Config struct {
 	Policies *Policies
 	Ban      *Ban   // bans keys that are denied again and again; needs Policies
 	Lease    *Lease // decides most calls for busy keys in this process; start with &Lease{}
-	// OnFailure says what Allow, AllowN, Peek, Wait and WaitN answer when Postgres is unreachable or too slow. All other
-	// methods return the error. Defaults to ReturnError.
+	// OnFailure says what Allow, AllowN, Peek, Wait and WaitN answer when Postgres is unreachable or too slow. All
+	// other methods return the error. Defaults to ReturnError.
 	OnFailure FailureMode
 }
 

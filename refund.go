@@ -46,8 +46,8 @@ func (l *Limiter) refund(ctx context.Context, result Result, n int64) (Balance, 
 	l.waiting.WakeUp(r.Key) // waiting requests may fit now
 	err = publicError(err)
 	if store, ok := errors.AsType[*StoreError](err); ok && !errors.Is(store, ErrOutcomeUnknown) {
-		// Nothing was given back, so the caller may try again. If a concurrent RefundN has lowered what is left, Swap does
-		// nothing, and these n units are lost.
+		// Nothing was given back, so the caller may try again. If a concurrent RefundN has lowered what is left, Swap
+		// does nothing, and these n units are lost.
 		r.Swap(left-n, left)
 	}
 	return balanceOf(&o, err)

@@ -18,11 +18,11 @@ type Result struct {
 	// raise it above Limit.
 	Remaining int64
 	// RetryAfter is 0 if Allowed. Otherwise it is the time from DecidedAt until the same request is allowed, if nobody
-	// else takes. It is exact: 1 µs earlier the request is still denied. With a sliding window of 10 a minute, all taken
-	// at 0 s, it is 61 s at 5 s.
+	// else takes. It is exact: 1 µs earlier the request is still denied. With a sliding window of 10 a minute, all
+	// taken at 0 s, it is 61 s at 5 s.
 	RetryAfter time.Duration
-	// ResetAfter is the time until the key is as good as new, if nobody takes. With a sliding window of 10 a minute, all
-	// taken at 0 s, it is 115 s at 5 s: a take counts until the next window ends.
+	// ResetAfter is the time until the key is as good as new, if nobody takes. With a sliding window of 10 a minute,
+	// all taken at 0 s, it is 115 s at 5 s: a take counts until the next window ends.
 	ResetAfter time.Duration
 	DecidedAt  time.Time // by the database's clock, or by this process's if Postgres is unreachable
 
