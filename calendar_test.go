@@ -10,7 +10,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
-	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/memdb"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -75,7 +75,7 @@ func TestUnknownTimeZone(t *testing.T) {
 // In memory, this process has to know the time zone.
 func TestUnknownTimeZoneInMemory(t *testing.T) {
 	t.Parallel()
-	client := limitertest.NewClient(t, &memory.DB{}, ratelimit.ClientConfig{})
+	client := limitertest.NewClient(t, &memdb.DB{}, ratelimit.ClientConfig{})
 	bad := limitertest.Of(t, client, ratelimit.Config{Name: "bad", Policy: ratelimit.CalendarWindow{Limit: 10, Unit: ratelimit.CalendarDay, Zone: "Mars/Phobos"}})
 	good := limitertest.Of(t, client, ratelimit.Config{Name: "good", Policy: ratelimit.CalendarWindow{Limit: 10, Unit: ratelimit.CalendarDay, Zone: "Asia/Tokyo"}})
 	testkit.Together(20, func(g int) {

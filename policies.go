@@ -8,7 +8,7 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/memdb"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/policytable"
@@ -56,7 +56,7 @@ const defaultMaxRows = 200_000
 // NewPolicies returns an empty copy of the table in db, for [Policies.Run] to fill. db is a *pgxpool.Pool or a
 // sqldb.Pool. With a sqldb.Pool, Run asks twice a second instead of listening. Errors: a [*ConfigError].
 func NewPolicies(db DBTX, config PoliciesConfig) (*Policies, error) {
-	_, inMemory := db.(*memory.DB)
+	_, inMemory := db.(*memdb.DB)
 	switch {
 	case pg.IsNil(db):
 		return nil, &ConfigError{Field: "db", Reason: "is nil, and must be a *pgxpool.Pool"}

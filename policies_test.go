@@ -12,7 +12,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
-	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/memdb"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -393,7 +393,7 @@ func TestNewPoliciesRefuses(t *testing.T) {
 		field  string
 	}{
 		"no db":       {(*pgxpool.Pool)(nil), ratelimit.PoliciesConfig{}, "db"},
-		"memory":      {&memory.DB{}, ratelimit.PoliciesConfig{}, "db"},
+		"memory":      {&memdb.DB{}, ratelimit.PoliciesConfig{}, "db"},
 		"connection":  {pgtest.Connect(t, db), ratelimit.PoliciesConfig{}, "db"},
 		"transaction": {pgtest.Begin(t, db), ratelimit.PoliciesConfig{}, "db"},
 		"schema":      {db.Pool, ratelimit.PoliciesConfig{Schema: "a\nb"}, "PoliciesConfig.Schema"},

@@ -8,11 +8,11 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
-	"github.com/pgratelimit/ratelimit/internal/lockwait"
+	"github.com/pgratelimit/ratelimit/internal/lockholders"
 )
 
 const (
-	lockID = lockwait.Migrations // the advisory lock of the migrations
+	lockID = lockholders.Migrations // the advisory lock of the migrations
 
 	// lockPoll is the pause between two attempts to take the lock. All migrations together take about 20 ms.
 	lockPoll = 50 * time.Millisecond
@@ -31,21 +31,21 @@ func takeLock(ctx context.Context, tx pgx.Tx) error {
 	ticker := time.NewTicker(lockPoll)
 	defer ticker.Stop()
 
-	began, said, holders := time.Now(), "", []lockwait.Holder(nil)
+	began, said, holders := time.Now(), "", []lockholders.Holder(nil)
 	for tries := 0; ; tries++ {
 		var locked bool
 		err := tx.QueryRow(ctx, "SELECT pg_catalog.pg_try_advisory_xact_lock($1)", lockID).Scan(&locked)
 		if err == nil && !locked && tries%int(lockPatience/lockPoll) == 0 {
 			id := lockID
-			holders, err = lockwait.Holders(ctx, tx, 0, &id)
+			holders, err = lockholders.Holders(ctx, tx, 0, &id)
 		}
-		text := lockwait.Text(holders)
+		text := lockholders.Text(holders)
 		switch {
 		case err == nil && locked:
 			return nil
 		case err == nil && text != "" && text != said && time.Since(began) >= lockPatience:
 			said = text
-			lockwait.Say(ctx, holders)
+			lockholders.Say(ctx, holders)
 		}
 		if err == nil {
 			select {

@@ -15,7 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
-	"github.com/pgratelimit/ratelimit/internal/lockwait"
+	"github.com/pgratelimit/ratelimit/internal/lockholders"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -191,7 +191,7 @@ func TestNobodyWaitsInSilence(t *testing.T) {
 			pgtest.Exec(t, holder, test.hold)
 
 			said, done := make(chan string, 100), make(chan error, 1)
-			ctx := lockwait.To(t.Context(), func(sentence string) { said <- sentence })
+			ctx := lockholders.To(t.Context(), func(sentence string) { said <- sentence })
 			go func() { done <- test.run(ctx, db.Pool) }()
 			const since = ` since \d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ\)`
 			want := fmt.Sprintf(`^waiting for a lock of process %d \(application "night shift", %s,`+since,

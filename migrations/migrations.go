@@ -57,7 +57,7 @@ import (
 	"github.com/pressly/goose/v3"
 
 	"github.com/pgratelimit/ratelimit/internal/catalog"
-	"github.com/pgratelimit/ratelimit/internal/lockwait"
+	"github.com/pgratelimit/ratelimit/internal/lockholders"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
@@ -279,7 +279,7 @@ func Status(ctx context.Context, pool DB) ([]Migration, error) {
 	return all, nil
 }
 
-// transaction runs do in a transaction without JIT compilation. If a statement waits for a lock, lockwait says who
+// transaction runs do in a transaction without JIT compilation. If a statement waits for a lock, lockholders says who
 // holds it. If enable_nestloop is off, Postgres estimates its catalog queries as expensive, and would compile them for
 // seconds.
 //
@@ -292,7 +292,7 @@ func transaction(ctx context.Context, conn *pgx.Conn, mode pgx.TxAccessMode, do 
 			Scan(&pid, nil); err != nil {
 			return err
 		}
-		defer lockwait.Watch(ctx, conn, pid)()
+		defer lockholders.Watch(ctx, conn, pid)()
 		return do(tx)
 	})
 }

@@ -18,10 +18,10 @@ package ratelimittest
 
 import (
 	"github.com/pgratelimit/ratelimit"
-	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/memdb"
 )
 
 // NewDB returns an empty database in memory, for [ratelimit.New] and [ratelimit.NewClient]. Limiters with one name on
 // the same database share their keys, as several processes do on Postgres. It is safe for concurrent use, and needs no
 // Close.
-func NewDB() ratelimit.DBTX { return &memory.DB{} }
+func NewDB() ratelimit.DBTX { return &memdb.DB{} }

@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
-	"github.com/pgratelimit/ratelimit/internal/lockwait"
+	"github.com/pgratelimit/ratelimit/internal/lockholders"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -718,7 +718,7 @@ func TestDoctorSaysWhoHasLocks(t *testing.T) {
 		{"BEGIN; LOCK TABLE rate_limit_policy IN SHARE MODE", "ShareLock on rate_limit_policy", cli.Problem},
 		{"BEGIN; SELECT rate_limit_allow('a', 'secret', 'fixed 1/1h')", "RowExclusiveLock on rate_limit_ephemeral", cli.Warning},
 		{"BEGIN; SELECT count(*) FROM rate_limit_shadow", "AccessShareLock on rate_limit_shadow", cli.Warning},
-		{fmt.Sprintf("SELECT pg_advisory_lock(%d)", lockwait.Migrations), "the lock of migrations", cli.Warning},
+		{fmt.Sprintf("SELECT pg_advisory_lock(%d)", lockholders.Migrations), "the lock of migrations", cli.Warning},
 		{"BEGIN; LOCK TABLE rate_limit_durable; PREPARE TRANSACTION 'it''s'", "AccessExclusiveLock on rate_limit_durable", cli.Problem},
 	} {
 		config, err := pgx.ParseConfig(db.URL)

@@ -12,7 +12,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/pgratelimit/ratelimit/internal/lockwait"
+	"github.com/pgratelimit/ratelimit/internal/lockholders"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/demo"
@@ -55,7 +55,7 @@ func run(ctx context.Context, args []string, a *cli.App) int {
 	root.SetIn(a.Stdin)
 	root.SetOut(a.Stdout)
 	root.SetErr(a.Stderr)
-	cmd, err := root.ExecuteContextC(lockwait.To(ctx, func(sentence string) {
+	cmd, err := root.ExecuteContextC(lockholders.To(ctx, func(sentence string) {
 		fmt.Fprintf(a.Stderr, "pgratelimit: %s\n", sentence)
 	}))
 

@@ -5,7 +5,7 @@ import (
 	"time"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
-	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/memdb"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/turn"
 )
@@ -13,7 +13,7 @@ import (
 // Database has what all statements of a client share.
 type Database struct {
 	DB     pg.DB
-	memory *memory.DB // DB if that is in memory; else nil
+	memory *memdb.DB  // DB if that is in memory; else nil
 	Turn   *turn.Turn // held while DB is in use, and shared by all who use it; nil for a pool
 	schema string
 	// hungAt is when a statement last failed because Postgres is away or slow. It is nil if Postgres has answered
@@ -35,7 +35,7 @@ type Database struct {
 // NewDatabase returns a database. It sends nothing.
 func NewDatabase(db pg.DB, schema string, clock func() time.Time) *Database {
 	d := &Database{DB: db, Turn: turn.Of(db), schema: schema, clock: clock, ManyParts: 6, ShadowWait: 5}
-	d.memory, _ = db.(*memory.DB)
+	d.memory, _ = db.(*memdb.DB)
 	d.statements = map[int16]string{ofAll: Text("all", schema), takesOfAll: Text("takeall", schema)}
 	for _, a := range algorithm.All() {
 		d.statements[a.Code] = Text(a.File, schema)

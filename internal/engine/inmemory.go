@@ -4,7 +4,7 @@ import (
 	"errors"
 	"time"
 
-	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/memdb"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
@@ -45,7 +45,7 @@ func (d *Database) decideInMemory(db pg.DB, requests []*Request) error {
 }
 
 // decideIn decides a request and those merged with it. Each takes from all of its rows, or from none.
-func (r *Request) decideIn(db *memory.DB, clock int64) {
+func (r *Request) decideIn(db *memdb.DB, clock int64) {
 	before := make([]model.State, len(r.Parts))
 	for i := range r.Parts {
 		before[i] = r.Parts[i].load(db)
@@ -84,7 +84,7 @@ func (r *Request) decideIn(db *memory.DB, clock int64) {
 }
 
 // fitsIn tells whether all parts of a request have room for it.
-func (r *Request) fitsIn(db *memory.DB, clock int64) bool {
+func (r *Request) fitsIn(db *memdb.DB, clock int64) bool {
 	for i := range r.Parts {
 		p := &r.Parts[i]
 		if _, d := p.decide(p.load(db), clock, p.Cost); d.Granted == 0 {
@@ -114,12 +114,12 @@ func (p *Part) credit(s model.State, clock int64) int64 {
 }
 
 // row returns the name of the part's row in memory.
-func (p *Part) row() memory.Row {
-	return memory.Row{Durable: p.Space.Durable, Name: p.Name, Key: p.Key}
+func (p *Part) row() memdb.Row {
+	return memdb.Row{Durable: p.Space.Durable, Name: p.Name, Key: p.Key}
 }
 
 // load returns the state of the part's row. A row of another algorithm counts as none.
-func (p *Part) load(db *memory.DB) model.State {
+func (p *Part) load(db *memdb.DB) model.State {
 	row, _ := db.Rows[p.row()].(memoryRow)
 	if row.algorithm != p.Rules.Numbers().Algorithm {
 		return model.State{}
@@ -127,12 +127,12 @@ func (p *Part) load(db *memory.DB) model.State {
 	return row.State
 }
 
-func (p *Part) store(db *memory.DB, s model.State) {
+func (p *Part) store(db *memdb.DB, s model.State) {
 	if s == p.load(db) { // it adds no row if there is nothing to give back to
 		return
 	}
 	if db.Rows == nil {
-		db.Rows = map[memory.Row]any{}
+		db.Rows = map[memdb.Row]any{}
 	}
 	db.Rows[p.row()] = memoryRow{algorithm: p.Rules.Numbers().Algorithm, State: s}
 }
@@ -145,7 +145,7 @@ func (d *Database) resetInMemory(db pg.DB, space *Space, names []string, key str
 	d.memory.Mu.Lock()
 	defer d.memory.Mu.Unlock()
 	for _, name := range names {
-		delete(d.memory.Rows, memory.Row{Durable: space.Durable, Name: name, Key: key})
+		delete(d.memory.Rows, memdb.Row{Durable: space.Durable, Name: name, Key: key})
 	}
 	return nil
 }

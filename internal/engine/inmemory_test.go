@@ -14,7 +14,7 @@ import (
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
-	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/memdb"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -71,7 +71,7 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 		config := ratelimit.ClientConfig{
 			Test: ratelimit.TestConfig{Now: func() time.Time { return time.UnixMicro(clock) }},
 		}
-		onPostgres, inMemory := limitertest.NewClient(t, pool, config), limitertest.NewClient(t, &memory.DB{}, config)
+		onPostgres, inMemory := limitertest.NewClient(t, pool, config), limitertest.NewClient(t, &memdb.DB{}, config)
 		policies := make([]ratelimit.Policy, 3)
 		limiters := make([]twins, len(policies))
 		for i := range policies {
@@ -220,7 +220,7 @@ func TestMemoryIsExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
 
 	limitertest.EachSlowPolicyAllAndTable(t, 100, func(t *testing.T, config ratelimit.Config) {
-		db := &memory.DB{}
+		db := &memdb.DB{}
 		limiters := []*ratelimit.Limiter{limitertest.New(t, db, config), limitertest.New(t, db, config)}
 		var granted atomic.Int64
 		testkit.Together(300, func(i int) {
@@ -242,7 +242,7 @@ func TestMemoryHasNoTransactions(t *testing.T) {
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	config := ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 3, Window: limitertest.Year}}
-	limiter := limitertest.New(t, &memory.DB{}, config)
+	limiter := limitertest.New(t, &memdb.DB{}, config)
 	result, err := limiter.Allow(t.Context(), "key")
 	require.NoError(t, err)
 	tx := pgtest.Begin(t, pgtest.New(t))

@@ -11,7 +11,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
-	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/memdb"
 )
 
 const fleet = 16 // processes, for which the defaults of Lease are made
@@ -19,7 +19,7 @@ const fleet = 16 // processes, for which the defaults of Lease are made
 // newFleet returns the limiters of so many processes on one database.
 func newFleet(t *testing.T, policy ratelimit.Policy, lease *ratelimit.Lease) (limiters []*ratelimit.Limiter) {
 	t.Helper()
-	db := &memory.DB{}
+	db := &memdb.DB{}
 	for range fleet {
 		limiters = append(limiters, limitertest.New(t, db, ratelimit.Config{
 			Name: "api", Policy: policy, Lease: lease,
@@ -110,7 +110,7 @@ func TestLeasesOfAFullBucketSaveStatements(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var statements atomic.Int64
-		db := &memory.DB{}
+		db := &memdb.DB{}
 		var limiters []*ratelimit.Limiter
 		for range fleet {
 			observer := &ratelimit.Observer{Statement: func(ratelimit.StatementEvent) { statements.Add(1) }}

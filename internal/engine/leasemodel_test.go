@@ -9,7 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/memdb"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -18,7 +18,7 @@ import (
 // database is the model. All that happens between them happens at times that the test chooses.
 type leaseWorld struct {
 	policy    model.Rules
-	rows      map[memory.Row]any
+	rows      map[memdb.Row]any
 	clock     int64 // the database's, in microseconds
 	processes []*leaser
 	uses      []leaseUse
@@ -86,7 +86,7 @@ func (m carelessModel) LeaseOf(s model.State, clock, longest int64) (spare, last
 }
 
 func newLeaseWorld(policy model.Rules, processes int, mistake leaseMistake) *leaseWorld {
-	w := &leaseWorld{policy: policy, rows: map[memory.Row]any{}, clock: 1 << 50, mistake: mistake}
+	w := &leaseWorld{policy: policy, rows: map[memdb.Row]any{}, clock: 1 << 50, mistake: mistake}
 	for range processes {
 		w.processes = append(w.processes, w.newProcess())
 	}
@@ -201,7 +201,7 @@ func (w *leaseWorld) decide(r *Request) {
 	}
 }
 
-func (w *leaseWorld) database() *memory.DB { return &memory.DB{Rows: w.rows} }
+func (w *leaseWorld) database() *memdb.DB { return &memdb.DB{Rows: w.rows} }
 
 // giveBack has a process send what is on its way back, or end its leases, all of them or those that are due.
 func (w *leaseWorld) giveBack(p *leaser, all bool) {

@@ -12,7 +12,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
-	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/memdb"
 	"github.com/pgratelimit/ratelimit/internal/policytable"
 	"github.com/pgratelimit/ratelimit/internal/rulebook"
 )
@@ -46,7 +46,7 @@ func BenchmarkPolicies(b *testing.B) {
 			rules = nil
 			b.Logf("%d bytes for each row", (heap()-before)/101_000)
 		}
-		client, err := ratelimit.NewClient(&memory.DB{}, ratelimit.ClientConfig{DenialMaxAge: time.Hour})
+		client, err := ratelimit.NewClient(&memdb.DB{}, ratelimit.ClientConfig{DenialMaxAge: time.Hour})
 		require.NoError(b, err)
 		l, err := client.Limiter(ratelimit.Config{Name: "api", Policy: ratelimit.FixedWindow{Limit: 1, Window: time.Hour}, Policies: p})
 		require.NoError(b, err)

@@ -13,7 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
-	"github.com/pgratelimit/ratelimit/internal/lockwait"
+	"github.com/pgratelimit/ratelimit/internal/lockholders"
 )
 
 // GrowConfig has the connections for [Grow]. Nothing else may use them meanwhile.
@@ -141,13 +141,13 @@ func (c GrowConfig) lock(ctx context.Context) (unlock func(), err error) {
 	}
 	if !alone {
 		id := GrowLock
-		var holders []lockwait.Holder
+		var holders []lockholders.Holder
 		err := pgx.BeginTxFunc(ctx, c.Old[0], pgx.TxOptions{AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) (err error) {
-			holders, err = lockwait.Holders(ctx, tx, 0, &id)
+			holders, err = lockholders.Holders(ctx, tx, 0, &id)
 			return err
 		})
 		return nil, errors.Join(fmt.Errorf("these shards are being divided already, by %s: wait for the end of that",
-			lockwait.Text(holders)), err)
+			lockholders.Text(holders)), err)
 	}
 	return func() { // the lock also ends with the connection
 		_, _ = c.Old[0].Exec(context.WithoutCancel(ctx), "SELECT pg_catalog.pg_advisory_unlock($1)", GrowLock)

@@ -16,7 +16,7 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 
-	"github.com/pgratelimit/ratelimit/internal/lockwait"
+	"github.com/pgratelimit/ratelimit/internal/lockholders"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
@@ -171,7 +171,7 @@ func (a *App) Transaction(
 		if err := pg.Garbled(tx.Conn(), schema); err != nil { // the schema may come from search_path
 			return err
 		}
-		defer lockwait.Watch(ctx, tx.Conn(), pid)()
+		defer lockholders.Watch(ctx, tx.Conn(), pid)()
 		locked := []string{}
 		if lock != "" {
 			// A stranger with the right to create in the schema could have made the tables. doctor has to report that.

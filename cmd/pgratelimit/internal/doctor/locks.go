@@ -10,7 +10,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
-	"github.com/pgratelimit/ratelimit/internal/lockwait"
+	"github.com/pgratelimit/ratelimit/internal/lockholders"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
@@ -23,7 +23,7 @@ var locksSQL string
 
 // LockHolder is a row of locksSQL.
 type LockHolder struct {
-	lockwait.Holder
+	lockholders.Holder
 
 	What    string
 	Closed  bool // nobody else can even read the table
@@ -43,7 +43,7 @@ func (e *Examination) ReadLocks(ctx context.Context, since time.Duration) (held 
 			&schema, nil, nil, nil, nil, nil, nil); err != nil {
 			return err
 		}
-		held, err = cli.Rows[LockHolder](ctx, tx, locksSQL, schema, since.Seconds(), lockwait.Migrations)
+		held, err = cli.Rows[LockHolder](ctx, tx, locksSQL, schema, since.Seconds(), lockholders.Migrations)
 		return err
 	})
 	return held, err

@@ -11,7 +11,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
-	"github.com/pgratelimit/ratelimit/internal/lockwait"
+	"github.com/pgratelimit/ratelimit/internal/lockholders"
 	"github.com/pgratelimit/ratelimit/internal/shards"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
@@ -118,7 +118,7 @@ func growShards(ctx context.Context, a *cli.App, more, others []string, undo, ye
 	}
 	stop := []func(){}
 	for _, conn := range open {
-		stop = append(stop, lockwait.Watch(ctx, conn, conn.PgConn().PID()))
+		stop = append(stop, lockholders.Watch(ctx, conn, conn.PgConn().PID()))
 	}
 	defer func() {
 		for _, stop := range stop {

@@ -1,5 +1,5 @@
-// Package memory has the in-memory database of package ratelimittest. Package ratelimit decides on it with its models.
-package memory
+// Package memdb has the in-memory database of package ratelimittest. Package ratelimit decides on it with its models.
+package memdb
 
 import (
 	"context"

@@ -1,6 +1,6 @@
-// Package lockwait says who holds the lock that a session waits for, so that no command waits in silence. It prints no
-// statements, because they may contain keys.
-package lockwait
+// Package lockholders tells who holds the lock that a session waits for, so that no command waits in silence. It prints
+// no statements, because they may contain keys.
+package lockholders
 
 import (
 	"context"
