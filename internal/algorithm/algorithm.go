@@ -1,4 +1,4 @@
-// Package algorithm has the table of the algorithms, and the text form of the policies that use them.
+// Package algorithm has a table of the rate limit algorithms. It also parses policies such as "fixed 100/1m".
 package algorithm
 
 import (
@@ -8,19 +8,18 @@ import (
 	"time"
 )
 
-// Algorithm is a row of the table.
+// Algorithm is a row of the table of algorithms.
 type Algorithm struct {
-	Code     int16  // its code in rows and for rate_limit_all
+	Code     int16  // the algorithm's code in table rows and in calls of rate_limit_all
 	Word     string // the first word of a policy's text
-	Example  string // an example of such a text
+	Example  string // an example of a policy's text
 	File     string // the NAME in NAME.go, internal/model/NAME.go, sql/NAME.sql and internal/engine/call/NAME.sql
-	Function string // it takes from keys of one limiter
-	// These are the function's arguments for a policy's numbers: the limit, the refill if any, the span, and the time
-	// zone if any.
+	Function string // the SQL function that takes from keys of one limiter
+	// Arguments are the names of Function's arguments for the policy's numbers and its time zone.
 	Arguments []string
 }
 
-// The codes.
+// The codes of the algorithms.
 const (
 	FixedWindow int16 = 1 + iota
 	SlidingWindow
@@ -29,19 +28,19 @@ const (
 	CalendarWindow
 )
 
-// All returns the table in the order of the codes.
+// All returns the table of algorithms in the order of their codes.
 //
-// A new algorithm needs a row here. NAME.go has its policy, and policyOf in policy.go gets a case that makes the policy
-// from numbers. internal/model/NAME.go has its rules, with NAME_test.go beside it, and model.Of gets a case that makes
-// the rules from numbers. sql/NAME.sql has the rules in SQL, and internal/engine/call/NAME.sql the statement that calls
-// its function. Add the function to deploy/grants.sql and docs/operating.md. With its argument types, add it to
-// cmd/pgratelimit/internal/cli/sql/foreign.sql. Add an example of its text form to docs/algorithms.md. Then run make
-// sql. TestEveryAlgorithmIsComplete says which of these is missing. After the functions are released, internal/gensql
-// needs another migration for it.
+// To add an algorithm, add a row to the table. Write its policy in NAME.go, and make the policy from numbers in
+// policyOf in policy.go. Write its rules in internal/model/NAME.go and NAME_test.go, and make the rules from numbers in
+// model.Of. Write the rules in SQL in sql/NAME.sql, and the statement that calls the SQL function in
+// internal/engine/call/NAME.sql. Name the function in deploy/grants.sql and docs/operating.md. Name the function with
+// its argument types in cmd/pgratelimit/internal/cli/sql/foreign.sql. Add an example of a policy's text to
+// docs/algorithms.md. Then run "make sql". TestEveryAlgorithmIsComplete lists the steps that are missing. If the
+// migrations are already released, add a new migration to internal/gensql.
 //
-// The algorithm may also have a refill like TokenBucket, a log like SlidingLog, or a time zone like CalendarWindow.
-// Then search for these names and codes in internal/engine, in model.go and credit.go of internal/model, in text.go
-// here, and in sql/all.sql, sql/refund.sql, sql/takeall.sql and sql/policy.sql, too.
+// An algorithm may need a refill like TokenBucket, a log like SlidingLog, or a time zone like CalendarWindow. In this
+// case, search for these names and codes in text.go, in internal/engine, in model.go and credit.go of internal/model,
+// and in all.sql, refund.sql, takeall.sql and policy.sql of sql/.
 func All() []Algorithm { return slices.Clone(table[:]) }
 
 //nolint:gochecknoglobals // it never changes, and With reads it for each request
@@ -61,7 +60,7 @@ var (
 	}
 )
 
-// ByWord returns the algorithm whose texts begin with a word.
+// ByWord returns the algorithm whose policies' texts begin with the word.
 func ByWord(word string) (Algorithm, bool) {
 	for _, a := range table {
 		if a.Word == word {
@@ -71,16 +70,16 @@ func ByWord(word string) (Algorithm, bool) {
 	return Algorithm{}, false
 }
 
-// ByCode returns the algorithm with this code. The code must exist.
+// ByCode returns the algorithm with this code. It panics if the code is unknown.
 func ByCode(code int16) Algorithm { return table[code-1] }
 
-// Refills tells whether its policies have a refill, besides limit and span.
+// Refills tells whether the algorithm's policies have a refill.
 func (a *Algorithm) Refills() bool { return slices.Contains(a.Arguments, "refill") }
 
-// Zoned tells whether its policies have a time zone.
+// Zoned tells whether the algorithm's policies have a time zone.
 func (a *Algorithm) Zoned() bool { return slices.Contains(a.Arguments, "zone") }
 
-// Functions names the functions that applications call: those that decide, and the one for resets.
+// Functions returns the names of the SQL functions that applications call, including rate_limit_reset.
 func Functions() []string {
 	var names []string
 	for _, a := range table {
@@ -89,7 +88,7 @@ func Functions() []string {
 	return append(names, "rate_limit_all", "rate_limit_take_all", "rate_limit_reset")
 }
 
-// Examples lists a text for each algorithm, in quotation marks, for error messages.
+// Examples returns an example of a policy's text for each algorithm, in quotation marks, for error messages.
 func Examples() string {
 	var quoted []string
 	for _, a := range table {
@@ -99,20 +98,20 @@ func Examples() string {
 	return strings.Join(quoted[:last], ", ") + " or " + quoted[last]
 }
 
-// Numbers are a policy's data. Two policies for one row are equal if their Numbers are.
+// Numbers are the data of a policy. Policies are equal if their Numbers are equal.
 type Numbers struct {
 	Algorithm int16
-	Limit     int64 // for a bucket, its capacity
-	// Span is the window; for a bucket, the time in which Refill flows in. Every calendar month counts as 31 days.
+	Limit     int64 // a token bucket's capacity, or the limit of a window
+	// Span is the length of the window, or the time in which a bucket gains Refill tokens. A month counts as 31 days.
 	Span   time.Duration
-	Refill int64  // for a bucket; else 0
-	Zone   string // for a calendar window; else empty
+	Refill int64  // a token bucket's refill; 0 for all other algorithms
+	Zone   string // a calendar window's time zone; "" for all other algorithms
 }
 
-// Refills tells whether there is a refill, besides limit and span.
+// Refills tells whether the policy has a refill.
 func (n Numbers) Refills() bool { return table[n.Algorithm-1].Refills() }
 
-// Zoned tells whether there is a time zone.
+// Zoned tells whether the policy has a time zone.
 func (n Numbers) Zoned() bool { return table[n.Algorithm-1].Zoned() }
 
 //nolint:gochecknoglobals // nobody changes it
@@ -121,7 +120,7 @@ var units = [...]struct {
 	span time.Duration
 }{{"minute", time.Minute}, {"hour", time.Hour}, {"day", day}, {"week", 7 * day}, {"month", 31 * day}}
 
-// UnitSpan is the Span for a calendar unit, or 0 if the unit is unknown.
+// UnitSpan returns the Span of a calendar unit, or 0 if the unit is unknown.
 func UnitSpan(name string) time.Duration {
 	for _, u := range units {
 		if u.name == name {
@@ -131,7 +130,7 @@ func UnitSpan(name string) time.Duration {
 	return 0
 }
 
-// UnitName is the calendar unit with this Span, or empty if there is none.
+// UnitName returns the calendar unit that has this Span, or "" if there is none.
 func UnitName(span time.Duration) string {
 	for _, u := range units {
 		if u.span == span {
@@ -144,10 +143,10 @@ func UnitName(span time.Duration) string {
 // UnitNames lists the calendar units for error messages.
 func UnitNames() string { return `"minute", "hour", "day", "week" or "month"` }
 
-// MaxPolicies is the most policies that a limiter may have.
+// MaxPolicies is how many policies a limiter may have.
 const MaxPolicies = 8
 
-// RowName is the name in a limiter's rows for its i-th policy, counted from 0.
+// RowName returns the limiter name that table rows have for policy i of a limiter. The first policy is 0.
 func RowName(limiter string, i int) string {
 	if i == 0 {
 		return limiter
@@ -155,7 +154,7 @@ func RowName(limiter string, i int) string {
 	return fmt.Sprintf("%s/%d", limiter, i+1)
 }
 
-// RowNames are the names of all rows that a limiter can have.
+// RowNames returns the limiter names that a limiter's table rows can have.
 func RowNames(limiter string) []string {
 	names := make([]string, MaxPolicies)
 	for i := range names {

@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// Parse reads the text of one policy, or of several policies separated by commas. It does not check the numbers'
-// ranges.
+// Parse parses the text of a policy, or of several policies separated by commas. It does not check whether the numbers
+// are in range.
 func Parse(text string) ([]Numbers, error) {
 	var all []Numbers
 	for one := range strings.SplitSeq(text, ",") {
@@ -23,7 +23,7 @@ func Parse(text string) ([]Numbers, error) {
 	return all, nil
 }
 
-// String returns the text that Parse reads.
+// String returns the policy's text, which Parse can read.
 func (n Numbers) String() string {
 	a := &table[n.Algorithm-1]
 	switch {
@@ -68,10 +68,10 @@ func parse(words []string) (Numbers, error) {
 	return n, err
 }
 
-// utc is the default time zone of a text.
+// utc is the time zone of a calendar window whose text names no time zone.
 const utc = "UTC"
 
-// parseZoned reads "1000/month Europe/Berlin", or "1000/month" for UTC.
+// parseZoned parses words such as "1000/month" and "Europe/Berlin". Without a second word, the time zone is UTC.
 func parseZoned(a *Algorithm, words []string) (Numbers, error) {
 	if len(words) != 1 && len(words) != 2 {
 		return Numbers{}, fmt.Errorf("has %d words after %q, and needs 1 or 2", len(words), a.Word)
@@ -90,7 +90,7 @@ func parseZoned(a *Algorithm, words []string) (Numbers, error) {
 	return n, nil
 }
 
-// parseRate reads 100/1m.
+// parseRate parses a text such as "100/1m".
 func parseRate(text string) (amount int64, span time.Duration, err error) {
 	amount, after, err := parsePer(text)
 	if err != nil {
@@ -100,7 +100,7 @@ func parseRate(text string) (amount int64, span time.Duration, err error) {
 	return amount, span, err
 }
 
-// parsePer reads the amount before a slash.
+// parsePer parses the amount before a slash, and returns the text after the slash.
 func parsePer(text string) (amount int64, after string, err error) {
 	before, after, ok := strings.Cut(text, "/")
 	if !ok {
@@ -141,7 +141,7 @@ func parseSpan(text string) (span time.Duration, err error) {
 	return span + part, nil
 }
 
-// spanText writes a duration without its zero parts: 1m instead of 1m0s. It writes whole days as 30d.
+// spanText formats a duration without its zero parts: "1m" instead of "1m0s". Whole days are formatted like "30d".
 func spanText(span time.Duration) string {
 	if span >= day && span%day == 0 {
 		return strconv.FormatInt(int64(span/day), 10) + "d"

@@ -1,5 +1,5 @@
-// Package catalog compares what is in a database's catalogs with what the migrations make there. So it finds a schema
-// that was made by other means, or changed since.
+// Package catalog compares the tables, types and functions in a database with those that the migrations create. So it
+// finds objects that were changed or that something else created.
 package catalog
 
 import (
@@ -17,27 +17,27 @@ import (
 //go:embed read.sql
 var readSQL string
 
-// madeJSON describes the schema after each migration. "make sql" writes it from a database. A test compares it with the
-// tests' database on each version of Postgres.
+// madeJSON describes the schema after each migration. "make sql" writes it from a database, and TestMade compares it
+// with the database on each version of Postgres.
 //
 //go:embed made.json
 var madeJSON []byte
 
-// Catalog holds this library's objects in a schema, by kind and name: "table rate_limit_durable", "function
+// Catalog holds the limiter's objects in a schema, by kind and name: "table rate_limit_durable", "function
 // _rate_limit_late()".
 type Catalog map[string]Object
 
-// Object is a table, type or function.
+// Object describes a table, type or function.
 type Object struct {
-	// Owner is "" in the catalog of the migrations, because anybody may run them.
+	// Owner is the role that owns the object. It is "" in made.json, because any role may run the migrations.
 	Owner string `json:"owner,omitempty"`
 
-	// Aspects holds everything else, by name: "column key", "body". A body is stored as a hash.
+	// Aspects holds the object's properties by name, such as "column key" or "body". The value of "body" is a hash.
 	Aspects map[string]string `json:"aspects"`
 }
 
-// Made returns the objects that exist after all migrations up to a version. After version 0 there are none. For a
-// version that this release does not know, ok is false.
+// Made returns the objects that exist after the migrations up to a version. ok is false if this release does not know
+// the version. Version 0 is a database without migrations.
 func Made(version int64) (made Catalog, ok bool) {
 	if version == 0 {
 		return Catalog{}, true
@@ -48,7 +48,7 @@ func Made(version int64) (made Catalog, ok bool) {
 
 func all() map[int64]Catalog {
 	made := map[int64]Catalog{}
-	// madeJSON is part of this program, and a test reads all of it.
+	// madeJSON is embedded, and TestMade reads all of it
 	_ = json.Unmarshal(madeJSON, &made)
 	return made
 }
@@ -64,15 +64,15 @@ func Names() []string {
 	return slices.Sorted(maps.Keys(names))
 }
 
-// Name returns the name of an object without its kind and arguments.
+// Name returns the name of an object without its kind and arguments: "f" for "function f(text)".
 func Name(object string) string {
 	_, name, _ := strings.Cut(object, " ")
 	name, _, _ = strings.Cut(name, "(")
 	return name
 }
 
-// Read returns the objects in a schema that have our names, no matter who made them. It runs none of them. Until the
-// end of the transaction, search_path is pg_catalog, so Postgres qualifies all other names.
+// Read returns the objects in a schema that have names of the limiter's objects, no matter who created them. Read sets
+// search_path to pg_catalog until the transaction ends, so that Postgres qualifies all names of other schemas.
 func Read(ctx context.Context, tx pgx.Tx, schema string) (Catalog, error) {
 	return read(ctx, tx, schema, Names())
 }
@@ -98,15 +98,15 @@ func read(ctx context.Context, tx pgx.Tx, schema string, names []string) (Catalo
 	return found, err
 }
 
-// Difference is one difference between a database and the migrations.
+// Difference is a difference between a database and the migrations.
 type Difference struct {
 	Object string
-	Aspect string // "" if the whole object is missing, is one too many, or has another owner
-	Text   string // a full clause: "table rate_limit_durable lacks column key"
+	Aspect string // "" if the whole object is missing or unexpected, or has another owner
+	Text   string // a complete clause, such as "table rate_limit_durable lacks column key"
 }
 
-// Differences compares found objects with those of the migrations up to a version. All of them must belong to owner. An
-// object that the migrations do not make counts only if owner owns it.
+// Differences compares the found objects with those that the migrations make. owner should own all objects of the
+// migrations. An object that the migrations do not make is a difference only if it belongs to owner.
 func (found Catalog) Differences(made Catalog, owner string) []Difference {
 	var all []Difference
 	for _, object := range slices.Sorted(maps.Keys(made)) {
@@ -134,8 +134,8 @@ func aspects(object string, made, found map[string]string) []Difference {
 	add := func(aspect, text string, args ...any) {
 		all = append(all, Difference{object, aspect, object + " " + fmt.Sprintf(text, args...)})
 	}
-	// If a column is missing, the order differs too, and need not be reported. In a table the order is harmless,
-	// because statements name its columns.
+	// The order of a table's columns does not matter, because statements name the columns. The order of a type's columns
+	// is reported only if no column is missing.
 	const order = "order of columns"
 	for _, aspect := range slices.Sorted(maps.Keys(made)) {
 		switch got, ok := found[aspect]; {
@@ -159,7 +159,7 @@ func aspects(object string, made, found map[string]string) []Difference {
 	return all
 }
 
-// Nearest returns the version, except 0, with the fewest differences from the found objects.
+// Nearest returns the version above 0 that has the fewest differences from the found objects.
 func (found Catalog) Nearest(owner string) (nearest int64) {
 	least := -1
 	for version, made := range all() {

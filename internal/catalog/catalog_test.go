@@ -22,7 +22,7 @@ var update = flag.Bool("update", false, "write made.json, as make sql does")
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// made.json equals what the migrations make, on this version of Postgres and in a schema of any name.
+// TestMade checks that made.json describes what the migrations make. It uses schemas with odd names.
 func TestMade(t *testing.T) {
 	t.Parallel()
 
@@ -50,7 +50,7 @@ func TestMade(t *testing.T) {
 	}
 }
 
-// Every object that the migrations make is in made.json, at least by name.
+// made.json has all objects that the migrations make.
 func TestNamesAreAllThatTheMigrationsMake(t *testing.T) {
 	t.Parallel()
 
@@ -66,7 +66,7 @@ func TestNamesAreAllThatTheMigrationsMake(t *testing.T) {
 	require.Equal(t, "rate_limit_row", catalog.Name("type rate_limit_row"))
 }
 
-// readWithoutOwner reads all objects in the schema, even those without our names.
+// readWithoutOwner reads all objects in the schema, including those that are not the limiter's.
 func readWithoutOwner(t *testing.T, pool *pgxpool.Pool, schema string) (found catalog.Catalog) {
 	t.Helper()
 	require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) (err error) {
@@ -109,13 +109,13 @@ func TestDifferences(t *testing.T) {
 
 	for sql, want := range map[string][]string{
 		"SELECT 1": nil,
-		// the operator may choose this
+		// The operator may make these changes.
 		"ALTER TABLE rate_limit_durable SET (autovacuum_vacuum_scale_factor = 0.01)": nil,
 		"GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA public TO pg_monitor":              nil,
 		"COMMENT ON TABLE rate_limit_durable IS 'ours'":                              nil,
 		"CREATE FUNCTION rate_limit_mine() RETURNS int LANGUAGE sql AS 'SELECT 1'":   nil,
 		`GRANT CREATE ON SCHEMA public TO pg_monitor; SET ROLE pg_monitor; CREATE FUNCTION _rate_limit_late(text)
-			RETURNS int LANGUAGE sql AS 'SELECT 1'; RESET ROLE`: nil, // doctor reports its foreign owner
+			RETURNS int LANGUAGE sql AS 'SELECT 1'; RESET ROLE`: nil, // doctor reports the other owner of the function
 
 		"DROP TABLE rate_limit_durable":                       {"table rate_limit_durable is missing"},
 		"ALTER TABLE rate_limit_durable DROP COLUMN since":    {"table rate_limit_durable lacks column since"},
@@ -125,7 +125,7 @@ func TestDifferences(t *testing.T) {
 		"ALTER TABLE rate_limit_durable ALTER count TYPE int": {`table rate_limit_durable has column count "integer not null default 0 storage p" instead of "bigint not null default 0 storage p"`},
 		"ALTER TABLE rate_limit_durable ALTER count SET DEFAULT 1": {
 			`table rate_limit_durable has column count "bigint not null default 1 storage p" instead of "bigint not null default 0 storage p"`},
-		"ALTER TABLE rate_limit_durable ENABLE ROW LEVEL SECURITY": nil, // some platforms do this for every table
+		"ALTER TABLE rate_limit_durable ENABLE ROW LEVEL SECURITY": nil, // some platforms enable row security for every table
 		`CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END';
 			CREATE TRIGGER more AFTER INSERT ON rate_limit_durable FOR EACH ROW EXECUTE FUNCTION f()`: nil,
 		`CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END'; ALTER FUNCTION f OWNER TO pg_monitor;
@@ -162,7 +162,7 @@ func TestDifferences(t *testing.T) {
 		"ALTER FUNCTION rate_limit_version() SET search_path = public": {
 			`function rate_limit_version() has settings "search_path=public" instead of "none"`},
 		`DO $$ BEGIN EXECUTE replace(pg_get_functiondef('rate_limit_reset'::regproc), 'public.rate_limit_', 'rate_limit_'); END $$`: {
-			// Postgres would first look for a name without a schema among the caller's temporary tables.
+			// Postgres first looks for an unqualified name among the caller's temporary tables.
 			"function rate_limit_reset(text, text, boolean, integer, boolean) has another body"},
 	} {
 		require.Equal(t, want, differences(sql), sql)

@@ -1,8 +1,7 @@
--- What the catalogs say about the objects of ours in a schema, but for rights and comments: one row for each object and
--- aspect. The name of the schema is left out of the values. In a body it is {schema}, because a name without its schema
--- is another name.
---   $1  the schema
---   $2  the names of our tables, types and functions
+-- This query describes the limiter's objects in a schema, except for their rights and comments. It returns a row for
+-- each aspect of an object. The values do not have the schema's name. A function's body has {schema} in its place.
+--   $1  the name of the schema
+--   $2  the names of the limiter's tables, types and functions
 WITH schema AS (
     SELECT n.oid, quote_ident(n.nspname) || '.' AS prefix
     FROM pg_namespace AS n
@@ -38,7 +37,7 @@ found (object, owner, aspect, value) AS (
         SELECT o.option_value FROM pg_options_to_table(r.reloptions) AS o WHERE o.option_name = 'fillfactor'), 'unset')
     FROM relation AS r
     UNION ALL
-    -- Without a policy it changes nothing for the functions: their owner is exempt, unless it is forced.
+    -- Row security that has no policy and is not forced does not restrict the functions' owner.
     SELECT r.object, r.relowner, 'row security',
         nullif(concat_ws(', ', CASE WHEN r.relforcerowsecurity THEN 'forced' END, (
             SELECT string_agg('policy ' || p.polname, ', ' ORDER BY p.polname)
@@ -50,7 +49,7 @@ found (object, owner, aspect, value) AS (
     GROUP BY a.object, a.relowner
     UNION ALL
     SELECT a.object, a.relowner, concat('column ', a.attname), concat_ws(' ',
-        CASE WHEN a.typtype = 'd' THEN 'domain' END, -- which may be not null
+        CASE WHEN a.typtype = 'd' THEN 'domain' END, -- a domain can be NOT NULL
         replace(format_type(a.atttypid, a.atttypmod), a.prefix, ''),
         CASE WHEN a.attnotnull THEN 'not null' END,
         'default ' || pg_get_expr(a.adbin, a.attrelid),
@@ -65,7 +64,7 @@ found (object, owner, aspect, value) AS (
     JOIN pg_index AS i ON i.indrelid = r.oid
     JOIN pg_class AS x ON x.oid = i.indexrelid
     UNION ALL
-    -- That a column is not null is a constraint too, from Postgres 18 on.
+    -- From Postgres 18 on, a NOT NULL of a column is also a constraint. attnotnull already shows it.
     SELECT r.object, r.relowner, concat('constraint ', c.conname), concat_ws(' ', pg_get_constraintdef(c.oid))
     FROM relation AS r
     JOIN pg_constraint AS c ON c.conrelid = r.oid
@@ -76,7 +75,7 @@ found (object, owner, aspect, value) AS (
     FROM relation AS r
     JOIN pg_trigger AS t ON t.tgrelid = r.oid
     JOIN pg_proc AS p ON p.oid = t.tgfoid
-    -- What notes afterwards what was done (a tgtype without 2 and 64) may be there, if it is not of a stranger.
+    -- An AFTER trigger (tgtype & 66 = 0) is allowed if its function's owner has the rights of the table's owner.
     WHERE NOT t.tgisinternal AND (t.tgtype & 66 <> 0 OR NOT pg_has_role(p.proowner, r.relowner, 'USAGE')
         OR starts_with(ltrim(p.proname, '_'), 'rate_limit_'))
     UNION ALL

@@ -1,11 +1,12 @@
-// Command gensql writes the migrations from the files in sql/, which are what people read and edit:
+// Command gensql generates the migrations from the files in sql/:
 //
 //	go run ./internal/gensql           # writes migrations/*.sql
-//	go run ./internal/gensql -check    # only tells whether they are up to date
+//	go run ./internal/gensql -check    # fails if a migration would change
 //
-// A migration is the text of some of these files. Only goose's annotations and a way down are added.
+// A migration consists of some of these files, annotations for goose, and statements for the way down.
 //
-// A released migration never changes. It is removed from the list below, and changes go into a new migration.
+// A released migration never changes. Remove a released migration from migrations, and put changes into a new
+// migration.
 package main
 
 import (
@@ -19,25 +20,25 @@ import (
 	"strings"
 )
 
-// migration is a file of package migrations, and the sources of its text. Its number is its place in the list.
+// migration describes a file of package migrations. The number of a migration is its place in the list, from 1.
 type migration struct {
 	file    string
 	comment string
-	sources []string // files of sql/, without .sql; each migration also has version.sql
+	sources []string // names of files in sql/, without .sql; version.sql is added to each migration
 }
 
 func migrations() []migration {
 	return []migration{
 		{
 			file: "00001_create_tables.sql",
-			comment: `Makes the tables in the schema that search_path names first. Down drops them, and every count and
-every policy with them.`,
+			comment: `Makes the tables in the schema that search_path names first. Down drops the tables with all counts and
+policies.`,
 			sources: []string{"tables", "rights"},
 		},
 		{
 			file: "00002_create_functions.sql",
-			comment: `Makes the functions, in the schema that search_path names first. They look for the tables of 00001
-there, and nowhere else. Down drops the functions and keeps the tables.`,
+			comment: `Makes the functions in the schema that search_path names first. They use only the tables in this schema.
+Down drops the functions and keeps the tables.`,
 			sources: []string{
 				"types", "fixed", "sliding", "tokenbucket", "slidinglog", "calendar", "all", "refund", "left",
 				"takeall", "reset", "policy", "allow", "twins", "sweep", "policies", "access",
@@ -45,8 +46,8 @@ there, and nowhere else. Down drops the functions and keeps the tables.`,
 		},
 		{
 			file: "00003_create_triggers.sql",
-			comment: `Makes the triggers that check policies and remember who changed them, and settles who may read the
-tables. Down drops the triggers.`,
+			comment: `Makes the triggers that check policies and record who changed a policy. Revokes the rights of other roles
+to change the tables. Down drops the triggers.`,
 			sources: []string{"triggers", "rights"},
 		},
 	}
@@ -82,14 +83,14 @@ func generate(root string, check bool) error {
 	return nil
 }
 
-// pin begins each half of a migration. It lasts until the end of the migration's transaction.
-const pin = `-- This may run as a superuser, with a search_path of several schemas in which others create. From here on,
--- names are looked up only in pg_catalog and then in our schema.
+// pin begins the up half and the down half of each migration. Its effect ends with the migration's transaction.
+const pin = `-- From here on, Postgres looks for names only in pg_catalog and then in the schema of the limiter. The migration may
+-- run as a superuser, and search_path may name schemas where other users can create objects.
 SELECT pg_catalog.set_config('search_path', pg_catalog.format('%I, pg_temp', pg_catalog.current_schema()), true);
 `
 
-// text is the migration with this number in goose's format. Goose splits at semicolons and ignores dollar quotes, so
-// each half is marked as one statement.
+// text returns the migration with this number in goose's format. Each half is marked as one statement, because goose
+// splits statements at semicolons even within dollar quotes.
 func (m migration) text(dir string, number int) ([]byte, error) {
 	read := func(source string) (string, error) {
 		content, err := os.ReadFile(filepath.Join(dir, source+".sql")) //nolint:gosec // a file of this repository
@@ -110,7 +111,8 @@ func (m migration) text(dir string, number int) ([]byte, error) {
 	says := func(number int) string {
 		return "\n" + versionIn.ReplaceAllString(version, fmt.Sprintf("SELECT %d::bigint", number))
 	}
-	// A replaced function would keep its owner, who may be a stranger. So drop the previous version's function first.
+	// Drop the function of the previous version first, because a replaced function keeps its owner, who may not be
+	// trusted.
 	drop := "\n" + drops(version)
 	up, down := pin+sources.String(), pin+"\n"+drops(sources.String())+drop
 	if number > 1 {
@@ -124,17 +126,17 @@ func (m migration) text(dir string, number int) ([]byte, error) {
 }
 
 var (
-	// versionIn finds the number of the last migration in version.sql.
+	// versionIn matches the number of the last migration in version.sql.
 	versionIn = regexp.MustCompile(`SELECT \d+::bigint`)
 
 	makes    = regexp.MustCompile(`(?m)^CREATE (?:UNLOGGED )?(TABLE|TYPE|FUNCTION) (\w+)`)
 	triggers = regexp.MustCompile(`(?m)^CREATE TRIGGER (\w+) .* ON (\w+)$`)
-	// twins finds the calls in the SQL that twins.sql generates.
+	// twins matches calls of the functions that twins.sql generates.
 	twins = regexp.MustCompile(`\b_rate_limit_\w+_durable\b`)
 )
 
-// drops returns the statements that drop the objects of sources. A missing object is no error, so that "down" and "up"
-// can repair a damaged schema.
+// drops returns statements that drop the objects of sources. They use IF EXISTS, so that "down" and "up" can repair a
+// damaged schema.
 func drops(sources string) string {
 	names := map[string][]string{}
 	for _, match := range makes.FindAllStringSubmatch(sources, -1) {

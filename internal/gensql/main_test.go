@@ -31,7 +31,7 @@ func loaded(t *testing.T) []string {
 func TestMigrationsYieldWhatSQLSays(t *testing.T) {
 	t.Parallel()
 
-	// Each file is loaded and is part of a migration, in the same order.
+	// Each file is part of a migration, and install.sql and the migrations have the same order.
 	sources := loaded(t)
 	files, err := filepath.Glob("../../sql/*.sql")
 	require.NoError(t, err)
@@ -41,7 +41,7 @@ func TestMigrationsYieldWhatSQLSays(t *testing.T) {
 	var migrated []string
 	for _, m := range migrations() {
 		for _, source := range m.sources {
-			// only once, at the end
+			// A source in several migrations counts where it comes last.
 			migrated = slices.DeleteFunc(migrated, func(file string) bool { return file == source+".sql" })
 			migrated = append(migrated, source+".sql")
 		}
@@ -63,7 +63,7 @@ func TestMigrationsYieldWhatSQLSays(t *testing.T) {
 	require.Empty(t, pgtest.Differences(
 		want, pgtest.WithoutSchema(pgtest.Catalog(t, db.Pool, "by_sources"), "by_sources")))
 
-	// The comparison can fail: it notices each of these changes.
+	// Check that the comparison notices each of these changes.
 	for name, change := range map[string]string{
 		"relation option":      `ALTER TABLE rate_limit_durable SET (fillfactor = 42)`,
 		"persistence":          `ALTER TABLE rate_limit_ephemeral SET LOGGED`,

@@ -14,7 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 )
 
-// The kinds of an [Error]. Package ratelimit exports them under the same names, and says what they mean.
+// These are the kinds of an [Error]. Package ratelimit exports and documents them under the same names.
 var (
 	ErrNotMigrated = errors.New(prefix + "the database is not migrated, " +
 		"or ClientConfig.Schema, cleanup.Config.Schema or search_path does not name the schema; " +
@@ -33,20 +33,20 @@ var (
 	ErrTimeout       = errors.New(prefix + "the database did not decide within ClientConfig.Timeout")
 	ErrPoolExhausted = errors.New(prefix + "all connections of the pool are in use; in a transaction use WithTx, " +
 		"else hold connections for less time, raise MaxConns, or make the client with OwnPool")
-	ErrKeyHeld = errors.New(prefix + "the row of the key is held, by a transaction that goes on after it has asked, " +
-		"or by another call's statement that an overloaded server is slow to end; " +
-		"end transactions soon after they have asked, or give the server less to do")
+	ErrKeyHeld = errors.New(prefix + "the row of the key is held by a transaction that stays open, " +
+		"or by another call's statement on an overloaded server; " +
+		"end transactions soon after they call the limiter, or reduce the server's load")
 	ErrOutcomeUnknown = errors.New(prefix + "the outcome is unknown; the request may or may not have counted")
 )
 
-// ErrHeldUp is the cause for callers whose time was used up by locks on other rows.
-var ErrHeldUp = errors.New("rows that transactions or other calls hold have taken the time; nothing was taken")
+// ErrHeldUp means that the request's time was used up by locks on rows of other keys.
+var ErrHeldUp = errors.New("the time was used up by locks on rows of other keys; nothing was taken")
 
-// prefix says whose error it is.
+// prefix begins the text of every error of this library.
 const prefix = "ratelimit: "
 
-// Error is a failure of the database, or on the way to it. It wraps the kinds above that apply, if any, and the
-// driver's error.
+// Error is a failure of the database or of the connection. It wraps its kinds, such as ErrTimeout, and the driver's
+// error.
 type Error struct {
 	kinds []error
 	err   error
@@ -67,7 +67,7 @@ func (e *Error) Error() string {
 // Unwrap returns the kinds of the error and the driver's error, which may be a *pgconn.PgError.
 func (e *Error) Unwrap() []error { return append(slices.Clip(e.kinds), e.err) }
 
-// Cause returns the error that an [Error] wraps. It returns any other error as it is.
+// Cause returns the error that an [Error] wraps. If err is not an [Error], Cause returns err.
 func Cause(err error) error {
 	if e, ok := errors.AsType[*Error](err); ok {
 		return e.err
@@ -75,8 +75,8 @@ func Cause(err error) error {
 	return err
 }
 
-// RolledBack returns the error of a statement in a caller's transaction. If the connection is closed, the transaction
-// is rolled back, so the outcome is known.
+// RolledBack returns the error of a statement in a caller's transaction. It removes ErrOutcomeUnknown if the connection
+// is closed, because the transaction is then certainly rolled back.
 func RolledBack(tx any, err error) error {
 	if conn := Conn(tx); !errors.Is(err, ErrOutcomeUnknown) || conn == nil || !conn.IsClosed() {
 		return err
@@ -94,8 +94,8 @@ func RolledBack(tx any, err error) error {
 	return NewError(fmt.Errorf("%s: %w", why, Cause(err)), kinds...)
 }
 
-// Translate makes an [Error] of an error of the driver. sent tells whether the statement may have reached the database.
-// An [Error] stays as it is.
+// Translate makes an [Error] of an error of the driver, and returns an [Error] unchanged. sent tells whether the
+// statement may have reached the database.
 func Translate(err error, sent bool) *Error {
 	if e, ok := errors.AsType[*Error](err); ok {
 		return e
@@ -110,7 +110,7 @@ func Translate(err error, sent bool) *Error {
 		if e := shardsError(pgErr); e != nil {
 			return e
 		}
-		if pgErr.Code == "22P02" { // with array_nulls off, the server reads NULL within an array as a word
+		if pgErr.Code == "22P02" { // with array_nulls off, the server reads NULL in an array as the text "NULL"
 			err = fmt.Errorf("is array_nulls off in this session? %w", err)
 		}
 		return NewError(err, kindsOf(pgErr, sent)...)
@@ -118,9 +118,9 @@ func Translate(err error, sent bool) *Error {
 	if _, unreadable := errors.AsType[pgx.ScanArgError](err); unreadable {
 		return NewError(err, ErrSetup, ErrOutcomeUnknown)
 	}
-	if NeverSent(err) && strings.HasSuffix(err.Error(), "conn busy") { // pgx's own error has no type
-		return NewError(fmt.Errorf("something else uses the single connection, or has not closed its rows; "+
-			"close them, or pass a *pgxpool.Pool: %w", err), ErrSetup)
+	if NeverSent(err) && strings.HasSuffix(err.Error(), "conn busy") { // pgx's error has no type
+		return NewError(fmt.Errorf("the single connection is in use, or its rows are not closed; "+
+			"close the rows, or pass a *pgxpool.Pool: %w", err), ErrSetup)
 	}
 	if !sent && notSecure(err) {
 		return NewError(err, ErrSetup)
@@ -135,19 +135,19 @@ func Translate(err error, sent bool) *Error {
 	return NewError(err, kind)
 }
 
-// notSecure tells whether client and server do not agree on TLS. Either one of them does not support it, or one does
-// not trust the other's certificate. pgx's own error has no type.
+// notSecure tells whether the TLS handshake failed, because one side does not support TLS or does not trust the other
+// side's certificate.
 func notSecure(err error) bool {
 	_, untrusted := errors.AsType[*tls.CertificateVerificationError](err)
 	alert, ok := errors.AsType[*net.OpError](err)
-	refused := ok && alert.Op == "remote error" // crypto/tls uses this word for an alert from the other side
+	refused := ok && alert.Op == "remote error" // crypto/tls uses this word for an alert that the server sent
 	_, noTLS := errors.AsType[tls.RecordHeaderError](err)
 	_, connecting := errors.AsType[*pgconn.ConnectError](err)
 	return untrusted || refused || noTLS ||
 		connecting && strings.Contains(err.Error(), "server refused TLS connection")
 }
 
-// kindsOf returns the kinds of an error of the database.
+// kindsOf returns the kinds of an error that the database raised.
 func kindsOf(err *pgconn.PgError, sent bool) []error {
 	there := remote(err)
 	if kinds, known := proxyKinds(err, there); known {
@@ -161,8 +161,8 @@ func kindsOf(err *pgconn.PgError, sent bool) []error {
 	switch {
 	case err.Code == "42501":
 		return []error{ErrNotPermitted}
-	case class == "28", class == "3D", // refused log-in, no such database
-		err.Code == "22P02", // an argument as text that the server cannot read
+	case class == "28", class == "3D", // login refused, or no such database
+		err.Code == "22P02", // the server cannot parse an argument's text
 		!sent && (class == "22" || class == "42" || err.Code == "0A000"): // no such setting, or not this value
 		return []error{ErrSetup}
 	}
@@ -172,12 +172,12 @@ func kindsOf(err *pgconn.PgError, sent bool) []error {
 	case "26000", "42P05": // no such prepared statement, one of that name already
 		return []error{ErrPreparedStatements}
 	case "08P01": // protocol violation
-		// Postgres raises it when the parameters do not fit the prepared statement. PgBouncer uses it for nearly
-		// anything, such as the end of its connection to Postgres during the call, but as FATAL.
+		// Postgres raises 08P01 as an ERROR if the parameters do not fit the prepared statement. PgBouncer raises 08P01 as
+		// FATAL for many reasons, such as the end of its connection to Postgres.
 		if err.SeverityUnlocalized == "ERROR" {
 			return []error{ErrPreparedStatements}
 		}
-	case "25006": // a write to a read-only database
+	case "25006": // a write in a read-only database
 		return []error{ErrUnavailable, ErrReadOnly}
 	case "55P03", "57014": // lock_timeout; statement_timeout or a cancel request
 		return []error{ErrTimeout}
@@ -186,19 +186,19 @@ func kindsOf(err *pgconn.PgError, sent bool) []error {
 	case err.Code == "0A000" && err.Routine == "get_relation_info": // a read of an unlogged table on a standby
 		return []error{ErrUnavailable, ErrReadOnly}
 	case sent && err.SeverityUnlocalized != "ERROR" && !EndedIdle(err):
-		// A FATAL or PANIC ends the connection, and may come after the commit.
+		// A FATAL or PANIC ends the connection. It may come after the commit.
 		return []error{ErrUnavailable, ErrOutcomeUnknown}
 	case !sent, // the connection was refused
 		class == "08", class == "53", class == "58",
-		err.Code == "54000", // transaction ids have run out; its other causes need longer keys than we allow
+		err.Code == "54000", // transaction ids have run out; the limiter's short keys prevent other causes
 		slices.Contains([]string{"57P01", "57P02", "57P03", "57P05"}, err.Code):
 		return []error{ErrUnavailable}
 	}
-	return nil // an ERROR has rolled the statement back
+	return nil // an ERROR has rolled back the statement
 }
 
-// Unsent returns the error of a statement that pgx has refused to send on db, or nil if err is another one. Such errors
-// of pgx have no type. They leave the connection open, and errors of the network close it.
+// Unsent returns the error of a statement that pgx refused to send on db. It returns nil for any other error. pgx's
+// refusals have no type, but unlike network errors they leave the connection open.
 func Unsent(db any, err error) error {
 	conn := Conn(db)
 	_, answered := errors.AsType[*pgconn.PgError](err)
@@ -212,16 +212,16 @@ func Unsent(db any, err error) error {
 	return NewError(err, ErrSetup)
 }
 
-// Garbled returns an error for a statement that the server would misread because of the connection's client_encoding.
-// In the encodings that only clients can have, a character may contain bytes of ASCII, so the server would misread
-// keys. In all others but UTF8, it would misread the name of a schema that is not ASCII. Otherwise Garbled returns nil.
+// Garbled returns an error if the server would misread the statement because of the connection's client_encoding. In
+// encodings such as SJIS, a character may contain ASCII bytes, so the server would misread keys. In LATIN1 and similar
+// encodings, the server would misread a schema's name that is not ASCII.
 func Garbled(db any, statement string) error {
 	conn := Conn(db)
 	if conn == nil {
 		return nil
 	}
 	switch encoding := conn.PgConn().ParameterStatus("client_encoding"); encoding {
-	case "UTF8", "SQL_ASCII", "": // SQL_ASCII converts nothing
+	case "UTF8", "SQL_ASCII", "": // Postgres does not convert SQL_ASCII
 		return nil
 	case "SJIS", "SHIFT_JIS_2004", "BIG5", "GBK", "UHC", "GB18030", "JOHAB":
 		return NewError(
@@ -235,8 +235,8 @@ func Garbled(db any, statement string) error {
 	}
 }
 
-// Unencoded returns the error of a statement whose arguments pgx could not encode, or nil if err is another one. It
-// hides pgx's text, which shows the argument.
+// Unencoded returns the error of a statement whose arguments pgx could not encode. It returns nil for any other error.
+// It hides pgx's text, because that text contains the argument.
 func Unencoded(err error) error {
 	if _, answered := errors.AsType[*pgconn.PgError](err); answered || !strings.Contains(err.Error(), "encode ") {
 		return nil
@@ -245,45 +245,43 @@ func Unencoded(err error) error {
 		"pgx cannot encode an argument; has the application registered another codec for its type?"), ErrSetup)
 }
 
-// NeverSent tells whether an error surely came before anything was sent. It does not trust pgconn.SafeToRetry about
-// ErrConnClosed. In the simple protocol, that also comes when a connection breaks after the statement was sent.
+// NeverSent tells whether an error certainly came before anything was sent. It ignores pgconn.SafeToRetry for
+// ErrConnClosed, because a connection that breaks after the simple protocol sent the statement causes the same error.
 func NeverSent(err error) bool {
 	return pgconn.SafeToRetry(err) && !errors.Is(err, pgconn.ErrConnClosed)
 }
 
-// EndedIdle tells whether idle_session_timeout had ended the connection before the statement arrived.
+// EndedIdle tells whether idle_session_timeout had ended the connection before the statement reached the server.
 func EndedIdle(err error) bool {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && pgErr.Code == "57P05"
 }
 
-// Undone tells whether the database has rolled a statement back for a reason that passes. Either another transaction
-// changed the row first, which isolation levels above READ COMMITTED do not allow. Or the statement was chosen to end a
-// deadlock that a caller's transaction caused.
+// Undone tells whether the database has rolled back a statement that may succeed when it is repeated. Either another
+// transaction changed the row first, at an isolation level above READ COMMITTED, or Postgres ended a deadlock.
 func Undone(err error) bool {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && (pgErr.Code == "40001" || pgErr.Code == "40P01")
 }
 
-// Canceled tells whether the statement was canceled, so that nothing was taken. The server itself may cause that before
-// our time is up: if lock_timeout ends just when the lock is granted, the next wait is canceled as if somebody had
-// asked for it.
+// Canceled tells whether the statement was canceled, so that nothing was taken. The server may cancel a statement that
+// nobody asked it to cancel: when lock_timeout ends just as the lock is granted, Postgres cancels the next wait.
 func Canceled(err error) bool {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && pgErr.Code == "57014" && !errors.Is(err, ErrOutcomeUnknown)
 }
 
-// Remade tells whether the database has rolled a statement back because a function or type was dropped, which a
-// migration may do. If it was created again, the statement works when it runs again.
+// Remade tells whether the database has rolled back a statement because a function or type was dropped. If a migration
+// dropped and created the function or type, the statement succeeds when it is repeated.
 func Remade(err error) bool {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	if !ok {
 		return false
 	}
 	switch pgErr.Code {
-	case "XX000": // the first message is in English everywhere
+	case "XX000": // all languages of the server have the first message in English
 		return strings.HasPrefix(remote(pgErr).Message, "cache lookup failed for ") || pgErr.Routine == "relation_open"
-	case "42804": // of PL/pgSQL: the type of a variable is no longer that of a row
+	case "42804": // in PL/pgSQL, a variable and a row have different types
 		return pgErr.Routine == "exec_assign_value"
 	case "0A000": // the plan of a prepared statement returned another type
 		return pgErr.Routine == "RevalidateCachedQuery"
@@ -291,29 +289,29 @@ func Remade(err error) bool {
 	return false
 }
 
-// LockTimeout tells whether the database gave up waiting for a lock, so that nothing was taken.
+// LockTimeout tells whether lock_timeout ended the statement, so that nothing was taken.
 func LockTimeout(err error) bool {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && pgErr.Code == "55P03"
 }
 
-// RowHeld tells whether an error was caused by a locked row. A locked table is ErrUnavailable instead.
+// RowHeld tells whether a locked row caused the error. A locked table causes ErrUnavailable instead.
 func RowHeld(err error) bool {
 	return errors.Is(err, ErrKeyHeld) || errors.Is(err, ErrHeldUp) ||
 		LockTimeout(err) && !errors.Is(err, ErrUnavailable)
 }
 
-// IsAway tells whether an error means that Postgres is away or slow, so that OnFailure answers. A fault of the set-up
-// does not count: somebody has to see it, and waiting does not mend it. Neither does a locked row: Postgres has
-// answered, and whoever can keep a row locked must not be let through for that. A locked table counts as an outage. So
-// does an exhausted pool, because a Postgres that answers nobody fills the application's pool, too.
+// IsAway tells whether an error means that Postgres is unavailable or slow, so that the OnFailure policy decides. A
+// wrong set-up does not count, because an operator must see and repair it. A locked row does not count, because a
+// caller who can lock a row must not be allowed for that. A locked table counts. An exhausted pool counts too, because
+// an unresponsive Postgres fills the application's pool.
 func IsAway(err error) bool {
 	_, ok := errors.AsType[*Error](err)
 	return ok && !RowHeld(err) && !errors.Is(err, ErrSetup) &&
 		(errors.Is(err, ErrUnavailable) || errors.Is(err, ErrTimeout) || errors.Is(err, ErrOutcomeUnknown))
 }
 
-// KindOf names the kind of an error in a word, or "other".
+// KindOf returns a word for the kind of an error, or "other".
 func KindOf(err error) string {
 	for _, known := range []struct {
 		err  error
@@ -330,7 +328,7 @@ func KindOf(err error) string {
 		{ErrPoolExhausted, "pool_exhausted"},
 		{ErrTimeout, "timeout"},
 		{ErrUnavailable, "unavailable"},
-		{context.Canceled, "context"}, // last, because the errors above may wrap the end of the limiter's own context
+		{context.Canceled, "context"}, // last, because the errors above may wrap the end of the limiter's context
 		{context.DeadlineExceeded, "context"},
 	} {
 		if errors.Is(err, known.err) {
@@ -340,35 +338,35 @@ func KindOf(err error) string {
 	return "other"
 }
 
-// IsTrouble tells whether an error means that the database cannot decide, which clients log. Errors that concern only
-// one key or transaction do not count.
+// IsTrouble tells whether an error means that the database cannot decide. Clients log such errors. An error that
+// concerns only one key or transaction does not count.
 func IsTrouble(err error) bool {
 	_, ok := errors.AsType[*Error](err)
 	return ok && !RowHeld(err) && !Undone(err)
 }
 
-// TableLocked tells whether a LockTimeout came from a locked table. Our functions wait for the table in a LOCK TABLE of
-// their own, and its text in the error is the same in every language of the server.
+// TableLocked tells whether a LockTimeout came from a locked table. The limiter's functions wait for a table in LOCK
+// TABLE, and these words are in the error's context in every language of the server.
 func TableLocked(err error) bool {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && pgErr.Code == "55P03" && strings.Contains(pgErr.Where, "LOCK TABLE")
 }
 
-// LockedTable returns the error for callers who have waited for the table.
+// LockedTable returns the error for callers who waited for a locked table.
 func LockedTable(err error) *Error {
-	err = Cause(err) // otherwise it would be an ErrTimeout as well
-	return NewError(fmt.Errorf("somebody has locked the table, as VACUUM FULL does: %w", err), ErrUnavailable)
+	err = Cause(err) // otherwise the result would be an ErrTimeout as well
+	return NewError(fmt.Errorf("another session has locked the table, as VACUUM FULL does: %w", err), ErrUnavailable)
 }
 
-// Unencodable tells whether the encoding of the database or of the connection cannot represent a text. If one of our
-// functions has refused the text because it becomes too long in the encoding, argument is "key" or "name".
+// Unencodable tells whether the encoding of the database or of the connection cannot represent a text. argument is
+// "key" or "name" if a function of the limiter refused that argument, because it is too long in the encoding.
 func Unencodable(err error) (argument string, unencodable bool) {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	if !ok || pgErr.SeverityUnlocalized != "ERROR" {
 		return "", false
 	}
 	switch pgErr.Code {
-	case "22021", "22P05": // no such character
+	case "22021", "22P05": // the encoding has no such character
 		return "", true
 	case "22023":
 		return pgErr.ColumnName, pgErr.ColumnName == "key" || pgErr.ColumnName == "name"

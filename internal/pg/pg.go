@@ -1,5 +1,5 @@
-// Package pg has what limiters and sweepers share to use Postgres by pgx. It says what an error of the database means,
-// finds the connection behind a value, and puts the schema into statements.
+// Package pg has functions for limiters and sweepers that use Postgres by pgx. They translate errors of the database,
+// find the connection behind a value, and put the schema into statements.
 package pg
 
 import (
@@ -14,7 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
-// IsNil tells whether db is nil, or an interface that holds a nil pointer, such as (*pgxpool.Pool)(nil).
+// IsNil tells whether db is nil or holds a nil pointer, such as (*pgxpool.Pool)(nil).
 func IsNil(db any) bool {
 	if db == nil {
 		return true
@@ -23,8 +23,8 @@ func IsNil(db any) bool {
 	return v.Kind() == reflect.Pointer && v.IsNil()
 }
 
-// Conn returns the connection behind db, if db is a connection or a transaction. It returns nil for a pool, and for a
-// type of the application's that implements pgx.Tx without a connection.
+// Conn returns the connection behind db, if db is a connection or a transaction. It returns nil for a pool, and for an
+// application's implementation of pgx.Tx that has no connection.
 func Conn(db any) *pgx.Conn {
 	var conn *pgx.Conn
 	switch db := db.(type) {
@@ -39,20 +39,20 @@ func Conn(db any) *pgx.Conn {
 	return conn
 }
 
-// WrapsConn tells what is wrong with db if it hides a single connection: it lends one, but is no type that takes turns.
-// It would count as a pool, and concurrent calls would use the connection at the same time. Otherwise it returns "".
+// WrapsConn returns "" or an error text. The error is that db wraps a single connection, but is not a type for which
+// calls take turns. Concurrent calls would use the connection at the same time.
 func WrapsConn(db any) (reason string) {
 	switch db.(type) {
 	case *pgx.Conn, *pgxpool.Conn, pgx.Tx, Pool:
 	case interface{ Conn() *pgx.Conn }, interface{ PgConn() *pgconn.PgConn },
-		interface{ Hijack() *pgx.Conn }: // is left of an embedded *pgxpool.Conn, whose name hides its method Conn
+		interface{ Hijack() *pgx.Conn }: // an embedded *pgxpool.Conn, whose method Conn the field's name hides
 		return fmt.Sprintf("is a %T, which wraps a single connection; "+
 			"pass the connection itself, or wrap a *pgxpool.Pool or a pgx.Tx", db)
 	}
 	return ""
 }
 
-// InTransaction tells whether a statement on db belongs to a transaction that goes on after it.
+// InTransaction tells whether a statement on db runs in a transaction that continues after the statement.
 func InTransaction(db any) bool {
 	if _, ok := db.(pgx.Tx); ok {
 		return true
@@ -61,7 +61,7 @@ func InTransaction(db any) bool {
 	return conn != nil && conn.PgConn().TxStatus() != 'I'
 }
 
-// Qualify puts the schema before the functions in a statement. Their names must all begin with rate_limit_.
+// Qualify puts the schema before each name in the statement that begins with rate_limit_.
 func Qualify(statement, schema string) string {
 	if schema == "" {
 		return statement
@@ -69,10 +69,10 @@ func Qualify(statement, schema string) string {
 	return strings.ReplaceAll(statement, "rate_limit_", pgx.Identifier{schema}.Sanitize()+".rate_limit_")
 }
 
-// Pool is a pool of connections that is not a *pgxpool.Pool: the one of package sqldb.
+// Pool is a pool of connections that is not a *pgxpool.Pool. Package sqldb implements it.
 type Pool interface {
-	// Use calls use with a connection that nobody else uses until it returns. It returns use's error, or an [Error] if
-	// it gets no connection.
+	// Use calls use with a connection that no other caller uses meanwhile. It returns use's error, or an [Error] if it
+	// gets no connection.
 	Use(ctx context.Context, use func(*pgx.Conn) error) error
 }
 
@@ -80,7 +80,7 @@ type Pool interface {
 func Use(ctx context.Context, pool any, use func(*pgx.Conn) error) error {
 	switch pool := pool.(type) {
 	case *pgxpool.Pool:
-		// An error of Acquire proves that no statement was sent.
+		// If Acquire fails, no statement was sent.
 		full := allAcquired(pool)
 		conn, err := pool.Acquire(ctx)
 		switch {
@@ -97,12 +97,13 @@ func Use(ctx context.Context, pool any, use func(*pgx.Conn) error) error {
 	return NewError(fmt.Errorf("a %T is no *pgxpool.Pool, nor a *sql.DB in sqldb.Pool", pool), ErrSetup)
 }
 
-// cancelGrace is how long a connection that was closed within a statement keeps its place in the pool. Meanwhile the
-// server is asked to cancel the statement, which takes Postgres a millisecond.
+// cancelGrace is how long a connection that was closed during a statement keeps its place in the pool. Meanwhile
+// Postgres cancels the statement, which usually takes a millisecond.
 const cancelGrace = 250 * time.Millisecond
 
-// release gives a connection back to its pool. If the server does not cancel a closed connection's statement, pgxpool
-// would keep its place for 15 s. Each call for a frozen shard would take such a place, and soon fill a small pool.
+// release gives a connection back to its pool. If the connection is closed, release does not wait longer than
+// cancelGrace for the server to cancel the statement. pgxpool would wait 15 s, so a few calls for a frozen shard would
+// fill a small pool.
 func release(conn *pgxpool.Conn) {
 	if !conn.Conn().IsClosed() {
 		conn.Release()
@@ -119,8 +120,8 @@ func release(conn *pgxpool.Conn) {
 	}()
 }
 
-// allAcquired tells whether all connections of the pool are in use. If that is so before and after a failed wait, the
-// wait was for a connection to come back. The check takes 100 ns.
+// allAcquired tells whether all connections of the pool are in use. If they are in use before and after a failed wait,
+// the pool was exhausted. The check takes 100 ns.
 func allAcquired(pool *pgxpool.Pool) bool {
 	stat := pool.Stat()
 	return stat.AcquiredConns() == stat.MaxConns()

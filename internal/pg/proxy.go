@@ -11,25 +11,25 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 )
 
-// The SQLSTATEs of a proxy for shards. A shard raises otherShard, and the proxy's functions raise the others.
+// These are the SQLSTATEs that a proxy for shards raises. A shard itself raises otherShard.
 const (
-	severalShards = "RLS01" // the keys are on several shards; DETAIL has the number of shards
+	severalShards = "RLS01" // the keys are on several shards; DETAIL is the number of shards
 	inTransaction = "RLS02" // the call is part of the caller's transaction
 	otherShard    = "RLS03" // the shard does not own a key
-	acrossShards  = "RLS04" // the keys of one request of rate_limit_all are on several shards; DETAIL as for RLS01
+	acrossShards  = "RLS04" // one rate_limit_all request's keys are on several shards; DETAIL is the number of shards
 )
 
-// ErrSharded is one of the kinds of an [Error].
+// ErrSharded is a kind of an [Error].
 var ErrSharded = errors.New(prefix + "the database is a proxy for shards")
 
 // Shards tells whether a proxy has refused a statement because its keys are on several shards. Nothing was taken.
-// shards is how many there are, or 0 if that is unreadable.
+// shards is the number of shards, or 0 if the error does not contain it.
 func Shards(err error) (shards int, refused bool) {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	if !ok || pgErr.Code != severalShards && pgErr.Code != acrossShards {
 		return 0, false
 	}
-	shards, _ = strconv.Atoi(pgErr.Detail) // 0 if it is no number
+	shards, _ = strconv.Atoi(pgErr.Detail) // 0 if DETAIL is not a number
 	return shards, true
 }
 
@@ -39,13 +39,13 @@ func OtherShard(err error) bool {
 	return ok && pgErr.Code == otherShard
 }
 
-// FromProxy tells whether an error came through PL/Proxy, which proves that the database is a proxy.
+// FromProxy tells whether an error came through PL/Proxy. Such an error proves that the database is a proxy.
 func FromProxy(err error) bool {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && (remote(pgErr) != pgErr || ofProxy(pgErr))
 }
 
-// shardsError translates an error of a proxy for shards. It returns nil for all others.
+// shardsError translates an error that a proxy for shards raised. It returns nil for any other error.
 func shardsError(err *pgconn.PgError) *Error {
 	switch err.Code {
 	case severalShards, acrossShards:
@@ -60,14 +60,15 @@ func shardsError(err *pgconn.PgError) *Error {
 	return nil
 }
 
-// remoteError matches the message in which PL/Proxy passes on an error of a shard, or of PgBouncer in front of it. The
-// SQLSTATE stays, but the severity becomes ERROR. The function, the database and the original severity come first:
+// remoteError matches the message of an error that PL/Proxy passes on from a shard, or from PgBouncer in front of the
+// shard. PL/Proxy keeps the SQLSTATE and changes the severity to ERROR. The message begins with the function, the
+// database and the original severity:
 //
 //	rate_limit.f(13): [limits_2] REMOTE FATAL: terminating connection due to administrator command
 var remoteError = regexp.MustCompile(`(?s)^.*?\(\d+\): \[[^\]]*\] REMOTE (\pL+): (.*)$`)
 
-// remote returns an error of a shard as a direct connection to the shard would have had it. PL/Proxy does not pass on
-// some fields, such as the Routine, so they are missing. All other errors stay as they are.
+// remote returns a shard's error as a direct connection to the shard would have returned it, except for fields such as
+// Routine, which PL/Proxy drops. It returns any other error unchanged.
 func remote(err *pgconn.PgError) *pgconn.PgError {
 	if !strings.Contains(err.Message, "] REMOTE ") {
 		return err
@@ -78,20 +79,20 @@ func remote(err *pgconn.PgError) *pgconn.PgError {
 	}
 	there := *err
 	there.SeverityUnlocalized, there.Message = "ERROR", parts[2]
-	// The severity is in the language of the shard, so the codes of errors that end the connection count too.
+	// The severity may be in any language, so SQLSTATEs of errors that end the connection count as FATAL too.
 	if slices.Contains([]string{"FATAL", "PANIC"}, parts[1]) || strings.HasPrefix(err.Code, "57P") {
 		there.SeverityUnlocalized = "FATAL"
 	}
 	return &there
 }
 
-// ofProxy tells whether PL/Proxy itself has raised an error.
+// ofProxy tells whether PL/Proxy itself raised the error.
 func ofProxy(err *pgconn.PgError) bool {
 	return err.Code == "XX000" && strings.HasPrefix(err.Message, "PL/Proxy function ")
 }
 
-// proxyKinds returns the kinds of an error that came through PL/Proxy. known tells whether it has another meaning than
-// the same error from a database without a proxy. there is the result of remote.
+// proxyKinds returns the kinds of an error that came through PL/Proxy. there is the result of remote. known is false if
+// the error has the same kinds as an error from a database without a proxy.
 func proxyKinds(err, there *pgconn.PgError) (kinds []error, known bool) {
 	switch {
 	case there == err && ofProxy(err):
@@ -101,10 +102,10 @@ func proxyKinds(err, there *pgconn.PgError) (kinds []error, known bool) {
 		return []error{ErrUnavailable, ErrOutcomeUnknown}, true
 	case there == err:
 		return nil, false
-	case err.Code == "0A000" && // a read of an unlogged table on a standby
+	case err.Code == "0A000" && // a statement read an unlogged table on a standby
 		there.Message == "cannot access temporary or unlogged relations during recovery":
 		return []error{ErrUnavailable, ErrReadOnly}, true
-	case err.Code == "08P01" && there.SeverityUnlocalized == "FATAL" && // PgBouncer had no connection to the shard
+	case err.Code == "08P01" && there.SeverityUnlocalized == "FATAL" && // PgBouncer could not connect to the shard
 		(strings.Contains(there.Message, "server_login_retry") || there.Message == "query_wait_timeout"):
 		return []error{ErrUnavailable}, true
 	}

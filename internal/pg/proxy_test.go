@@ -10,7 +10,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// The texts come from PL/Proxy 2.10, and from PgBouncer 1.18 between it and a shard.
+// The messages were copied from PL/Proxy 2.10, with PgBouncer 1.18 between the proxy and a shard.
 func TestErrorsOfAProxy(t *testing.T) {
 	t.Parallel()
 
@@ -18,7 +18,7 @@ func TestErrorsOfAProxy(t *testing.T) {
 	for _, test := range []struct {
 		code, message string
 		kinds         []error
-		direct        bool // it did not come through PL/Proxy
+		direct        bool // whether the error did not come through PL/Proxy
 	}{
 		{"XX000", `PL/Proxy function rate_limit._split_shards(13): [limits_2] PQconnectPoll: connection to server at ` +
 			`"127.0.0.1", port 6603 failed: Connection refused`, unavailable, false},
@@ -58,7 +58,7 @@ func TestErrorsOfAProxy(t *testing.T) {
 		{"RLS02", "rate_limit: part of a transaction", []error{pg.ErrSharded}, true},
 		{"RLS04", "rate_limit: a request on several shards", []error{pg.ErrSharded}, true},
 	} {
-		// PL/Proxy reports everything as an ERROR.
+		// PL/Proxy raises every error with the severity ERROR.
 		err := pg.Translate(&pgconn.PgError{SeverityUnlocalized: "ERROR", Code: test.code, Message: test.message}, true)
 		for _, kind := range []error{
 			pg.ErrNotMigrated, pg.ErrNewerSchema, pg.ErrNotPermitted, pg.ErrPreparedStatements, pg.ErrSetup, pg.ErrUnavailable,
@@ -97,7 +97,7 @@ func TestShards(t *testing.T) {
 	require.False(t, pg.OtherShard(nil))
 }
 
-// A shard may already have decided a statement that a proxy canceled.
+// If a proxy canceled a statement, a shard may already have decided.
 func TestCanceledWithUnknownOutcome(t *testing.T) {
 	t.Parallel()
 	err := &pgconn.PgError{SeverityUnlocalized: "ERROR", Code: "57014", Message: "canceling statement due to statement timeout"}

@@ -14,14 +14,14 @@ type DB interface {
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 }
 
-// maxTries is how often a statement is tried if the server rolls it back because of others. At REPEATABLE READ and
-// SERIALIZABLE, somebody who locks the row again and again causes that each time.
+// maxTries is how often Query sends a statement that the server rolls back because of other transactions. At REPEATABLE
+// READ and SERIALIZABLE, a row that other transactions keep locking can cause this each time.
 const maxTries = 5
 
-// Query runs a statement, scans each row into targets and calls each, and translates the error. It retries once if
-// nothing was sent, and on the next connection if the server had ended an idle one. own tells that the statement's
-// transaction is not the caller's. Then Query also retries up to maxTries times on 40001 and 40P01, and once after a
-// migration or a cancellation.
+// Query sends a statement, scans each row into targets, and calls each. It returns a translated error. Query retries
+// once if nothing was sent, and retries if the server had ended an idle connection. own tells that Query's statement
+// has its own transaction. Then Query also retries on 40001 and 40P01, up to maxTries times, and once after a migration
+// or a cancellation.
 func Query(ctx context.Context, db DB, own bool, sql string, args, targets []any, each func() error) error {
 	for n := 1; ; n++ {
 		first := n == 1
@@ -42,7 +42,7 @@ func queryOnce(ctx context.Context, db DB, sql string, args, targets []any, each
 	return queryOn(ctx, db, sql, args, targets, each)
 }
 
-// queryOn is queryOnce on a connection or transaction.
+// queryOn runs the statement of queryOnce on a connection or transaction.
 func queryOn(ctx context.Context, db DB, sql string, args, targets []any, each func() error) error {
 	if err := Garbled(db, sql); err != nil {
 		return err
@@ -54,28 +54,28 @@ func queryOn(ctx context.Context, db DB, sql string, args, targets []any, each f
 		}
 		return StatementError(err)
 	}
-	// The last column, the log, is missing where there can be no logs.
+	// Statements without logs do not return the last column, the log.
 	targets = targets[:min(len(targets), len(rows.FieldDescriptions()))]
-	// ForEachRow closes rows and returns their error, even one that comes after the last row. In the extended protocol,
-	// the error of the commit comes there.
+	// ForEachRow closes rows and returns their error. In the extended protocol, an error of the commit comes after the
+	// last row.
 	if _, err := pgx.ForEachRow(rows, targets, each); err != nil {
 		return StatementError(err)
 	}
 	return nil
 }
 
-// SchemaVersion is the number of the last migration, which has the functions that this release calls.
+// SchemaVersion is the number of the migration that creates all functions that this release calls.
 const SchemaVersion = 3
 
-// ExplainVersion adds the version of the database to the error of a statement that has called a missing function.
+// ExplainVersion adds the database's version to the error of a statement that called a missing function.
 func ExplainVersion(ctx context.Context, db DB, schema string, err error) error {
-	if !errors.Is(err, ErrNotMigrated) || Remade(err) || FromProxy(err) { // a proxy knows only its own version
+	if !errors.Is(err, ErrNotMigrated) || Remade(err) || FromProxy(err) { // a proxy only knows its own version
 		return err
 	}
 	var version int64
 	statement := Qualify("SELECT rate_limit_version()", schema)
 	if Query(ctx, db, false, statement, nil, []any{&version}, func() error { return nil }) != nil {
-		return err // there is no such function, or the error has ended the transaction
+		return err // the function rate_limit_version is missing, or the error has ended the transaction
 	}
 	kind, says := ErrNotMigrated, "which has what is missing: search_path may name another schema first"
 	if version < SchemaVersion {
@@ -88,14 +88,14 @@ func ExplainVersion(ctx context.Context, db DB, schema string, err error) error 
 		"this release was made for version %d: %w", version, says, SchemaVersion, Cause(err)), kind)
 }
 
-// Errors for a text that the encoding of the database or of the connection cannot represent.
+// The encoding of the database or of the connection cannot represent a text.
 var (
 	ErrKeyRefused  = errors.New(prefix + "the encoding refuses a key")
 	ErrNameRefused = errors.New(prefix + "the encoding refuses the name of a limiter")
 )
 
-// StatementError translates an error of a statement. If the encoding of the database or of the connection refuses a
-// text, it returns ErrKeyRefused or ErrNameRefused instead, because the database's message shows bytes of the key.
+// StatementError translates an error of a statement. It returns ErrKeyRefused or ErrNameRefused if the encoding of the
+// database or of the connection refuses a text, because the database's message contains bytes of the key.
 func StatementError(err error) error {
 	if argument, ok := Unencodable(err); ok && argument == "name" {
 		return ErrNameRefused

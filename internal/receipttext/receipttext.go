@@ -1,4 +1,4 @@
-// Package receipttext has the text form of a receipt of a request's take.
+// Package receipttext converts receipts to text and back. A receipt records what a request took.
 package receipttext
 
 import (
@@ -10,7 +10,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Receipt is the content of the text. The text contains it as JSON.
+// Receipt is a receipt's content. Its text contains the JSON of this struct.
 type Receipt struct {
 	Limiter string       `json:"limiter"`
 	Durable bool         `json:"durable,omitempty"`
@@ -20,26 +20,26 @@ type Receipt struct {
 	Parts   []model.Take `json:"parts"`
 }
 
-// Parse reads what String wrote. It returns false if the text was cut off or changed. Anybody can write a receipt, so
-// its content may still be invalid.
+// Parse parses a receipt's text. It returns false if the text was cut off or changed. The caller must validate the
+// Receipt, because anybody can write a text with a correct checksum.
 func Parse(text string) (r Receipt, ok bool) {
 	content, ok := Open(text)
 	return r, ok && json.Unmarshal(content, &r) == nil
 }
 
 func (r Receipt) String() string {
-	content, _ := json.Marshal(r) // cannot fail for these types
+	content, _ := json.Marshal(r) // marshaling these types cannot fail
 	return Seal(content)
 }
 
-const checksumLen = 8 // bytes before the JSON; they show that a receipt was cut off or changed
+const checksumLen = 8 // length in bytes of the checksum before the JSON
 
-// Seal returns the text for a receipt's JSON.
+// Seal returns the text of a receipt with this JSON.
 func Seal(content []byte) string {
 	return base64.RawURLEncoding.EncodeToString(append(checksum(content), content...))
 }
 
-// Open returns the JSON in a text, and whether the text is unchanged since Seal.
+// Open returns the JSON in a receipt's text. It returns false if the text has changed since Seal wrote it.
 func Open(text string) (content []byte, ok bool) {
 	content, err := base64.RawURLEncoding.DecodeString(text)
 	sum := content[:min(checksumLen, len(content))]

@@ -21,7 +21,7 @@ func TestTag(t *testing.T) {
 	}
 }
 
-// The hashes are the beginnings of `printf %s KEY | sha256sum`.
+// The hashes are the first 32 bits of `printf %s KEY | sha256sum`.
 func TestOf(t *testing.T) {
 	t.Parallel()
 	for key, hash := range map[string]uint32{
@@ -34,7 +34,7 @@ func TestOf(t *testing.T) {
 	require.Equal(t, shardkey.Of("user:1", 1024), shardkey.Of("a{user:1}b", 1024))
 }
 
-// When the number of shards doubles, each shard has keys of only one old shard.
+// When the number of shards doubles, a key of shard i of 2n was on shard i % n before.
 func TestShardsAreDivided(t *testing.T) {
 	t.Parallel()
 	for i := range 1000 {
@@ -65,7 +65,7 @@ func BenchmarkOf(b *testing.B) {
 	}
 }
 
-// The fullest of four shards has at most 2 % more keys than the mean.
+// With four shards, no shard has more than 102 % of the mean number of keys.
 func TestShardsAreEven(t *testing.T) {
 	t.Parallel()
 	const keys, shards = 100_000, 4

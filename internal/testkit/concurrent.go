@@ -1,5 +1,5 @@
-// Package testkit has helpers for tests of several packages that need neither a database nor a limiter: goroutines,
-// random numbers, processes, folders and logs. Helpers that need a database are in package pgtest.
+// Package testkit has test helpers for goroutines, random numbers, processes, folders and logs. Package pgtest has the
+// helpers that need a database.
 package testkit
 
 import (
@@ -17,15 +17,15 @@ import (
 )
 
 const (
-	// Amply is the longest wait for an event that is certain to come. It is far longer than needed, even on a slow
-	// machine.
+	// Amply is how long a test waits for an event before the test fails. Even a slow machine needs far less.
 	Amply = time.Minute
 
 	// tick is how often WaitUntil checks the condition.
 	tick = 2 * time.Millisecond
 )
 
-// WaitUntil returns when condition is true. If that never happens, it fails the test with the message.
+// WaitUntil waits until condition returns true. If this takes longer than Amply, WaitUntil fails the test with the
+// WaitUntil waits until condition returns true. After Amply, it fails the test with the message.
 func WaitUntil(t testing.TB, condition func() bool, message ...any) {
 	t.Helper()
 	if len(message) == 0 {
@@ -38,7 +38,7 @@ func WaitUntil(t testing.TB, condition func() bool, message ...any) {
 	}
 }
 
-// Later runs a call in the background. The returned function waits for the call.
+// Later runs a call in a new goroutine. The returned function waits for the call to end, and returns its result.
 func Later[T any](call func() (T, error)) (wait func() (T, error)) {
 	var result T
 	var err error
@@ -67,8 +67,8 @@ func Together(n int, call func(i int)) {
 	wg.Wait()
 }
 
-// Offspring runs a function. It returns a function that counts the running goroutines that f started, directly or
-// indirectly.
+// Offspring calls run. The returned function counts the goroutines that run has started, directly or indirectly, and
+// that have not ended.
 func Offspring(t testing.TB, run func(ctx context.Context)) (count func() int) {
 	t.Helper()
 	label := rand.Text()
@@ -78,8 +78,8 @@ func Offspring(t testing.TB, run func(ctx context.Context)) (count func() int) {
 		if err := pprof.Lookup("goroutine").WriteTo(&profile, 1); err != nil {
 			return -1
 		}
-		// pprof groups goroutines with the same stack. A group begins with a line like "3 @ 0x43e3a0 …". The next line
-		// has its labels.
+		// pprof groups goroutines that have the same stack. A group begins with a line such as "3 @ 0x43e3a0 …". The next
+		// line lists the labels of the group.
 		var total, group int
 		for line := range strings.Lines(profile.String()) {
 			if before, _, ok := strings.Cut(line, " @ "); ok {

@@ -11,11 +11,11 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Journal collects the output of loggers. Its zero value is empty.
+// Journal collects the output of loggers. The zero value is an empty journal.
 type Journal struct {
 	mu   sync.Mutex
 	text bytes.Buffer
-	read int // the length of the text that Lines has returned
+	read int // how many bytes Lines has returned so far
 }
 
 // Write implements io.Writer.
@@ -25,20 +25,20 @@ func (j *Journal) Write(line []byte) (int, error) {
 	return j.text.Write(line)
 }
 
-// Logger returns a logger that writes lines of text.
+// Logger returns a logger that writes lines of text to the journal.
 func (j *Journal) Logger() *slog.Logger { return slog.New(slog.NewTextHandler(j, nil)) }
 
-// JSONLogger returns a logger whose lines Entries can read.
+// JSONLogger returns a logger that writes lines of JSON, which Entries can read, to the journal.
 func (j *Journal) JSONLogger() *slog.Logger { return slog.New(slog.NewJSONHandler(j, nil)) }
 
-// String returns all output.
+// String returns everything that was written to the journal.
 func (j *Journal) String() string {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	return j.text.String()
 }
 
-// Lines returns the lines written since its last call.
+// Lines returns the lines that were written since the previous call of Lines.
 func (j *Journal) Lines() []string {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -47,7 +47,7 @@ func (j *Journal) Lines() []string {
 	return strings.FieldsFunc(text, func(c rune) bool { return c == '\n' })
 }
 
-// Entries returns all lines, parsed as JSON.
+// Entries parses every line of the journal as JSON.
 func (j *Journal) Entries(t testing.TB) (entries []map[string]any) {
 	t.Helper()
 	for line := range strings.Lines(j.String()) {

@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// FreeAddress returns a local address where nothing is listening now.
+// FreeAddress returns a local address where no program listens now.
 func FreeAddress(t testing.TB) string {
 	t.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
@@ -21,8 +21,8 @@ func FreeAddress(t testing.TB) string {
 	return listener.Addr().String()
 }
 
-// OpenDir returns a folder that every user may enter and write to. Other users cannot enter t.TempDir. Its path is
-// short enough for a socket. It is removed at the end of the test.
+// OpenDir returns a temporary folder where every user may create files. Other users cannot enter t.TempDir, and its
+// path may be too long for a socket.
 func OpenDir(t testing.TB) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "ratelimit-test-") //nolint:usetesting // see above
@@ -32,17 +32,17 @@ func OpenDir(t testing.TB) string {
 	return dir
 }
 
-// WriteProgram writes a program that every user may run. If another test forks meanwhile, the child would hold the file
-// open for writing until its exec, and running it would fail with "text file busy".
+// WriteProgram writes a program that every user may run. ForkLock prevents the error "text file busy": a process that
+// another test forks during the write would keep the file open for writing.
 func WriteProgram(t testing.TB, path string, content []byte) {
 	t.Helper()
 	syscall.ForkLock.RLock()
 	defer syscall.ForkLock.RUnlock()
 	require.NoError(t, os.WriteFile(path, content, 0o700))
-	require.NoError(t, os.Chmod(path, 0o755)) // whatever the umask
+	require.NoError(t, os.Chmod(path, 0o755)) // 0o755 regardless of the umask
 }
 
-// Program finds a program, also outside of an ordinary user's PATH. It returns "" if the program is missing.
+// Program returns the path of a program in PATH or /usr/sbin. It returns "" if the program is not there.
 func Program(name string) string {
 	for _, path := range []string{name, "/usr/sbin/" + name} {
 		if found, err := exec.LookPath(path); err == nil {
@@ -52,7 +52,7 @@ func Program(name string) string {
 	return ""
 }
 
-// Start runs a server until the test ends, and returns when it is ready.
+// Start runs a server until the test ends. It returns as soon as ready returns nil.
 func Start(t testing.TB, ready func() error, program string, args ...string) {
 	t.Helper()
 	cmd := exec.CommandContext(context.Background(), program, args...)
@@ -61,7 +61,7 @@ func Start(t testing.TB, ready func() error, program string, args ...string) {
 	require.NoError(t, cmd.Start())
 	ended := make(chan struct{})
 	go func() {
-		_ = cmd.Wait() // it is killed
+		_ = cmd.Wait() // the error is that the server was killed
 		close(ended)
 	}()
 	t.Cleanup(func() {
@@ -81,7 +81,7 @@ func Start(t testing.TB, ready func() error, program string, args ...string) {
 	}, "%s does not get ready", program)
 }
 
-// Accepts returns a ready function for Start. It succeeds once something listens at the address.
+// Accepts returns a ready function for Start. It returns nil as soon as a server accepts connections at the address.
 func Accepts(address string) (ready func() error) {
 	return func() error {
 		conn, err := net.Dial("tcp", address)

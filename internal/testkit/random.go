@@ -11,7 +11,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Rounds returns the number of rounds of a random test: the environment variable's value, else usual.
+// Rounds returns the number of rounds of a random test: the value of the environment variable, or usual if it is not
+// set.
 func Rounds(t testing.TB, variable string, usual int) int {
 	t.Helper()
 	text := os.Getenv(variable)
@@ -24,8 +25,8 @@ func Rounds(t testing.TB, variable string, usual int) int {
 	return n
 }
 
-// Seed returns the seed of a test's random numbers. With the environment variable set, the test repeats the same
-// numbers.
+// Seed returns the seed for a test's random numbers: the value of the environment variable, or a random seed if it is
+// not set.
 func Seed(t testing.TB, variable string) uint64 {
 	t.Helper()
 	seed := rand.Uint64()
@@ -38,8 +39,7 @@ func Seed(t testing.TB, variable string) uint64 {
 	return seed
 }
 
-// Quantile returns the smallest duration that is not exceeded by this share of all durations. It returns 0 if there are
-// none.
+// Quantile returns the duration below which this share of the durations lies. It returns 0 if there are no durations.
 func Quantile(durations []time.Duration, share float64) time.Duration {
 	if len(durations) == 0 {
 		return 0

@@ -1,4 +1,4 @@
-// Package turn prevents two users of a connection from using it at the same time.
+// Package turn lets users of one database connection take turns, so that no two use the connection at the same time.
 package turn
 
 import (
@@ -11,13 +11,13 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// Turn is held by the present user of a connection.
+// Turn is a lock for one connection. The goroutine that uses the connection holds the Turn.
 type Turn struct{ held chan struct{} }
 
-// New returns a free turn.
+// New returns a Turn that nobody holds.
 func New() *Turn { return &Turn{make(chan struct{}, 1)} }
 
-// Take waits for the turn and takes it. It returns the context's error if the context ends first.
+// Take waits until nobody holds the turn, and takes it. It returns the context's error if the context ends first.
 func (t *Turn) Take(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -30,7 +30,7 @@ func (t *Turn) Take(ctx context.Context) error {
 	}
 }
 
-// TryTake takes the turn if it is free.
+// TryTake takes the turn if nobody holds it, and tells whether it did.
 func (t *Turn) TryTake() bool {
 	select {
 	case t.held <- struct{}{}:
@@ -40,15 +40,15 @@ func (t *Turn) TryTake() bool {
 	}
 }
 
-// Pass ends the turn.
+// Pass releases the turn. The caller must hold the turn.
 func (t *Turn) Pass() { <-t.held }
 
-// connections guards the CustomData maps, because several goroutines may create limiters and sweepers at once.
+// connections guards the CustomData maps of all connections.
 //
-//nolint:gochecknoglobals // the maps belong to pgx, so all limiters and sweepers need one common lock
+// nolint:gochecknoglobals // the maps belong to pgx, so all limiters and sweepers must share this lock
 var connections sync.Mutex
 
-// Of returns the turn of db's connection. It returns nil if db is not a connection or a transaction.
+// Of returns the turn of db's connection. It returns nil if db is neither a connection nor a transaction.
 func Of(db any) *Turn {
 	switch db.(type) {
 	case *pgx.Conn, *pgxpool.Conn, pgx.Tx:
@@ -56,7 +56,7 @@ func Of(db any) *Turn {
 		return nil
 	}
 	conn := pg.Conn(db)
-	if conn == nil { // a transaction that the application itself implements
+	if conn == nil { // the application's own implementation of pgx.Tx
 		return New()
 	}
 	const name = "github.com/pgratelimit/ratelimit: turns"
