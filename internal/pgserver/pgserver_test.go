@@ -23,7 +23,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// ownerVariable makes this test binary start a server, and then do what the variable says.
+// ownerVariable makes this test binary start a server and then do the action in the variable.
 const ownerVariable = "PGSERVER_TEST_OWNER"
 
 func TestMain(m *testing.M) {
@@ -39,16 +39,16 @@ func TestMain(m *testing.M) {
 		os.Exit(1)
 	}
 	fmt.Fprintln(os.Stdout, server.URL())
-	_, _ = io.Copy(io.Discard, os.Stdin) // which nobody closes
+	_, _ = io.Copy(io.Discard, os.Stdin) // stdin stays open
 }
 
-// owner is a child process that owns a server, with files in dir.
+// owner starts a child process that owns a server, with the server's files in dir.
 func owner(t *testing.T, dir, action string) (cmd *exec.Cmd, stdout io.Reader) {
 	t.Helper()
 	needPrograms(t)
 	cmd = exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), ownerVariable+"="+action, "TMPDIR="+dir)
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // as a shell does for a command
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // a shell also starts a command in a new process group
 	_, err := cmd.StdinPipe()
 	require.NoError(t, err)
 	stdout, err = cmd.StdoutPipe()
@@ -61,7 +61,7 @@ func owner(t *testing.T, dir, action string) (cmd *exec.Cmd, stdout io.Reader) {
 	return cmd, stdout
 }
 
-// requireGone waits until there are no files in a folder. Without files, the server has ended or soon will.
+// requireGone waits until a folder has no files. A server without files has ended or will soon end.
 func requireGone(t *testing.T, dir string) {
 	t.Helper()
 	testkit.WaitUntil(t, func() bool {
@@ -80,7 +80,7 @@ func needPrograms(t *testing.T) {
 	}
 }
 
-// startServer starts a server that ends with the test, and leaves no files.
+// startServer starts a server for a test. At the end of the test, it closes the server and checks that no files remain.
 func startServer(t *testing.T, config Config) *Server {
 	t.Helper()
 	needPrograms(t)
@@ -95,7 +95,7 @@ func startServer(t *testing.T, config Config) *Server {
 	return server
 }
 
-// query runs a statement on its own connection, and returns the only value.
+// query runs a statement on a new connection, and returns the only value.
 func query(t *testing.T, url, sql string) (value string) {
 	t.Helper()
 	conn, err := pgx.Connect(t.Context(), url)
@@ -125,7 +125,7 @@ func TestServer(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, os.FileMode(0o700), info.Mode().Perm())
 
-	// The server's data stays after every kind of end.
+	// The server keeps its data however it ends.
 	kept := 0
 	for name, end := range map[string]func() error{
 		"fast":      func() error { return server.Stop(t.Context(), Fast) },
@@ -149,14 +149,14 @@ func TestServer(t *testing.T) {
 		require.Equal(t, strconv.Itoa(kept), query(t, server.URL(), "SELECT count(*)::text FROM pg_largeobject_metadata"))
 	}
 
-	// A frozen server accepts connections and does not answer.
+	// A frozen server accepts connections but does not answer.
 	require.NoError(t, server.Freeze())
 	conn, err := net.Dial("tcp", hostOf(t, server.URL()))
 	require.NoError(t, err)
 	defer conn.Close()
 	pids, err := server.PIDs()
 	require.NoError(t, err)
-	for _, pid := range pids { // an ended session stays a zombie until the postmaster runs again
+	for _, pid := range pids { // while the postmaster is frozen, a session that ends becomes a zombie
 		testkit.WaitUntil(t, func() bool {
 			state, err := exec.Command("ps", "-o", "stat=", "-p", strconv.Itoa(pid)).Output()
 			return err == nil && strings.ContainsAny(string(state[:1]), "TZ")
@@ -165,7 +165,7 @@ func TestServer(t *testing.T) {
 	require.NoError(t, server.Thaw())
 	require.Equal(t, "1", query(t, server.URL(), "SELECT '1'"))
 
-	// Others use its URL, so it has to keep its port.
+	// The server keeps its port, because other programs use its URL.
 	theirs, err := Start(t.Context(), Config{URL: server.URL()})
 	require.NoError(t, err)
 	require.False(t, theirs.Owned())
@@ -184,7 +184,7 @@ func TestServer(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// After kill -9, Postgres cannot remove its shared memory. The number of segments is limited.
+// Close removes shared memory that a killed Postgres leaves, because the number of segments is limited.
 func TestCloseRemovesSharedMemory(t *testing.T) {
 	t.Parallel()
 
@@ -199,7 +199,7 @@ func TestCloseRemovesSharedMemory(t *testing.T) {
 	require.NotContains(t, string(output), "shmid="+id)
 }
 
-// However the owner of a server ends without Close, no process and no file remains.
+// If the owner of a server ends without Close, no process and no file remains.
 func TestOwnerEnds(t *testing.T) {
 	t.Parallel()
 
@@ -220,7 +220,7 @@ func TestOwnerEnds(t *testing.T) {
 				require.NoError(t, err)
 				require.True(t, strings.HasPrefix(line, "postgres://"), line)
 			}
-			require.NoError(t, syscall.Kill(-cmd.Process.Pid, signal)) // as a terminal does
+			require.NoError(t, syscall.Kill(-cmd.Process.Pid, signal)) // a terminal also signals the process group
 			require.Error(t, cmd.Wait())
 			requireGone(t, dir)
 		})
@@ -250,7 +250,7 @@ func TestFailedStartTellsWhyAndLeavesNothing(t *testing.T) {
 	requireGone(t, closed)
 }
 
-// As root there is more to do at every step, but most developers are ordinary users.
+// An ordinary user can start a server too. As root, pgserver switches users and sets permissions.
 func TestOrdinaryUser(t *testing.T) {
 	t.Parallel()
 	_, credential, err := otherUser()

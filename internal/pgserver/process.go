@@ -19,24 +19,24 @@ import (
 	"time"
 )
 
-// way is a way to run a server, in the foreground of a child of this process.
+// way is a way to run a server in the foreground of a child process.
 type way interface {
 	origin() string
 	prepare(ctx context.Context, p *process) error
-	server(p *process) *exec.Cmd // called for the first start and, if p.settled, for later ones
+	server(p *process) *exec.Cmd // called for each start
 	signal(p *process, signal syscall.Signal) error
 }
 
-// ErrNotFound is the error of Start if there is no way to start a server.
+// ErrNotFound is the error of Start if no way to start a server works.
 var ErrNotFound = errors.New("no Postgres to run on")
 
-// Available returns an error that matches ErrNotFound if Start could not start a server.
+// Available returns an error that matches ErrNotFound if Start cannot start a server.
 func Available(ctx context.Context, config Config) error {
 	_, err := find(ctx, config)
 	return err
 }
 
-// find returns the first way that works on this machine.
+// find returns the first way to run a server that works on this machine.
 func find(ctx context.Context, config Config) (way, error) {
 	if config.Image != "" {
 		return findDocker(ctx, config.Image)
@@ -71,22 +71,22 @@ func find(ctx context.Context, config Config) (way, error) {
 type process struct {
 	config     Config
 	way        way
-	dir        string // the folder of all its files, named like its container
+	dir        string // the folder of all files of the server; a container has the folder's name
 	watchdog   *watchdog
-	password   string              // of a container
-	dataDir    string              // of programs
-	credential *syscall.Credential // for programs; nil means the current user
+	password   string              // the superuser's password, if the server is a container
+	dataDir    string              // the data directory, if the server runs from programs
+	credential *syscall.Credential // the user that the programs run as; nil for the current user
 	port       int
-	settled    bool // it has answered once, so callers know its port
+	settled    bool // whether the server has ever answered, so that callers know its port
 
 	mu    sync.Mutex // guards child
-	child *child     // the last one started
+	child *child     // the program that was started last
 }
 
-// child is a started program.
+// child is a program that was started.
 type child struct {
 	cmd  *exec.Cmd
-	done chan struct{} // closed when it has ended and has been reaped
+	done chan struct{} // closed when the program has ended and was reaped
 }
 
 func launch(ctx context.Context, config Config) (*Server, error) {
@@ -119,10 +119,10 @@ func launch(ctx context.Context, config Config) (*Server, error) {
 	return &Server{url: p.url(), version: version, origin: origin, process: p}, nil
 }
 
-// tempDir returns the folder for a server's files: TMPDIR if set, else one in memory if there is enough. Making a
-// database in memory takes a tenth of the time on a disk.
+// tempDir returns the folder for a server's files: TMPDIR, or a folder in memory if 4 GB are free there. Creating a
+// database in memory takes a tenth of the time that it takes on a disk.
 func tempDir(config Config) string {
-	const memory, plenty = "/dev/shm", 4 << 20 // kB; the tests need a tenth of it
+	const memory, plenty = "/dev/shm", 4 << 20 // in kB; the tests need a tenth of plenty
 	var size, used, available int64
 	output, _ := exec.Command("df", "-Pk", memory).Output()
 	_, line, _ := strings.Cut(string(output), "\n")
@@ -137,13 +137,13 @@ func (p *process) url() string {
 	return fmt.Sprintf("postgres://postgres:%s@127.0.0.1:%d/postgres?sslmode=disable", p.password, p.port)
 }
 
-// start runs the server, and returns its version once it answers. It tries again if another program uses the port, or
-// if its predecessor's processes still use the shared memory.
+// start starts the server, and returns its version as soon as it answers. If another program uses the port, or if
+// killed processes still use the shared memory, start tries again.
 func (p *process) start(ctx context.Context) (version string, err error) {
 	for {
 		if !p.settled {
-			// Take a port below those that Linux (32768 and up) and macOS (49152 and up) use for outgoing connections.
-			// An outgoing connection could take such a port while our server is stopped.
+			// Choose a port that is not used for outgoing connections: those use 32768 and up on Linux, and 49152 and up on
+			// macOS. An outgoing connection could take the port while the server is stopped.
 			p.port = 20000 + mathrand.IntN(12768)
 		}
 		if version, err = p.attempt(ctx); err == nil {
@@ -176,7 +176,7 @@ func (p *process) attempt(ctx context.Context) (version string, err error) {
 	}
 }
 
-// spawn starts a program of the server, and tells the watchdog at once.
+// spawn starts a program of the server, and tells the watchdog its process id.
 func (p *process) spawn(cmd *exec.Cmd) (*child, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -189,14 +189,14 @@ func (p *process) spawn(cmd *exec.Cmd) (*child, error) {
 	}
 	defer log.Close()
 	cmd.Stdout, cmd.Stderr = log, log
-	// In its own session, neither Ctrl-C nor the end of the terminal reaches it.
+	// A new session protects the server from Ctrl-C and from the end of the terminal.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Credential: p.credential}
 	if err := cmd.Start(); err != nil {
 		return nil, fmt.Errorf("pgserver: start the server: %w", err)
 	}
 	child := &child{cmd, make(chan struct{})}
 	go func() {
-		_ = cmd.Wait() // its ProcessState says how it ended
+		_ = cmd.Wait() // ProcessState tells how the program ended
 		close(child.done)
 	}()
 	if _, err := fmt.Fprintln(p.watchdog.pipe, cmd.Process.Pid); err != nil {
@@ -215,7 +215,7 @@ func (c *child) ended() bool {
 	}
 }
 
-// running returns the server, or nil if it is not running.
+// running returns the server's process, or nil if it does not run.
 func (p *process) running() *child {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -234,7 +234,7 @@ func (p *process) pid() int {
 
 func (p *process) logFile() string { return filepath.Join(p.dir, "postgres.log") }
 
-// log returns the end of the log of the program that was started last.
+// log returns the last 2,000 bytes of the log of the program that was started last.
 func (p *process) log() string {
 	const tail = 2000
 	text, err := os.ReadFile(p.logFile())
@@ -244,20 +244,20 @@ func (p *process) log() string {
 	return strings.TrimSpace(string(text[max(0, len(text)-tail):]))
 }
 
-// Mode says how Stop treats the clients of the server. The names are those of pg_ctl.
+// Mode tells Stop what to do with the server's clients. pg_ctl uses the same names.
 type Mode syscall.Signal
 
 const (
-	// Smart waits until all clients have disconnected, then shuts down cleanly.
+	// Smart waits until all clients have disconnected, and then shuts the server down.
 	Smart = Mode(syscall.SIGTERM)
-	// Fast ends all sessions, rolls their transactions back and shuts down cleanly.
+	// Fast ends all sessions, rolls back their transactions, and shuts the server down.
 	Fast = Mode(syscall.SIGINT)
-	// Immediate ends all processes without a checkpoint. The next start recovers from the log.
+	// Immediate ends all processes without a checkpoint. At the next start, the server recovers from its log.
 	Immediate = Mode(syscall.SIGQUIT)
 )
 
-// Stop shuts the server down and returns when it has ended. The data stays, for Restart. The context limits only the
-// wait: if clients delay a Smart stop, it continues afterwards. It does nothing if the server is not running.
+// Stop shuts the server down, and returns when it has ended. The data remains for Restart. The end of ctx stops the
+// wait, but not the shutdown. Stop does nothing if the server does not run.
 func (s *Server) Stop(ctx context.Context, mode Mode) error {
 	server := s.process.running()
 	if server == nil {
@@ -274,8 +274,7 @@ func (s *Server) Stop(ctx context.Context, mode Mode) error {
 	}
 }
 
-// Kill ends all processes of the server immediately, as kill -9 does, so they can write nothing. It does nothing if the
-// server is not running.
+// Kill ends all processes of the server at once, as kill -9 does. Kill does nothing if the server does not run.
 func (s *Server) Kill() error {
 	server := s.process.running()
 	err := s.process.signal(syscall.SIGKILL)
@@ -285,8 +284,7 @@ func (s *Server) Kill() error {
 	return err
 }
 
-// Restart starts the server again after Stop or Kill, with the same data on the same port. It returns when the server
-// answers. After Kill, the server has recovered by then.
+// Restart starts the server again after Stop or Kill, with the same data and port. It returns when the server answers.
 func (s *Server) Restart(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
@@ -294,14 +292,14 @@ func (s *Server) Restart(ctx context.Context) error {
 	return err
 }
 
-// Freeze suspends all processes of the server. The operating system still accepts new connections, but nothing answers
-// until Thaw. Stop, Kill and Close work on a frozen server.
+// Freeze suspends all processes of the server until Thaw. The operating system still accepts connections to the server,
+// but no query is answered. Stop, Kill and Close work on a frozen server.
 func (s *Server) Freeze() error { return s.process.signal(syscall.SIGSTOP) }
 
-// Thaw undoes Freeze. Thaw does nothing if the server is not frozen.
+// Thaw resumes a server after Freeze. Thaw does nothing if the server is not frozen.
 func (s *Server) Thaw() error { return s.process.signal(syscall.SIGCONT) }
 
-// signal signals a running server.
+// signal signals the server. It does nothing if the server does not run.
 func (p *process) signal(signal syscall.Signal) error {
 	if p.running() == nil {
 		return nil
@@ -312,11 +310,11 @@ func (p *process) signal(signal syscall.Signal) error {
 	return nil
 }
 
-// DataDir returns the data directory of a server started from programs, else "".
+// DataDir returns the data directory of a server that runs from programs. It returns "" for any other server.
 func (s *Server) DataDir() string { return s.process.dataDir }
 
-// PIDs returns the process ids of the postmaster, first, and its children. It returns none if the server is not
-// running, or runs in Docker.
+// PIDs returns the process ids of the postmaster and then of its children. It returns nothing if the server does not
+// run, or if it runs in Docker.
 func (s *Server) PIDs() ([]int, error) {
 	postmaster := s.process.pid()
 	if postmaster == 0 || s.process.dataDir == "" {
@@ -326,7 +324,7 @@ func (s *Server) PIDs() ([]int, error) {
 	return append([]int{postmaster}, children...), err
 }
 
-// close leaves the work to the watchdog, so that the two do not race.
+// close lets the watchdog stop the server, so that the watchdog and this process do not race.
 func (p *process) close() error {
 	_ = p.watchdog.pipe.Close()
 	<-p.watchdog.done
@@ -339,22 +337,22 @@ func (p *process) close() error {
 	return nil
 }
 
-// watchdog is a shell script that outlives this process to clean up after it. It reads from a pipe, and only this
-// process holds the other end. When the process ends in any way, the operating system closes that end. Then the script
-// cleans up. The script has its own session, so Ctrl-C does not end it.
+// watchdog is a shell script that cleans up when this process ends. The script reads from a pipe, and only this process
+// can write to the pipe. When the process ends in any way, the operating system closes the pipe, and the script starts
+// to clean up. The script runs in a new session, so Ctrl-C does not end it.
 type watchdog struct {
 	pipe *os.File
-	done chan struct{} // closed when the script has ended and has been reaped
-	err  error         // how it ended; valid once done is closed
+	done chan struct{} // closed when the script has ended and was reaped
+	err  error         // how the script ended; set before done is closed
 }
 
-// The script removes the server in folder $1, and its container if $2 is a docker command. Each line of its input is
-// the id of a started process.
+// watch stops the server in folder $1 and removes the folder. If $2 is a docker command, it removes the server's
+// container. Each line that watch reads is the process id of a program that was started.
 //
-// It signals an id only while that process has our folder's name on its command line, because the system reuses ids. An
-// engine may still be creating the container after its command has ended. Frozen backends would make the postmaster
-// wait five seconds, so the script wakes them. A killed postmaster leaves a small shared memory segment; its id ends
-// line 7 of postmaster.pid.
+// The system reuses ids, so watch signals a process only while the folder's name is on its command line. It retries
+// docker rm, because the Docker engine may still be creating a container. It wakes frozen backends, because a
+// postmaster would wait five seconds for them. A killed postmaster leaves a small shared memory segment. The id of the
+// segment ends line 7 of postmaster.pid.
 const watch = `
 trap '' HUP INT TERM
 dir=$1 docker=$2 name=${1##*/} pid=
@@ -395,7 +393,7 @@ exit 0
 `
 
 func startWatchdog(dir, docker string) (*watchdog, error) {
-	reader, writer, err := os.Pipe() // close-on-exec keeps the writer out of the server and all other children
+	reader, writer, err := os.Pipe() // Go sets close-on-exec, so the server does not inherit the writer
 	if err != nil {
 		return nil, fmt.Errorf("pgserver: start the watchdog: %w", err)
 	}
@@ -413,7 +411,7 @@ func startWatchdog(dir, docker string) (*watchdog, error) {
 	go func() {
 		w.err = cmd.Wait()
 		close(w.done)
-		runtime.KeepAlive(w.pipe) // a caller may keep only the URL, and a garbage-collected pipe is closed
+		runtime.KeepAlive(w.pipe) // the caller may keep only the URL, and the garbage collector would close the pipe
 	}()
 	return w, nil
 }

@@ -9,7 +9,7 @@ import (
 
 type process struct{}
 
-// launch starts nothing: without a shell and signals there is no watchdog, so the server could stay behind.
+// launch returns an error. Without a shell and signals, no watchdog could stop the server when this process ends.
 func launch(context.Context, Config) (*Server, error) {
 	return nil, errors.New("pgserver: no server can be started on this system: set DATABASE_URL to use one that runs")
 }

@@ -9,8 +9,8 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// given returns the server at a connection string. It never stops or changes that server. If the server does not
-// answer, the URL is wrong, and waiting would only hide that.
+// given returns the server of a connection string. It never stops or changes this server. It does not wait for the
+// server to answer, because the URL may be wrong.
 func given(ctx context.Context, url string) (*Server, error) {
 	version, err := ask(ctx, url, "")
 	if err != nil {

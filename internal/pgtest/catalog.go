@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// InSchema returns a pool with a search_path of the schema and then public. It creates the schema if it is missing.
+// InSchema returns a pool whose search_path is the schema and then public. It creates a missing schema.
 func (db *DB) InSchema(t *testing.T, schema string) *pgxpool.Pool {
 	t.Helper()
 	quoted := pgx.Identifier{schema}.Sanitize()
@@ -23,12 +23,12 @@ func (db *DB) InSchema(t *testing.T, schema string) *pgxpool.Pool {
 	})
 }
 
-// catalogSQL describes a schema.
+// catalogSQL is a query that describes a schema.
 //
 //go:embed catalog.sql
 var catalogSQL string
 
-// Catalog returns what the catalogs say about a schema, by object and aspect.
+// Catalog returns a description of a schema's objects, by object and aspect.
 func Catalog(t *testing.T, db Querier, schema string) map[string]string {
 	t.Helper()
 	rows, err := db.Query(t.Context(), catalogSQL, schema)
@@ -44,16 +44,16 @@ func Catalog(t *testing.T, db Querier, schema string) map[string]string {
 	return all
 }
 
-// WithoutSchema replaces the name of the schema in a catalog, in each of its spellings.
+// WithoutSchema replaces the schema's name in a catalog. It replaces each spelling of the name.
 func WithoutSchema(catalog map[string]string, schema string) map[string]string {
 	quoted := pgx.Identifier{schema}.Sanitize()
-	setting := "'" + strings.ReplaceAll(schema, "'", "''") + "'" // the spelling in a function's definition
-	array := strings.ReplaceAll(quoted, `"`, `\"`)               // the spelling in pg_proc.proconfig
+	setting := "'" + strings.ReplaceAll(schema, "'", "''") + "'" // the name's spelling in a function's definition
+	array := strings.ReplaceAll(quoted, `"`, `\"`)               // the name's spelling in pg_proc.proconfig
 	replacer := strings.NewReplacer(
 		array+", pg_temp", "SCHEMA, pg_temp",
 		schema+", pg_temp", "SCHEMA, pg_temp",
 		setting, "SCHEMA",
-		"$functionx$", "$function$", // the quotes around a body that contains the other ones
+		"$functionx$", "$function$", // pg_get_functiondef quotes a body that contains $function$ like this
 		quoted+".", "",
 		schema+".", "",
 	)

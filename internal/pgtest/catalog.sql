@@ -1,4 +1,4 @@
--- All that the catalogs say about a schema, but for the version table of goose: one row for each object and aspect.
+-- This query describes all objects of a schema except goose's version table. Each row is an aspect of an object.
 --
 --   $1   name of the schema
 WITH
@@ -67,7 +67,7 @@ catalog (object, aspect, value) AS (
     UNION ALL
     SELECT oid::regprocedure::text, 'acl', coalesce(proacl, acldefault('f', proowner))::text FROM function
     UNION ALL
-    -- Arrays and the row types of tables come with what is listed already.
+    -- Array types and the row types of tables are not listed, because they come with their types and tables.
     SELECT t.oid::regtype::text, 'type', concat_ws(' ', t.typtype, 'base', format_type(t.typbasetype, t.typtypmod), t.typnotnull, t.typdefault,
         'enum', (SELECT array_agg(e.enumlabel ORDER BY e.enumsortorder) FROM pg_enum AS e WHERE e.enumtypid = t.oid),
         'owner', pg_get_userbyid(t.typowner), 'acl', coalesce(t.typacl, acldefault('T', t.typowner)))

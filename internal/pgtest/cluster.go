@@ -21,39 +21,39 @@ import (
 )
 
 const (
-	// emptyTemplate is a database on every server. It is empty, and nobody can connect to it.
+	// emptyTemplate is a database that every server has. It is empty, and nobody can connect to it.
 	emptyTemplate = "template0"
 
 	templatePrefix = "ratelimit_template_"
 	testPrefix     = "ratelimit_test_"
 
-	// templateLock is the advisory lock for making the template. It must differ from the migrations' lock.
+	// templateLock is the advisory lock for creating the template. It differs from the lock of the migrations.
 	templateLock int64 = 0x706774656d706c74 // "pgtemplt" in ASCII
 )
 
-// cluster is a server and the template on it. Both are made at the first request for them. If that fails, all tests get
-// the same error.
+// cluster is a server and its template. Both are created when a test first needs them. If that fails, all tests get the
+// same error.
 type cluster struct {
 	config func() pgserver.Config
 
 	starting sync.Once
 	startErr error
 	server   *pgserver.Server
-	admin    *pgxpool.Pool // for the database in the server's URL
-	monitors bool          // whether its user may take the role pg_monitor
+	admin    *pgxpool.Pool // connects to the database in the server's URL
+	monitors bool          // whether the user of admin may SET ROLE pg_monitor
 
 	migrating  sync.Once
 	migrateErr error
 	template   string
 
-	shards []*cluster // for a proxy's server; see sharded
-	place  int        // for a shard's server
-	of     int        // the number of shards; 0 if this is no shard's server
+	shards []*cluster // the shards' servers, if this is a proxy's server
+	place  int        // the shard's place, if this is a shard's server
+	of     int        // the number of shards, or 0 if this is not a shard's server
 	source shards.Source
-	tables string // for a shard: SQL that makes foreign tables on a proxy
+	tables string // for a shard's server: SQL that creates foreign tables on the proxy
 }
 
-// start does not use the context of a test, because other tests continue when that test ends.
+// start starts the server once for all tests. It uses no test's context, because other tests continue after that test.
 func (c *cluster) start() error {
 	c.starting.Do(func() {
 		ctx := context.Background()
@@ -93,7 +93,7 @@ func (c *cluster) close() error {
 	return errors.Join(err, c.server.Close())
 }
 
-// create makes a database with a new name, and returns the name.
+// create creates a database with a new name, and returns the name.
 func (c *cluster) create(ctx context.Context, template string) (string, error) {
 	if err := c.start(); err != nil {
 		return "", err
@@ -114,7 +114,7 @@ func (c *cluster) createDatabase(ctx context.Context, name, template string) err
 	return nil
 }
 
-// drop ends the sessions of a database and removes it. It is no error if the database is missing.
+// drop ends the sessions of a database and drops the database. It returns no error if the database is missing.
 func (c *cluster) drop(ctx context.Context, name string) error {
 	if _, err := c.admin.Exec(ctx, fmt.Sprintf("DROP DATABASE IF EXISTS %s WITH (FORCE)", quote(name))); err != nil {
 		return fmt.Errorf("pgtest: drop database %s: %w", name, err)
@@ -122,7 +122,7 @@ func (c *cluster) drop(ctx context.Context, name string) error {
 	return nil
 }
 
-// migratedTemplate returns the name of the template. It makes the template if the server does not have it.
+// migratedTemplate returns the name of the template. If the server does not have the template, it creates the template.
 func (c *cluster) migratedTemplate() (string, error) {
 	if err := c.start(); err != nil {
 		return "", err
@@ -159,8 +159,8 @@ func (c *cluster) ensureTemplate(ctx context.Context) (_ string, err error) {
 		return name, nil
 	}
 
-	// The template is renamed when it is finished, so a process that dies earlier leaves no template. Drop the
-	// templates of other migrations.
+	// The template gets its name when it is complete, so a process that dies earlier leaves no template. Drop incomplete
+	// templates and templates of other migrations.
 	rows, err := conn.Query(ctx, `
 		SELECT datname FROM pg_database
 		WHERE datdba = current_user::regrole AND datname ~ $1`, "^"+templatePrefix+"[0-9a-f]{16}(_unfinished)?$")
@@ -182,7 +182,7 @@ func (c *cluster) ensureTemplate(ctx context.Context) (_ string, err error) {
 		return "", errors.Join(err, c.drop(ctx, unfinished))
 	}
 	for _, change := range []string{
-		"ALTER DATABASE %s ALLOW_CONNECTIONS false", // a template with connections cannot be cloned
+		"ALTER DATABASE %s ALLOW_CONNECTIONS false", // Postgres cannot clone a database that has connections
 		"ALTER DATABASE %s RENAME TO " + quote(name),
 	} {
 		if _, err := conn.Exec(ctx, fmt.Sprintf(change, quote(unfinished))); err != nil {
@@ -192,7 +192,7 @@ func (c *cluster) ensureTemplate(ctx context.Context) (_ string, err error) {
 	return name, nil
 }
 
-// fill creates the objects that tests need in the template. It closes all its connections.
+// fill creates the objects that tests need in the template, and closes all connections to it.
 func (c *cluster) fill(ctx context.Context, database string) error {
 	url, err := withDatabase(c.server.URL(), database)
 	if err != nil {
@@ -212,7 +212,7 @@ func (c *cluster) fill(ctx context.Context, database string) error {
 	return c.own(ctx, pool)
 }
 
-// templateName returns a name that depends on every file of the migrations.
+// templateName returns a name with a hash of all files of the migrations.
 func templateName() (string, error) {
 	hash := sha256.New()
 	err := fs.WalkDir(migrations.FS, ".", func(path string, entry fs.DirEntry, err error) error {
@@ -229,10 +229,10 @@ func templateName() (string, error) {
 	return templatePrefix + hex.EncodeToString(hash.Sum(nil))[:16], nil
 }
 
-// withDatabase replaces the database in a connection string. The string may be a URL, or keywords and values.
+// withDatabase replaces the database in a connection string, which is a URL or a list of keywords and values.
 func withDatabase(connString, database string) (string, error) {
 	if !strings.HasPrefix(connString, "postgres://") && !strings.HasPrefix(connString, "postgresql://") {
-		return connString + " dbname=" + database, nil // the last one counts
+		return connString + " dbname=" + database, nil // libpq uses the last dbname
 	}
 
 	parsed, err := url.Parse(connString)
@@ -241,9 +241,9 @@ func withDatabase(connString, database string) (string, error) {
 	}
 	parsed.Path = "/" + database
 	query := parsed.Query()
-	query.Del("dbname") // it would override the path
+	query.Del("dbname") // dbname would override the path
 	query.Del("database")
-	parsed.RawQuery = strings.ReplaceAll(query.Encode(), "+", "%20") // libpq reads a plus as a plus, not as a space
+	parsed.RawQuery = strings.ReplaceAll(query.Encode(), "+", "%20") // libpq does not read a plus as a space
 	return parsed.String(), nil
 }
 

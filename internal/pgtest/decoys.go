@@ -16,27 +16,27 @@ import (
 //go:embed decoys.sql
 var decoysSQL string
 
-// DecoyRole is the role that makes the decoys. Every server has it, and our code does not use it.
+// DecoyRole is the role that creates the decoys. Every server has this role, and the limiter does not use it.
 const DecoyRole = "pg_monitor"
 
 var calls = regexp.MustCompile(`(\w+)\s*\(`)
 
-// Decoys overloads all functions and operators of Postgres that the schema's functions call or that the texts contain.
-// It also overloads the schema's own functions. It makes the overloads in that schema and in public, as a role that can
-// only create there. Each of them fails with the word "decoy".
+// Decoys creates overloads of Postgres's functions and operators in the schema and in public. An overload fails with
+// the word "decoy". Decoys overloads everything that the schema's functions call or that the texts contain, and also
+// the schema's functions. The overloads belong to a role that can only create objects there.
 func (db *DB) Decoys(t testing.TB, schema string, texts ...string) {
 	t.Helper()
 	db.decoys(t, "text name bigint integer smallint boolean numeric timestamptz tid "+
 		"text[] bigint[] integer[] smallint[] boolean[]", schema, texts)
 }
 
-// SomeDecoys is Decoys for the most frequent types only, for tests with another subject. It takes a third of the time.
+// SomeDecoys creates decoys for the most frequent types only, for tests with another subject. It is three times as fast.
 func (db *DB) SomeDecoys(t testing.TB, schema string, texts ...string) {
 	t.Helper()
 	db.decoys(t, "text bigint integer boolean text[] bigint[]", schema, texts)
 }
 
-// Statements returns the statements of the limiters and of the sweeper. root is the repository's folder.
+// Statements returns the statements of the limiters and of the sweeper. root is the path of the repository.
 func Statements(t testing.TB, root string) (statements []string) {
 	t.Helper()
 	files, err := filepath.Glob(filepath.Join(root, "internal", "*", "call", "*.sql"))
@@ -70,7 +70,7 @@ func (db *DB) decoys(t testing.TB, types, schema string, texts []string) {
 		names = append(names, match[1])
 	}
 	slices.Sort(names)
-	// Do that schema last. Otherwise its own decoys would get decoys too, four times as many.
+	// Create decoys in the schema last. Otherwise its decoys would get decoys too, and there would be four times as many.
 	schemas := []string{"public", schema}
 	for _, where := range slices.Compact(schemas) {
 		if err := pgx.BeginFunc(t.Context(), db.Pool, func(tx pgx.Tx) error {

@@ -1,28 +1,28 @@
--- Makes functions and operators that fail, in one schema, as the current role: whatever a text calls gets overloads there, for the types
--- that our SQL uses. Where Postgres finds one, with the very types of a call, it prefers it to a function of pg_catalog that has to be
--- cast for, and to one that takes any type.
+-- This script creates decoys in a schema: functions and operators that fail. They overload the functions and operators
+-- that a text uses, for the types of the limiter's SQL. Postgres prefers a decoy with exactly the types of a call to a
+-- function of pg_catalog that needs a cast or accepts any type.
 --
---   decoys.names   names that stand before a parenthesis in what calls; those that are functions of pg_catalog are overloaded
---   decoys.text    what calls, in which operators of pg_catalog may stand
---   decoys.types   for which types, and arrays of the types of our rows
---   decoys.schema  where to make them
---   decoys.ours    the schema of the functions, whose own are overloaded too; '': there are none yet
+--   decoys.names   the words before a parenthesis in the text; those that name functions of pg_catalog are overloaded
+--   decoys.text    the text; the operators of pg_catalog in it are overloaded
+--   decoys.types   the argument types; arrays of the limiter's row types are added
+--   decoys.schema  the schema for the decoys
+--   decoys.ours    the schema of the limiter's functions, which are overloaded too; '' if there is none
 SET LOCAL search_path = pg_catalog;
 SET LOCAL check_function_bodies = off;
-SET LOCAL jit = off; -- it would take a second
+SET LOCAL jit = off; -- compiling would take a second
 DO $do$
 DECLARE
     source CONSTANT text := current_setting('decoys.text');
     schema CONSTANT text := current_setting('decoys.schema');
     ours CONSTANT text := current_setting('decoys.ours');
     types text[] := string_to_array(current_setting('decoys.types'), ' ');
-    made text[] := '{}'; -- statements; run as one, or each would make the next look everything up anew
+    made text[] := '{}'; -- CREATE statements; running them one by one would make each repeat all catalog look-ups
     number integer := 0;
-    called text[];  -- functions of pg_catalog
-    symbols text[]; -- operators of pg_catalog
+    called text[];  -- names of functions in pg_catalog
+    symbols text[]; -- names of operators in pg_catalog
     decoy record;
 BEGIN
-    types := ARRAY(SELECT t::regtype::text FROM unnest(types) AS t); -- as Postgres writes them
+    types := ARRAY(SELECT t::regtype::text FROM unnest(types) AS t); -- the types' names as Postgres prints them
     SELECT types || coalesce(array_agg(c.oid::regtype::text) || array_agg(c.oid::regtype::text || '[]'), '{}')
     INTO types
     FROM pg_type AS c
@@ -37,19 +37,19 @@ BEGIN
     FOR decoy IN
         SELECT DISTINCT ON (name, replace(arguments, 'VARIADIC ', '')) name, arguments
         FROM (
-        -- Functions of one and of two arguments: of all types.
+        -- Overload functions of one or two arguments for all types.
         SELECT name, format('(%s)', a) AS arguments FROM unnest(called) AS name, unnest(types) AS a
         UNION
         SELECT name, format('(%s, %s)', a, b)
         FROM unnest(called) AS name, unnest(types) AS a, unnest(types) AS b
         WHERE EXISTS (SELECT FROM pg_proc AS p WHERE p.proname = name AND p.pronamespace = 'pg_catalog'::regnamespace AND (p.pronargs = 2 OR p.provariadic <> 0))
         UNION
-        -- Of any number.
+        -- Overload functions of any number of arguments.
         SELECT p.proname, format('(%sVARIADIC %s[])', CASE WHEN p.pronargs = 2 THEN 'text, ' ELSE '' END, a)
         FROM pg_proc AS p, unnest(types) AS a
         WHERE p.proname = ANY (called) AND p.pronamespace = 'pg_catalog'::regnamespace AND p.provariadic <> 0 AND a NOT LIKE '%[]'
         UNION
-        -- Of more: as declared, with each type where any may stand.
+        -- Overload functions of two or more arguments. Replace only arguments of any type.
         SELECT p.proname, format('(%s)', (
             SELECT string_agg(CASE
                 WHEN t.typname IN ('anyarray', 'anycompatiblearray') THEN a || '[]'
@@ -60,7 +60,8 @@ BEGIN
         FROM pg_proc AS p, unnest(types) AS a
         WHERE p.proname = ANY (called) AND p.pronamespace = 'pg_catalog'::regnamespace AND p.pronargs >= 2 AND a NOT LIKE '%[]' AND 'internal'::regtype <> ALL (p.proargtypes::oid[])
         UNION
-        -- Ours: with fewer arguments than they have, and with a number of another kind in each place.
+        -- Overload the limiter's functions: leave out optional arguments, and change the type of each argument to
+        -- another number.
         SELECT p.proname, format('(%s)', (
             SELECT string_agg(CASE WHEN e.place = changed THEN kind || CASE WHEN t.typelem <> 0 THEN '[]' ELSE '' END ELSE t.oid::regtype::text END, ', ' ORDER BY e.place)
             FROM unnest(p.proargtypes) WITH ORDINALITY AS e (type, place)
@@ -73,7 +74,7 @@ BEGIN
         ) AS decoys
         ORDER BY name, replace(arguments, 'VARIADIC ', ''), arguments DESC
     LOOP
-        CONTINUE WHEN decoy.arguments NOT LIKE '%VARIADIC%' AND to_regprocedure(format('%I.%I%s', schema, decoy.name, decoy.arguments)) IS NOT NULL; -- ours itself
+        CONTINUE WHEN decoy.arguments NOT LIKE '%VARIADIC%' AND to_regprocedure(format('%I.%I%s', schema, decoy.name, decoy.arguments)) IS NOT NULL; -- the limiter has this function itself
         made := made || format('CREATE FUNCTION %I.%I%s RETURNS boolean LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION %L, current_user; END $$',
             schema, decoy.name, decoy.arguments, format('decoy %I.%I%s was run by %%', schema, decoy.name, decoy.arguments));
     END LOOP;

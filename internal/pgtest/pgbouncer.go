@@ -14,9 +14,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// PgBouncer starts a PgBouncer in front of a test's database, in the given pool mode. All its clients share that many
-// connections to the database. It returns the connection string for clients. Without a PgBouncer, the test is skipped;
-// if RATELIMIT_TEST_PGBOUNCER names the program, the test fails instead. more are additional lines for its settings.
+// PgBouncer starts a PgBouncer in front of a test's database, and returns a connection string. All clients share the
+// given number of connections to the database. more are additional lines of pgbouncer.ini. If PgBouncer is missing, the
+// test is skipped, or fails if RATELIMIT_TEST_PGBOUNCER names the program.
 func PgBouncer(t testing.TB, db *DB, mode string, connections int, more ...string) (connString string) {
 	t.Helper()
 	program := os.Getenv("RATELIMIT_TEST_PGBOUNCER")
@@ -28,7 +28,7 @@ func PgBouncer(t testing.TB, db *DB, mode string, connections int, more ...strin
 	version, err := exec.CommandContext(t.Context(), program, "--version").Output()
 	require.NoError(t, err)
 
-	// It listens on a socket in its own folder, so nothing else can have its port. It does not run as root.
+	// PgBouncer listens on a socket in a new folder, so its port is free. It refuses to run as root.
 	dir := testkit.OpenDir(t)
 	to := db.Pool.Config().ConnConfig
 	quote := func(value string) string { return "'" + strings.ReplaceAll(value, "'", "''") + "'" }

@@ -1,6 +1,6 @@
-// Package pgtest gives each test its own Postgres database. So all tests can run in parallel, and none has to clean up.
-// Each database is a clone of a migrated template. It has 300 files. A clone takes 10 ms in memory (a server started
-// with TMPDIR=/dev/shm) and up to 100 ms on a disk.
+// Package pgtest gives each test a new Postgres database. So all tests can run in parallel, and no test has to clean
+// up. Each database is a clone of a migrated template, and has 300 files. Cloning takes 10 ms in memory (a server
+// started with TMPDIR=/dev/shm) and up to 100 ms on a disk.
 //
 //	func TestMain(m *testing.M) { pgtest.Main(m) }
 //
@@ -10,16 +10,17 @@
 //		…
 //	}
 //
-// The databases are on the server at RATELIMIT_TEST_DATABASE_URL. Its user needs CREATEDB. Without that variable,
-// package pgserver starts a server. Several test binaries can share a server. The template's name contains a hash of
-// the migrations. The first binary makes the template, and drops those of other migrations. On a given server the
-// template stays, for later runs. Nothing else on that server changes.
+// The databases are on the server at RATELIMIT_TEST_DATABASE_URL, whose user needs CREATEDB. If this variable is not
+// set, package pgserver starts a server. Several test binaries can share a server. The template's name contains a hash
+// of the migrations. The first test binary creates the template, and drops the templates of other migrations. On the
+// server at RATELIMIT_TEST_DATABASE_URL, only the template remains.
 //
-// RATELIMIT_TEST_POSTGRES_MAJOR=17 selects the major version to test. A given server of another version is an error.
+// RATELIMIT_TEST_POSTGRES_MAJOR=17 selects the major version to test. If the server at the URL has another version,
+// tests fail.
 //
-// DB.Pool belongs to the owner. Tests use it to read and change tables. DB.NewPool is like an application's pool: its
-// role has only the grants in docs/operating.md. So the tests prove that an application needs no more. If the server's
-// user may not take that role, these pools belong to the owner too.
+// DB.Pool connects as the owner. Tests use it to read and change tables. DB.NewPool connects as an application's role,
+// which has only the grants in docs/operating.md. So the tests prove that an application needs no other rights. If the
+// server's user may not take that role, NewPool connects as the owner.
 package pgtest
 
 import (
@@ -46,19 +47,18 @@ import (
 const (
 	urlVariable = "RATELIMIT_TEST_DATABASE_URL"
 
-	// maxConns is the size of a pool. Tests rarely need more, and many parallel tests still fit into the default of 100
-	// connections.
+	// maxConns is the size of a pool. Larger pools of parallel tests would not fit into the default of 100 connections.
 	maxConns = 8
 
-	// atOnce is the smallest number of tests that run in parallel.
+	// atOnce is how many tests run in parallel at least.
 	atOnce = 4
 
-	// patience limits each step at the end of a test. Such a step takes milliseconds unless the test left something
-	// behind.
+	// patience is the timeout of each step at the end of a test. A step takes milliseconds unless the test left something
+	// running.
 	patience = time.Minute
 )
 
-// shared is the server of one test binary, for New and Empty. Only these functions start it, and only Main stops it.
+// shared is the server of this test binary. New and Empty start the server, and Main stops it.
 var shared = newShared()
 
 func newShared() *cluster {
@@ -68,36 +68,35 @@ func newShared() *cluster {
 	return &cluster{config: func() pgserver.Config { return pgserver.Config{URL: os.Getenv(urlVariable)} }}
 }
 
-// given tells whether the environment names a server for the tests. Some tests may still need their own server.
+// given tells whether the environment names a server for the tests. Some tests start another server nevertheless.
 var given = os.Getenv(urlVariable) != ""
 
-// DB is the database of one test.
+// DB is a test's database.
 type DB struct {
-	// Pool has up to 8 connections. It is closed at the end of the test.
+	// Pool has up to 8 connections. The end of the test closes it.
 	Pool *pgxpool.Pool
 
 	// URL is the connection string, for other programs and drivers.
 	URL string
 
-	// Shards are the shards' databases, if this is a proxy's.
+	// Shards are the databases of the shards, if the database is a proxy.
 	Shards []*DB
 
-	// application is the role of NewPool, or "". It gets its grants when a test first uses it, so that other tests see
-	// only the migrations' objects.
+	// application is the role of NewPool, or "". The role gets its grants when a test first calls NewPool, so that other
+	// tests see only the objects of the migrations.
 	application string
 	granting    sync.Once
 }
 
-// Main is the whole body of TestMain. It runs the tests, stops the server if it started one, and exits. On a small
-// machine it runs more parallel tests than there are processors, because most of them often wait for the database or
-// for time to pass. The flag -parallel overrides that. It gives calls a long timeout, and hides DATABASE_URL from
-// tests.
+// Main runs the tests, stops the server, and exits. A TestMain should only call Main. On a small machine, Main sets
+// -parallel to more than the number of processors, because most tests often wait. Calls get a long timeout, and
+// DATABASE_URL is hidden from the tests.
 func Main(m *testing.M) {
 	if runtime.GOMAXPROCS(0) < atOnce {
-		_ = flag.Set("test.parallel", strconv.Itoa(atOnce)) // the command line is read later and overrides this
+		_ = flag.Set("test.parallel", strconv.Itoa(atOnce)) // a -parallel on the command line is read later and overrides this
 	}
 	deadline.Default = testkit.Amply
-	_ = os.Unsetenv("DATABASE_URL") // the developer's server may be shared with others
+	_ = os.Unsetenv("DATABASE_URL") // the server of DATABASE_URL may have other users
 	code := m.Run()
 	if err := shared.close(); err != nil {
 		fmt.Fprintln(os.Stderr, "pgtest: close the server:", err)
@@ -106,8 +105,8 @@ func Main(m *testing.M) {
 	os.Exit(code)
 }
 
-// New returns a database with all migrations applied, in schema public. It is dropped at the end of the test, even if
-// there are still connections. If there is no Postgres, the test fails with an error that says how to provide one.
+// New returns a database that has all migrations in schema public. The end of the test drops it, even if there are
+// still connections. If no Postgres is found, the test fails, and the error says how to get one.
 func New(t testing.TB) *DB {
 	t.Helper()
 	return shared.newMigrated(t)
@@ -122,14 +121,14 @@ func (c *cluster) newMigrated(t testing.TB) *DB {
 	return db
 }
 
-// Empty is New without the migrations.
+// Empty returns a database without migrations. The end of the test drops it.
 func Empty(t testing.TB) *DB {
 	t.Helper()
 	return shared.newDB(t, emptyTemplate)
 }
 
-// NewPool returns a pool of the same database with an application's rights. It is closed at the end of the test t.
-// configure may change its configuration first; it may be nil.
+// NewPool returns a pool that connects to the database as an application's role. The end of the test closes the pool.
+// If configure is not nil, it may change the pool's configuration.
 func (db *DB) NewPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Pool {
 	t.Helper()
 	if db.application == "" {
@@ -148,7 +147,7 @@ func (db *DB) NewPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Po
 	})
 }
 
-// OwnerPool is NewPool with the rights of the database's owner.
+// OwnerPool returns a pool like NewPool that connects as the database's owner.
 func (db *DB) OwnerPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Pool {
 	t.Helper()
 	config, err := pgxpool.ParseConfig(db.URL)
@@ -167,7 +166,7 @@ func (db *DB) OwnerPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.
 	t.Cleanup(func() {
 		closed := make(chan struct{})
 		go func() {
-			pool.Close() // waits until all connections are returned
+			pool.Close() // Close waits until all connections are returned
 			close(closed)
 		}()
 		select {
@@ -180,8 +179,8 @@ func (db *DB) OwnerPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.
 	return pool
 }
 
-// Server starts a server of the test's own, for tests that stop or kill it. It is closed at the end of the test. It is
-// started even if RATELIMIT_TEST_DATABASE_URL is set. It has no migrations.
+// Server starts a server for a test that stops or kills it, even if RATELIMIT_TEST_DATABASE_URL is set. The server has
+// no migrations. The end of the test closes the server.
 func Server(t testing.TB, config pgserver.Config) *pgserver.Server {
 	t.Helper()
 	server, err := startServer(t.Context(), config)
@@ -194,14 +193,15 @@ func Server(t testing.TB, config pgserver.Config) *pgserver.Server {
 	return server
 }
 
-// OwnServer skips a test that starts a server in another way, in the cases where Server would skip it.
+// OwnServer skips a test that starts a server in another way, if no server can be started but the environment names
+// one.
 func OwnServer(t testing.TB) {
 	t.Helper()
 	need(t, pgserver.Available(t.Context(), pgserver.Config{Major: major()}))
 }
 
-// need ends the test if it cannot have a server. It skips a test that stops, kills or configures its server if only a
-// given server is available.
+// need fails the test if it cannot have a server. It skips the test if no server can be started but the environment
+// names one.
 func need(t testing.TB, err error) {
 	t.Helper()
 	if given && errors.Is(err, pgserver.ErrNotFound) {
@@ -212,10 +212,10 @@ func need(t testing.TB, err error) {
 	}
 }
 
-// major is the version to test, or "".
+// major returns the major version to test, or "".
 func major() string { return os.Getenv("RATELIMIT_TEST_POSTGRES_MAJOR") }
 
-// startServer refuses a given server if its version is not the one to test. Otherwise a test of 17 could pass on 15.
+// startServer refuses a given server whose version is not the one to test. Otherwise a test of 17 could pass on 15.
 func startServer(ctx context.Context, config pgserver.Config) (*pgserver.Server, error) {
 	config.Major = major()
 	server, err := pgserver.Start(ctx, config)
@@ -238,11 +238,11 @@ func (c *cluster) newDB(t testing.TB, template string) *DB {
 	return c.open(t, name, template)
 }
 
-// open connects a test to a database, and drops the database at the end.
+// open connects a test to a database. At the end of the test, it drops the database.
 func (c *cluster) open(t testing.TB, name, template string) *DB {
 	t.Helper()
 	t.Cleanup(func() {
-		// By then the test's context has ended.
+		// The test's context has ended before the cleanup.
 		ctx, cancel := context.WithTimeout(context.Background(), patience)
 		defer cancel()
 		if err := c.drop(ctx, name); err != nil {

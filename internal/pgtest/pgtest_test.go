@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 )
 
-// childVariable marks a test binary that was started by another one.
+// childVariable tells a test binary that another test binary started it.
 const childVariable = "PGTEST_TEST_CHILD"
 
 func TestMain(m *testing.M) { Main(m) }
@@ -54,22 +54,22 @@ func TestNewGivesEachTestItsOwnDatabase(t *testing.T) {
 
 	require.NotNil(t, inUse)
 	defer inUse.Close(context.Background())
-	t.Log(shared.server.Describe()) // internal/runtests reads this
-	for _, url := range urls {      // they are gone, although the first one is in use
+	t.Log(shared.server.Describe()) // internal/runtests reads this line
+	for _, url := range urls {      // the databases are dropped, although a connection uses the first one
 		config, err := pgx.ParseConfig(url)
 		require.NoError(t, err)
 		require.NotContains(t, databases(t, sharedURL(t)), config.Database)
 	}
 }
 
-// An application can call the functions, and cannot read the tables.
+// The role of NewPool can call the functions, and cannot read the tables.
 func TestNewPoolIsAnApplications(t *testing.T) {
 	t.Parallel()
 	NotThroughProxy(t, "a role that is not the owner")
 
 	db := New(t)
 	if !Scalar[bool](t, db.Pool, "SELECT pg_has_role('pg_monitor', 'MEMBER')") {
-		t.Skip("another role: the URL of the server has to name a superuser") // as on servers that the tests start
+		t.Skip("another role: the URL of the server has to name a superuser") // servers that the tests start have one
 	}
 	application := db.NewPool(t, nil)
 	allow := "SELECT count(*) FROM rate_limit_take_fixed_window('name', '{key}', 1, 1000000)"
@@ -104,8 +104,8 @@ func TestServerIsTheTestsOwn(t *testing.T) {
 	require.Error(t, err)
 }
 
-// Several test binaries on one server make only one template, and it stays. Templates of other migrations are dropped,
-// and nothing else.
+// Several test binaries on one server create only one template, and it remains. They drop templates of other
+// migrations, and no other databases.
 func TestSharedServer(t *testing.T) {
 	t.Parallel()
 
@@ -157,7 +157,7 @@ func TestWithoutTheServer(t *testing.T) {
 	}
 }
 
-// TestInChild is what the child processes of these tests run.
+// TestInChild runs in the child processes of the other tests.
 func TestInChild(t *testing.T) {
 	t.Parallel()
 
@@ -181,8 +181,8 @@ func TestWithDatabase(t *testing.T) {
 	for _, test := range []struct{ connString, want string }{
 		{"postgres://localhost", "postgres://localhost/x"},
 		{"postgres://u:p%40ss@localhost/postgres?options=-c%20jit%3Doff", "postgres://u:p%40ss@localhost/x?options=-c%20jit%3Doff"},
-		{"host=localhost dbname=postgres", "host=localhost dbname=postgres dbname=x"},                   // the last one counts
-		{"postgresql:///postgres?host=/tmp&dbname=other&database=third", "postgresql:///x?host=%2Ftmp"}, // parameters win
+		{"host=localhost dbname=postgres", "host=localhost dbname=postgres dbname=x"},                   // libpq uses the last dbname
+		{"postgresql:///postgres?host=/tmp&dbname=other&database=third", "postgresql:///x?host=%2Ftmp"}, // parameters override the path
 	} {
 		got, err := withDatabase(test.connString, "x")
 		require.NoError(t, err)
@@ -193,14 +193,14 @@ func TestWithDatabase(t *testing.T) {
 	require.NotContains(t, err.Error(), "secret")
 }
 
-// sharedURL is the URL of the server that New and Empty use.
+// sharedURL returns the URL of the server that New and Empty use.
 func sharedURL(t *testing.T) string {
 	t.Helper()
 	require.NoError(t, shared.start())
 	return shared.server.URL()
 }
 
-// child is this test binary as a child process. It runs only TestInChild, on the server at the given URL.
+// child returns a command that runs TestInChild of this test binary on the server at the given URL.
 func child(t *testing.T, url string) *exec.Cmd {
 	t.Helper()
 	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.v", "-test.run=^TestInChild$")
@@ -208,7 +208,7 @@ func child(t *testing.T, url string) *exec.Cmd {
 	return cmd
 }
 
-// databases lists the databases of a server, without the standard templates.
+// databases lists the names of a server's databases, except for the standard templates.
 func databases(t *testing.T, url string) []string {
 	t.Helper()
 	conn, err := pgx.Connect(t.Context(), url)

@@ -14,26 +14,26 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// Querier can query a database: a pool, a connection or a transaction.
+// Querier is a pool, a connection or a transaction that can query a database.
 type Querier interface {
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }
 
-// Executor can also run statements: a pool, a connection or a transaction.
+// Executor is a Querier that can also run statements.
 type Executor interface {
 	Querier
 	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
 }
 
-// Exec runs a statement and fails the test on an error. Without arguments it may run several statements.
+// Exec runs a statement, and fails the test on an error. Without arguments, sql may have several statements.
 func Exec(t testing.TB, db Executor, sql string, args ...any) {
 	t.Helper()
 	_, err := db.Exec(t.Context(), sql, args...)
 	require.NoError(t, err)
 }
 
-// Scalar returns the only value of a query.
+// Scalar returns the only value of a query's result.
 func Scalar[T any](t testing.TB, db Querier, sql string, args ...any) T {
 	t.Helper()
 	rows, err := db.Query(t.Context(), sql, args...)
@@ -43,9 +43,9 @@ func Scalar[T any](t testing.TB, db Querier, sql string, args ...any) T {
 	return value
 }
 
-// Each returns a call of rate_limit_all in which each key is a request of its own. All arguments are SQL: the limiter's
-// name, an array of keys, whether they are durable, an algorithm's code with limit, span and refill ("1, 10, 60000000,
-// 0"), and the remaining arguments.
+// Each returns a call of rate_limit_all with one request for each key. All arguments are SQL: the limiter's name, an
+// array of keys, whether the keys are durable, an algorithm's code with limit, span and refill ("1, 10, 60000000, 0"),
+// and the other arguments.
 func Each(name, keys, durable, policy, more string) string {
 	n := "cardinality(" + keys + ")"
 	of := func(value, kind string) string { return "array_fill((" + value + ")::" + kind + ", ARRAY[" + n + "])" }
@@ -60,7 +60,7 @@ func Each(name, keys, durable, policy, more string) string {
 	return "rate_limit_all(" + strings.Join(all, ", ") + more + ")"
 }
 
-// Connect returns a connection that belongs to no pool.
+// Connect returns a connection that is not part of a pool.
 func Connect(t testing.TB, db *DB) *pgx.Conn {
 	t.Helper()
 	conn, err := pgx.Connect(t.Context(), db.URL)
@@ -69,7 +69,7 @@ func Connect(t testing.TB, db *DB) *pgx.Conn {
 	return conn
 }
 
-// Begin begins a transaction on its own connection. The test has to end it.
+// Begin begins a transaction on a new connection. The test must end the transaction.
 func Begin(t testing.TB, db *DB) pgx.Tx {
 	t.Helper()
 	tx, err := Connect(t, db).Begin(t.Context())
@@ -77,7 +77,7 @@ func Begin(t testing.TB, db *DB) pgx.Tx {
 	return tx
 }
 
-// WaitUntilBlocked waits until that many sessions of the database wait for a lock of another session.
+// WaitUntilBlocked waits until the given number of sessions of the database wait for a lock of another session.
 func WaitUntilBlocked(t testing.TB, db Querier, sessions int) {
 	t.Helper()
 	blocked := `
@@ -89,9 +89,8 @@ func WaitUntilBlocked(t testing.TB, db Querier, sessions int) {
 	testkit.WaitUntil(t, func() bool { return sessions == Scalar[int](t, db, blocked) })
 }
 
-// Rewrite replaces parts of a function in the test's database. A test uses the broken variant to show that a check
-// notices mistakes. oldNew has pairs: a text that the function must contain, and its replacement. For a proxy's pool,
-// it changes the function on all shards.
+// Rewrite replaces parts of a function in the test's database, on all shards if there are any. Tests use it to show
+// that a check notices a broken function. oldNew has pairs: a text that the function must contain, and its replacement.
 func Rewrite(t testing.TB, db Executor, function string, oldNew ...string) {
 	t.Helper()
 	for _, db := range shardsOf(db) {
@@ -104,7 +103,7 @@ func Rewrite(t testing.TB, db Executor, function string, oldNew ...string) {
 	}
 }
 
-// Table returns the name of one of the two tables.
+// Table returns the name of the table for durable or ephemeral keys.
 func Table(durable bool) string {
 	if durable {
 		return "rate_limit_durable"
@@ -112,34 +111,34 @@ func Table(durable bool) string {
 	return "rate_limit_ephemeral"
 }
 
-// Fill adds rows of a limiter to a table. Their keys are "key 1", "key 2" and so on. All of them expire at expiresAt.
+// Fill adds rows of a limiter to a table, with the keys "key 1", "key 2" and so on. All rows expire at expiresAt.
 func Fill(t testing.TB, db Executor, table, name string, rows int, expiresAt time.Time) {
 	t.Helper()
 	Exec(t, db, "INSERT INTO "+table+` (prefix, key, expires_at)
 		SELECT $1, 'key ' || n, $2 FROM generate_series(1, $3::integer) AS n`, name, expiresAt.UnixMicro(), rows)
 }
 
-// Scans is how much of a table was read by statements.
+// Scans counts what statements read from a table.
 type Scans struct {
 	Sequential int64 // full scans of the table
-	Rows       int64 // rows read by full scans
-	IndexRows  int64 // rows found through an index
+	Rows       int64 // rows that full scans read
+	IndexRows  int64 // rows that index scans found
 }
 
-// ScansOfAGrownTable returns how much statements read of a table that grew after they were planned. plan runs them on
-// the small table. It is called so often that the session may keep a plan. grow makes the table large. run runs the
-// statements again.
+// ScansOfAGrownTable returns what statements read from a table that grew after the statements were planned. plan runs
+// the statements on the small table, so often that the session may keep a plan. grow makes the table large. run runs
+// the statements again.
 func ScansOfAGrownTable(t testing.TB, conn *pgx.Conn, table, mode string, plan, grow, run func()) (scans Scans) {
 	t.Helper()
 	Exec(t, conn, "ALTER TABLE "+table+" SET (autovacuum_enabled = off)")
 	Exec(t, conn, "SET plan_cache_mode = "+mode)
 	Exec(t, conn, "ANALYZE "+table)
-	for range 10 { // more than the five calls after which a session may keep a plan
+	for range 10 { // a session may keep a plan after five calls
 		plan()
 	}
 	grow()
 
-	// Count within a transaction, where the session's own counters are readable at once.
+	// Count within a transaction, because its counters can be read at once.
 	Exec(t, conn, "BEGIN")
 	run()
 	row := conn.QueryRow(t.Context(), `
@@ -151,8 +150,8 @@ func ScansOfAGrownTable(t testing.TB, conn *pgx.Conn, table, mode string, plan, 
 	return scans
 }
 
-// Objects lists the schemas, relations, functions and types of a database, or those in one schema. It includes their
-// oids, so that recreated objects show.
+// Objects lists the schemas, relations, functions and types of a database or schema. The list contains oids, so that it
+// shows recreated objects.
 func Objects(t testing.TB, db Querier, schema ...string) []string {
 	t.Helper()
 	rows, err := db.Query(t.Context(), `
@@ -172,17 +171,17 @@ func Objects(t testing.TB, db Querier, schema ...string) []string {
 	return all
 }
 
-// LeaveToRules makes a function whose name begins with rate_limit_take_ leave everything to its sibling, which decides
-// single keys itself and uses rate_limit_all for the rest.
+// LeaveToRules changes a function whose name begins with rate_limit_take_, so that it decides nothing itself. It leaves
+// everything to the function Left.
 func LeaveToRules(t testing.TB, db Executor, take string) {
 	t.Helper()
-	if take != "rate_limit_take_sliding_log" { // which always does
+	if take != "rate_limit_take_sliding_log" { // the function for logs always leaves everything to Left
 		RewriteTwins(t, db, take, "WHERE units <=", "WHERE false AND units <=", "units_of := ", "units_of := NULL; -- ")
 	}
 }
 
-// LeaveToAll makes it leave everything to rate_limit_all. It changes the sibling, so this holds for the other functions
-// too.
+// LeaveToAll lets a function whose name begins with rate_limit_take_ leave everything to rate_limit_all. It changes the
+// function Left, so it changes the decisions of all such functions.
 func LeaveToAll(t testing.TB, db Executor, take string) {
 	t.Helper()
 	LeaveToRules(t, db, take)
@@ -194,10 +193,10 @@ func LeaveToAll(t testing.TB, db Executor, take string) {
 	}
 }
 
-// Left is the function that decides the requests that the rate_limit_take_ functions leave.
+// Left is the function that decides the requests that the rate_limit_take_ functions do not decide themselves.
 const Left = "_rate_limit_left_ephemeral"
 
-// twins returns a function for rate_limit_ephemeral and its equivalent for rate_limit_durable.
+// twins returns the names of the function for rate_limit_ephemeral and of its copy for rate_limit_durable.
 func twins(function string) []string {
 	if of, ok := strings.CutSuffix(function, "_ephemeral"); ok {
 		return []string{function, of + "_durable"}
@@ -205,7 +204,7 @@ func twins(function string) []string {
 	return []string{function, "_" + function + "_durable"}
 }
 
-// RewriteTwins is Rewrite of both.
+// RewriteTwins calls Rewrite for the function and for its copy for the other table.
 func RewriteTwins(t testing.TB, db Executor, function string, oldNew ...string) {
 	t.Helper()
 	for i, twin := range twins(function) {

@@ -19,8 +19,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
-// Refused runs a statement that the database must refuse with this SQLSTATE and a message that says what is wrong or
-// how to mend it.
+// Refused runs a statement that the database must refuse with this SQLSTATE. The error's message must say what is wrong
+// or how to fix it.
 func Refused(t testing.TB, db Executor, what, sql, code string) {
 	t.Helper()
 	_, err := db.Exec(t.Context(), sql)
@@ -33,14 +33,14 @@ func Refused(t testing.TB, db Executor, what, sql, code string) {
 	}
 }
 
-// AgeBans makes all bans older than they are.
+// AgeBans moves all bans into the past by an interval such as "1 hour".
 func AgeBans(t testing.TB, db Executor, by string) {
 	t.Helper()
 	Exec(t, db, `UPDATE rate_limit_policy
 		SET valid_from = valid_from - $1::interval, valid_until = valid_until - $1::interval`, by)
 }
 
-// BanLasts is the length of a key's newest ban.
+// BanLasts returns the length of a key's newest ban.
 func BanLasts(t testing.TB, db Querier, key string) time.Duration {
 	t.Helper()
 	return Scalar[time.Duration](t, db,
@@ -48,12 +48,12 @@ func BanLasts(t testing.TB, db Querier, key string) time.Duration {
 }
 
 // Application returns a pool of a role that has only the grants in docs/operating.md. Every connection tries to make
-// Postgres take other objects for our tables and functions. Its pg_temp has tables, types and functions with our names.
-// Its search_path begins with a schema that has such objects too, and also operators and another clock.
+// Postgres use other objects than the limiter's. pg_temp has tables, types and functions with the limiter's names.
+// search_path begins with a schema that also has such objects, operators and another clock.
 func Application(t testing.TB, db *DB, root string) *pgxpool.Pool {
 	t.Helper()
 	if !Scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user") {
-		t.Skip("foreign roles: the URL of the server has to name a superuser") // as on servers that the tests start
+		t.Skip("foreign roles: the URL of the server has to name a superuser") // servers that the tests start have one
 	}
 	const role = "pg_monitor" // every server has this role, and it has no rights here
 	document, err := os.ReadFile(filepath.Join(root, "docs/operating.md"))
@@ -98,15 +98,15 @@ func Application(t testing.TB, db *DB, root string) *pgxpool.Pool {
 		}
 	})
 	require.Equal(t, role, Scalar[string](t, pool, "SELECT current_user"))
-	require.Equal(t, 2001, Scalar[time.Time](t, pool, "SELECT clock_timestamp()").Year()) // the decoys work
+	require.Equal(t, 2001, Scalar[time.Time](t, pool, "SELECT clock_timestamp()").Year()) // the decoys' clock is used
 	return pool
 }
 
-// RowColumns are the columns for ScanRow.
+// RowColumns are the columns that ScanRow reads.
 const RowColumns = `prefix, key, algorithm, count, prev_count, window_start, credit, coalesce(scale, 0),
 	expires_at, log, coalesce(since, 0), coalesce(capacity, 0), coalesce(refill, 0), coalesce(returned, 0)`
 
-// ScanRow reads one row.
+// ScanRow scans a row that has RowColumns.
 func ScanRow(rows pgx.CollectableRow) (id modeltest.RowID, row modeltest.Row, err error) {
 	var log []int64
 	err = rows.Scan(
@@ -129,7 +129,7 @@ func ScanRow(rows pgx.CollectableRow) (id modeltest.RowID, row modeltest.Row, er
 	return id, row, err
 }
 
-// StoredRows reads a whole table.
+// StoredRows returns all rows of a table.
 func StoredRows(t testing.TB, db Executor, durable bool) map[modeltest.RowID]modeltest.Row {
 	t.Helper()
 	rows, err := db.Query(t.Context(), "SELECT "+RowColumns+" FROM "+Table(durable))

@@ -17,17 +17,17 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/shards"
 )
 
-// errNoPLProxy says that the proxy's server does not have PL/Proxy.
+// errNoPLProxy means that PL/Proxy is missing on the proxy's server.
 var errNoPLProxy = errors.New("PL/Proxy: install this extension of the server (Debian: postgresql-15-plproxy)")
 
-// Shards is the number of shards of a database from New, or 0 if it is no proxy.
+// Shards returns the number of shards of a database from New, or 0 if the database is not a proxy.
 func Shards() int {
 	n, _ := strconv.Atoi(os.Getenv("RATELIMIT_TEST_SHARDS"))
 	return n
 }
 
-// NotThroughProxy skips a test if the databases of New are proxies for shards. why says what the test needs and a proxy
-// lacks.
+// NotThroughProxy skips a test if the databases of New are proxies for shards. why says what a proxy lacks for the
+// test.
 func NotThroughProxy(t testing.TB, why string) {
 	t.Helper()
 	if Shards() > 0 {
@@ -35,18 +35,18 @@ func NotThroughProxy(t testing.TB, why string) {
 	}
 }
 
-// Fleet is a proxy and its shards, each on a server of its own.
+// Fleet is a proxy and its shards. Each of them has a separate server.
 type Fleet struct {
 	*DB
 
 	ShardServers []*pgserver.Server
-	Connections  []string // to the shards, for PL/Proxy
+	Connections  []string // the connection strings of the shards for PL/Proxy
 
 	cluster *cluster
 }
 
-// Sharded starts a fleet for a test that stops or kills servers. It is closed at the end of the test. Without PL/Proxy
-// the test is skipped. If RATELIMIT_TEST_PLPROXY is set, it fails instead.
+// Sharded starts a fleet for a test that stops or kills servers. The end of the test closes the fleet. If PL/Proxy is
+// missing, the test is skipped, or fails if RATELIMIT_TEST_PLPROXY is set.
 func Sharded(t testing.TB, n int) *Fleet {
 	t.Helper()
 	c := newProxy(n)
@@ -67,7 +67,7 @@ func Sharded(t testing.TB, n int) *Fleet {
 	return fleet
 }
 
-// Proxy adds another proxy to a fleet, with its own map of shards.
+// Proxy adds a proxy with other connection strings for the shards to a fleet.
 func (f *Fleet) Proxy(t testing.TB, connections []string) *DB {
 	t.Helper()
 	db := f.cluster.newDB(t, f.cluster.template)
@@ -75,7 +75,7 @@ func (f *Fleet) Proxy(t testing.TB, connections []string) *DB {
 	return db
 }
 
-// Connect makes a proxy use other connection strings for its shards.
+// Connect gives a proxy other connection strings for its shards.
 func (db *DB) Connect(t testing.TB, connections []string) {
 	t.Helper()
 	options := make([]string, len(connections))
@@ -85,13 +85,13 @@ func (db *DB) Connect(t testing.TB, connections []string) {
 	Exec(t, db.Pool, "ALTER SERVER "+shards.Server+" OPTIONS ("+strings.Join(options, ", ")+")")
 }
 
-// connection is the connection string of a shard, for PL/Proxy.
+// connection returns the connection string of a shard for PL/Proxy.
 func (db *DB) connection() string {
 	to := db.Pool.Config().ConnConfig
 	return fmt.Sprintf("host=%s port=%d dbname=%s", to.Host, to.Port, to.Database)
 }
 
-// Of returns the database with the rows of a key: a shard, if there are shards.
+// Of returns the database that has the rows of a key. If there are shards, it is one of them.
 func (db *DB) Of(key string) *DB {
 	if len(db.Shards) == 0 {
 		return db
@@ -99,7 +99,7 @@ func (db *DB) Of(key string) *DB {
 	return db.Shards[shardkey.Of(key, len(db.Shards))]
 }
 
-// All returns the databases with rows: the shards, or this one.
+// All returns the databases that have rows: the shards, or db itself if there are none.
 func (db *DB) All() []*DB {
 	if len(db.Shards) == 0 {
 		return []*DB{db}
@@ -107,7 +107,7 @@ func (db *DB) All() []*DB {
 	return db.Shards
 }
 
-// newProxy returns a proxy's server, with the servers of its shards.
+// newProxy returns the server of a proxy with the servers of its shards.
 func newProxy(n int) *cluster {
 	own := func() pgserver.Config { return pgserver.Config{} }
 	c := &cluster{config: own, shards: make([]*cluster, n)}
@@ -117,7 +117,7 @@ func newProxy(n int) *cluster {
 	return c
 }
 
-// each runs a function for all shards at once.
+// each calls do for all shards at the same time.
 func (c *cluster) each(do func(shard *cluster) error) error {
 	errs := make([]error, len(c.shards))
 	var all sync.WaitGroup
@@ -128,13 +128,13 @@ func (c *cluster) each(do func(shard *cluster) error) error {
 	return errors.Join(errs...)
 }
 
-// foreignTablesSQL defines the tables of a shard as foreign tables of a proxy. So tests can read, change and lock the
-// rows of all shards there. Real proxies have no such tables. The two tables of limits are partitioned by key; the
-// others are on shard 0.
+// foreignTablesSQL defines foreign tables for a shard's tables. With them, tests can read, change and lock the rows of
+// all shards on the proxy. Real proxies have no such tables. The ephemeral and durable tables are partitioned by key;
+// all other tables are on shard 0.
 const foreignTablesSQL = `
 WITH columns AS (
 	SELECT c.relname, string_agg(format('%I %s', a.attname, format_type(a.atttypid, a.atttypmod)) || CASE
-			WHEN a.attidentity <> '' THEN ' GENERATED ALWAYS AS (0) STORED' -- not sent
+			WHEN a.attidentity <> '' THEN ' GENERATED ALWAYS AS (0) STORED' -- the value is not sent to the shard
 			WHEN a.atthasdef THEN ' DEFAULT ' || pg_get_expr(d.adbin, d.adrelid)
 			ELSE '' END, ', ' ORDER BY a.attnum) AS columns
 	FROM pg_class AS c
@@ -152,7 +152,7 @@ SELECT string_agg(CASE
 	ELSE format('CREATE FOREIGN TABLE %I (%s) SERVER test_0;', relname, columns) END, '')
 FROM columns`
 
-// blockedSQL counts the sessions of all shards that wait for a lock of another session.
+// blockedSQL counts the sessions of all shards that wait for another session's lock.
 const blockedSQL = `
 CREATE FUNCTION test_blocked() RETURNS SETOF bigint LANGUAGE plproxy AS $$
 	CLUSTER 'rate_limit_shards';
@@ -161,10 +161,10 @@ CREATE FUNCTION test_blocked() RETURNS SETOF bigint LANGUAGE plproxy AS $$
 	WHERE datname = current_database() AND cardinality(pg_blocking_pids(pid)) > 0;
 $$`
 
-// proxies maps a proxy's pool to its shards.
+// proxies maps the pool of a proxy to its shards.
 var proxies sync.Map
 
-// shardsOf returns the databases with the functions and rows: the shards, or the database itself.
+// shardsOf returns the databases that have the functions and rows: the shards, or db itself if there are none.
 func shardsOf(db Executor) (all []Executor) {
 	shards, _ := proxies.Load(db)
 	its, _ := shards.([]*DB)
@@ -193,7 +193,7 @@ func (c *cluster) own(ctx context.Context, pool *pgxpool.Pool) error {
 	})
 }
 
-// install creates the template of a proxy. Its connection strings lead nowhere yet.
+// install creates the template of a proxy. The template's connection strings are not valid.
 func (c *cluster) install(ctx context.Context, pool *pgxpool.Pool) error {
 	if err := c.each(func(shard *cluster) error {
 		_, err := shard.migratedTemplate()
@@ -228,7 +228,7 @@ func (c *cluster) install(ctx context.Context, pool *pgxpool.Pool) error {
 	})
 }
 
-// connectShards tells a proxy's database where its shards are.
+// connectShards gives a proxy's database the connection strings of its shards.
 func (c *cluster) connectShards(t testing.TB, db *DB) {
 	t.Helper()
 	if c.shards == nil {

@@ -1,8 +1,8 @@
-// Package rulebook finds the rule for a key, among as many rules as a process can hold.
+// Package rulebook finds the rule for a key, such as a user's own policy or ban.
 //
-// The rule of the exact key wins, then the longest prefix, then the rule for all keys. Of several rules for the same
-// target, the one that began last wins. Only rules count that have begun and have not ended. The oracle in the tests
-// does this in ten lines, and this package does it in 100 ns.
+// The rule of the exact key wins over the longest prefix, and a prefix wins over the rule for all keys. Of several
+// rules for one target, the rule that began last wins. Rules that have not begun or have ended do not count. The oracle
+// in the tests finds the same rules in ten lines. This package takes 100 ns.
 package rulebook
 
 import (
@@ -14,37 +14,37 @@ import (
 	"sync/atomic"
 )
 
-// Rule is a value for the keys of its target. A rule in a book never changes.
+// Rule is a value for the keys of a target. A rule in a book must not change.
 type Rule[V any] struct {
 	ID     int64
-	Name   string // of the limiter
+	Name   string // the name of the limiter
 	Target Target
-	Text   string // the key or the prefix
-	Shadow bool   // shadows are looked up separately
-	From   int64  // when it begins
-	Weak   bool   // if the book is full, it makes room for a rule that is not weak
+	Text   string // the key, or the prefix of keys; "" for Everybody
+	Shadow bool   // shadow rules are found by Shadow, and all others by Find
+	From   int64  // the time when the rule begins
+	Weak   bool   // whether a full book may drop the rule for a rule that is not weak
 	Value  V
 }
 
-// Target is the keys that a rule applies to.
+// Target says which keys a rule applies to.
 type Target uint8
 
-// The targets.
+// The targets of a rule.
 const (
 	Everybody Target = iota
 	Prefix
 	Key
 )
 
-// Book holds rules. One goroutine writes to it, while any number of others look up rules. The zero Book is empty.
+// Book holds rules. Readers may look up rules while a goroutine changes the book. The zero Book is empty.
 type Book[V any] struct {
 	mu    sync.Mutex
-	pages map[string]*Page[V] // by the limiter's name
+	pages map[string]*Page[V] // pages by the name of the limiter
 	byID  map[int64]*Rule[V]
-	weak  int // how many of these are weak, because finding none takes long
+	weak  int // the number of weak rules, because a search for one may take long
 }
 
-// Page returns the rules of one limiter. Changes of the book reach the page.
+// Page returns the rules of a limiter. Later changes of the book also change the page.
 func (b *Book[V]) Page(name string) *Page[V] {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -66,21 +66,21 @@ func (b *Book[V]) page(name string) *Page[V] {
 	return page
 }
 
-// Len is the number of rules.
+// Len returns the number of rules in the book.
 func (b *Book[V]) Len() int {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return len(b.byID)
 }
 
-// Rule returns the rule with an id, or nil.
+// Rule returns the rule with this id, or nil.
 func (b *Book[V]) Rule(id int64) *Rule[V] {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.byID[id]
 }
 
-// IDs lists rules.
+// IDs returns the ids of all rules for which is returns true.
 func (b *Book[V]) IDs(is func(*Rule[V]) bool) (ids []int64) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -92,12 +92,13 @@ func (b *Book[V]) IDs(is func(*Rule[V]) bool) (ids []int64) {
 	return ids
 }
 
-// Update replaces the rules with the same ids, and removes others. If all is true, it also removes every rule that is
-// not in rules. The book holds at most limit rules. If there are more, it keeps the first ones, and replaces weak rules
-// by others. Update returns how many rules were left out.
+// Update adds rules, replaces the rules that have the same ids, and removes the rules with the removed ids. If all is
+// true, it also removes every rule that is not in rules. The book holds at most limit rules. Weak rules make room for
+// other new rules, and further new rules are left out. Update returns how many rules were left out or dropped for this
+// reason.
 //
-// A key finds an old or a new rule at any time, and never none between the two, because all new rules are added before
-// an old one is removed.
+// Update adds all new rules before it removes the first old rule. So a reader finds the old or the new rule of a key,
+// but never none.
 func (b *Book[V]) Update(rules []*Rule[V], removed []int64, all bool, limit int) (noRoom int) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -114,7 +115,7 @@ func (b *Book[V]) Update(rules []*Rule[V], removed []int64, all bool, limit int)
 			}
 		}
 	}
-	if all { // in their order, independent of the old rules
+	if all { // keep the first rules, independent of the old rules
 		noRoom = max(len(rules)-limit, 0)
 		rules = rules[:len(rules)-noRoom]
 		stays := make(map[int64]bool, len(rules))
@@ -165,7 +166,7 @@ func (b *Book[V]) Update(rules []*Rule[V], removed []int64, all bool, limit int)
 	return noRoom
 }
 
-// anyWeak returns the id of one of the weak rules.
+// anyWeak returns the id of a weak rule.
 func (b *Book[V]) anyWeak() (id int64, found bool) {
 	if b.weak == 0 {
 		return 0, false
@@ -178,7 +179,7 @@ func (b *Book[V]) anyWeak() (id int64, found bool) {
 	return 0, false
 }
 
-// change has the changes of targets, by section.
+// change maps sections and targets to the changes of their rules.
 type change[V any] map[place]map[target]*layersChange[V]
 
 type place struct {
@@ -208,8 +209,8 @@ func (c change[V]) of(r *Rule[V]) *layersChange[V] {
 	return c[at][to]
 }
 
-// Page has the rules of one limiter.
-type Page[V any] struct{ sections [2]section[V] } // the deciding rules, and the shadows
+// Page has the rules of a limiter.
+type Page[V any] struct{ sections [2]section[V] } // the rules that Find finds, and the shadow rules
 
 func (p *Page[V]) section(shadow bool) *section[V] {
 	if shadow {
@@ -218,12 +219,12 @@ func (p *Page[V]) section(shadow bool) *section[V] {
 	return &p.sections[0]
 }
 
-// Find returns the rule for a key, or nil if there is none. counts tells which rules count now.
+// Find returns the rule for a key, or nil if there is none. counts tells whether a rule has begun and not ended.
 func (p *Page[V]) Find(key string, counts func(*Rule[V]) bool) *Rule[V] {
 	return p.sections[0].find(key, counts)
 }
 
-// Shadow returns the shadow rule for a key, or nil.
+// Shadow returns the shadow rule for a key, or nil if there is none.
 func (p *Page[V]) Shadow(key string, counts func(*Rule[V]) bool) *Rule[V] {
 	return p.sections[1].find(key, counts)
 }
@@ -231,7 +232,7 @@ func (p *Page[V]) Shadow(key string, counts func(*Rule[V]) bool) *Rule[V] {
 // Empty tells whether the page has no rules.
 func (p *Page[V]) Empty() bool { return p.sections[0].empty() && p.sections[1].empty() }
 
-// layers are the rules for one target; the one that begins last is first.
+// layers are the rules for a target. The rule that begins last comes first.
 type layers[V any] []*Rule[V]
 
 func (l layers[V]) find(counts func(*Rule[V]) bool) *Rule[V] {
@@ -258,20 +259,19 @@ func (l layers[V]) with(what *layersChange[V]) layers[V] {
 
 const shards = 16
 
-// section is a set of rules with its own lookup.
+// section has the shadow rules of a page, or all others.
 type section[V any] struct {
 	seed maphash.Seed
-	// changes is the number of removals so far. A reader looks again if it changed meanwhile, because the new rule may
-	// be in a place where the reader has already looked.
+	// changes is the number of updates that removed rules. A reader repeats a look-up if this number has changed, because
+	// a rule may have moved to a place where the reader had already looked.
 	changes atomic.Uint64
-	keys    atomic.Int64 // how many keys have their own rules
+	keys    atomic.Int64 // the number of keys that have rules
 	shards  [shards]struct {
 		mu   sync.RWMutex
 		keys map[string]layers[V]
 	}
-	// prefixes are sorted. Consider the last prefix that sorts before a key. It is a prefix of the key, or it begins
-	// with the key's longest prefix, because everything that sorts between a prefix of the key and the key begins with
-	// that prefix.
+	// prefixes are sorted. The last prefix that sorts before a key begins with the key's longest prefix, because every
+	// text that sorts between that prefix and the key begins with that prefix.
 	prefixes  atomic.Pointer[[]prefix[V]]
 	everybody atomic.Pointer[layers[V]]
 }
@@ -279,7 +279,7 @@ type section[V any] struct {
 type prefix[V any] struct {
 	text   string
 	layers layers[V]
-	within int // the longest other prefix at the start of this one, or -1
+	within int // the index of the longest other prefix of this prefix, or -1
 }
 
 func (s *section[V]) empty() bool {
@@ -329,7 +329,7 @@ func (s *section[V]) findOnce(key string, counts func(*Rule[V]) bool) *Rule[V] {
 	return nil
 }
 
-// apply changes the layers of some targets.
+// apply changes the rules of some targets.
 func (s *section[V]) apply(what map[target]*layersChange[V]) {
 	changed := map[string]*layersChange[V]{} // prefixes
 	for at, change := range what {
@@ -357,7 +357,7 @@ func (s *section[V]) apply(what map[target]*layersChange[V]) {
 
 func (s *section[V]) applyToKey(key string, change *layersChange[V]) {
 	shard := &s.shards[maphash.String(s.seed, key)%shards]
-	// There is only one writer, so the slow part needs no lock.
+	// Only one goroutine writes, so reading and copying need no lock.
 	before, there := shard.keys[key]
 	l := before.with(change)
 	shard.mu.Lock()

@@ -17,14 +17,14 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/rulebook"
 )
 
-// until is when a rule ends.
+// until is the time when a rule ends.
 type until int64
 
 const always = until(math.MaxInt64)
 
 type rule = rulebook.Rule[until]
 
-// oracle is the precedence in its simplest form.
+// oracle finds a rule in the simplest way.
 func oracle(rules []*rule, name, key string, shadow bool, now int64) *rule {
 	var best *rule
 	rank := func(r *rule) int {
@@ -76,7 +76,7 @@ func random(id int64) *rule {
 	return r
 }
 
-// After any change, the book finds the same rule as the oracle.
+// After each change, the book and the oracle find the same rule for every key.
 func TestFindsWhatTheOracleFinds(t *testing.T) {
 	t.Parallel()
 
@@ -129,7 +129,7 @@ func TestFindsWhatTheOracleFinds(t *testing.T) {
 	}
 }
 
-// A key can have many prefixes that begin with each other. As they end, each next one is found.
+// Look-ups find the next shorter prefix when the rule of the longest prefix has ended.
 func TestNestedPrefixes(t *testing.T) {
 	t.Parallel()
 
@@ -144,14 +144,14 @@ func TestNestedPrefixes(t *testing.T) {
 	book.Update(rules, nil, true, 1000)
 	page := book.Page("api")
 	for now := range int64(512) {
-		require.Same(t, rules[511], page.Find(key, counts(now))) // the longest prefix, which also lasts longest
+		require.Same(t, rules[511], page.Find(key, counts(now))) // the longest prefix has the rule that ends last
 		require.Same(t, oracle(rules, "api", key[:now+1]+"y", false, now), page.Find(key[:now+1]+"y", counts(now)))
 	}
 	require.Nil(t, page.Find(key, counts(512)))
 	require.Nil(t, page.Find("y", counts(0)))
 }
 
-// Rules beyond the limit are left out and counted. A changed rule needs no additional room.
+// Update leaves out rules beyond the limit, and counts them. A rule that replaces another needs no additional room.
 func TestLimit(t *testing.T) {
 	t.Parallel()
 
@@ -167,7 +167,7 @@ func TestLimit(t *testing.T) {
 	require.NotNil(t, book.Page("api").Find("2", everyRule))
 	require.Nil(t, book.Page("api").Find("3", everyRule))
 
-	// A full update keeps its own order, independent of the old rules.
+	// With all = true, the order of the new rules decides which rules stay.
 	require.Equal(t, 2, book.Update([]*rule{rules[4], rules[3], rules[2], rules[1], rules[0]}, nil, true, 3))
 	require.Nil(t, book.Page("api").Find("0", everyRule))
 	require.NotNil(t, book.Page("api").Find("4", everyRule))
@@ -177,7 +177,7 @@ func TestLimit(t *testing.T) {
 	require.Equal(t, 1, book.Update([]*rule{&changed, rules[3]}, nil, false, 3))
 	require.Same(t, &changed, book.Page("api").Find("0", everyRule))
 
-	// A weak rule makes room, and only for a rule that is not weak.
+	// A weak rule makes room only for a rule that is not weak.
 	weak, strong := *rules[0], *rules[4]
 	weak.Weak = true
 	book.Update([]*rule{&weak}, nil, false, 3)
@@ -197,8 +197,8 @@ func TestLimit(t *testing.T) {
 	require.Equal(t, 2, book.Len())
 }
 
-// A full book refuses rules, weak or not, without searching all its rules for each of them. A search for each would
-// take longer than filling the book.
+// A full book refuses new rules without a search through its rules. A search for each new rule would take longer than
+// filling the book did.
 func TestFullBookIsNotSearched(t *testing.T) {
 	t.Parallel()
 
@@ -216,15 +216,15 @@ func TestFullBookIsNotSearched(t *testing.T) {
 	for _, weak := range []bool{true, false} {
 		begin = time.Now()
 		require.Equal(t, 1000, book.Update(rules(limit+10, 1000, weak), nil, false, limit))
-		require.Less(t, time.Since(begin), filled) // filling added 200 times as many, on the same machine
+		require.Less(t, time.Since(begin), filled) // filling the book added 200 times as many rules
 	}
-	require.Nil(t, book.Rule(limit)) // the weak ones have made room
+	require.Nil(t, book.Rule(limit)) // the book dropped its weak rules for other rules
 	require.Nil(t, book.Rule(limit+1))
 	require.NotNil(t, book.Rule(limit+10))
 	require.Equal(t, limit, book.Len())
 }
 
-// While a rule is replaced again and again, a lookup always finds its old or new form.
+// While a rule is replaced again and again, a look-up always finds its old or new version.
 func TestNoMomentWithoutARule(t *testing.T) {
 	t.Parallel()
 
@@ -257,13 +257,12 @@ func TestNoMomentWithoutARule(t *testing.T) {
 	}
 }
 
-// While a rule moves between a key, its prefixes and all keys, with the same or another id, a lookup of the key always
-// finds it.
+// A look-up always finds a rule that moves between a key, its prefixes and all keys, whether or not its id changes.
 func TestNoMomentWithoutARuleThatMoves(t *testing.T) {
 	t.Parallel()
 
 	var book rulebook.Book[until]
-	var others []*rule // make a change slow
+	var others []*rule // many rules make a change slow
 	for id := range int64(2000) {
 		others = append(others, &rule{ID: 1000 + id, Name: "api", Target: rulebook.Prefix, Text: fmt.Sprint("other", id)})
 	}

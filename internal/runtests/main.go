@@ -1,14 +1,14 @@
-// The command runtests runs the tests of the modules in the given folders:
+// Command runtests runs the tests of the modules in the given folders:
 //
 //	go run ./internal/runtests [FOLDER...]
 //
-// Without folders it takes all modules except integration_test, whose tests need more programs and more time. It leaves
-// tests whose names begin with TestMistakes to make test/mistakes: they test the tests.
+// Without folders, it runs the tests of all modules except integration_test, which needs more programs and more time.
+// It does not run TestMistakes tests; "make test/mistakes" runs them.
 //
-// First it runs one test that needs Postgres. If there is no Postgres, it says so, and how to get one. At the end it
-// lists the tests that were skipped, and what they need.
+// First, runtests runs a test that needs Postgres. If Postgres is missing, runtests says how to get it. At the end,
+// runtests lists the skipped tests with the reasons.
 //
-// The exit status is 2 if there is no Postgres, and 1 if a test failed.
+// The exit status is 2 if Postgres is missing, and 1 if a test failed.
 package main
 
 import (
@@ -34,7 +34,7 @@ func main() {
 	}
 }
 
-// errNoServer is an error that the user has to fix before the tests can run.
+// errNoServer means that the user must install a Postgres before the tests can run.
 var errNoServer = errors.New("the tests need a Postgres")
 
 func exitStatus(err error) int {
@@ -44,7 +44,7 @@ func exitStatus(err error) int {
 	return 1
 }
 
-// run tests the modules in these folders, or the default ones.
+// run runs the tests of the modules in these folders. Without folders, it runs the tests of the default modules.
 func run(ctx context.Context, out io.Writer, modules []string) error {
 	output, err := goTest(ctx, ".", "-count=1", "-v", "-run=^TestNewGivesEachTestItsOwnDatabase$", "./internal/pgtest").
 		CombinedOutput()
@@ -59,13 +59,13 @@ func run(ctx context.Context, out io.Writer, modules []string) error {
 
 	began := time.Now()
 	report := &report{out: out}
-	// All modules run at once, because most tests wait for something. But each runs only two packages at once, because
-	// more would slow each other down.
+	// Run all modules at once, because most tests wait for something. With -p=2, go test runs only two packages of a
+	// module at once, because more would slow each other down.
 	errs := make([]error, len(modules))
 	var tests sync.WaitGroup
 	for i, module := range modules {
-		// Do not use cached results: Go does not know the other programs that the tests depend on. make lint runs go
-		// vet.
+		// Do not use cached results, because Go does not know the other programs that the tests depend on. Leave out go vet,
+		// because "make lint" runs it.
 		tests.Go(func() {
 			errs[i] = report.run(goTest(ctx, module,
 				"-json", "-count=1", "-vet=off", "-timeout=40m", "-p=2", "-skip=^TestMistakes", "./..."))
@@ -81,12 +81,12 @@ func run(ctx context.Context, out io.Writer, modules []string) error {
 func goTest(ctx context.Context, module string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, "go", append([]string{"test"}, args...)...)
 	cmd.Dir = module
-	// Send an interrupt, as a terminal does: go test then ends its child processes and waits for them.
+	// On an interrupt, go test ends its child processes and waits for them.
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	return cmd
 }
 
-// run runs one go test -json. It returns an error only if go test could not run at all.
+// run runs go test -json. It returns an error only if go test could not run at all.
 func (r *report) run(cmd *exec.Cmd) error {
 	output, err := cmd.StdoutPipe()
 	if err != nil {

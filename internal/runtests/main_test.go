@@ -81,7 +81,7 @@ Nothing was left out.
 `, out.String())
 }
 
-// If go test ends with an error, the run has failed, whatever the output says.
+// If go test ends with an error, the run has failed, whatever go test printed.
 func TestExitStatusCounts(t *testing.T) {
 	t.Parallel()
 

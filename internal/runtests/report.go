@@ -12,10 +12,10 @@ import (
 	"time"
 )
 
-// module is the path that all packages begin with.
+// module is the module path that begins every package's path.
 const module = "github.com/pgratelimit/ratelimit"
 
-// event is one line of go test -json. See "go doc test2json".
+// event is a line of the output of go test -json. See "go doc test2json".
 type event struct {
 	Action  string
 	Package string
@@ -24,25 +24,25 @@ type event struct {
 	Output  string
 }
 
-// report prints a test run for people: a line for each package, the whole output of failed tests, and at the end what
-// was not tested.
+// report prints the results of the tests: a line for each package, the output of failed tests, and at the end the
+// skipped tests.
 type report struct {
-	mu      sync.Mutex // several go tests may run at once
+	mu      sync.Mutex // protects the report, because several go test commands may run at once
 	out     io.Writer
 	failed  bool
 	skipped []skip
 }
 
-// skip is a reason with the tests that were skipped for it.
+// skip is a reason for skipped tests, with their names.
 type skip struct {
 	reason string
 	tests  []string
 }
 
-// testKey is a test, or a package if test is empty.
+// testKey names a test. If test is "", it names a package.
 type testKey struct{ pkg, test string }
 
-// read reads the events of one go test.
+// read reads the events of a go test command.
 func (r *report) read(events io.Reader) error {
 	written := map[testKey]*strings.Builder{}
 	scanner := bufio.NewScanner(events)
@@ -53,13 +53,13 @@ func (r *report) read(events io.Reader) error {
 	return scanner.Err()
 }
 
-// readLine reads one event. written is the output of the running tests.
+// readLine reads an event. written is the output of the running tests.
 func (r *report) readLine(line []byte, written map[testKey]*strings.Builder) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	var e event
 	if json.Unmarshal(line, &e) != nil {
-		fmt.Fprintln(r.out, string(line)) // go itself complains
+		fmt.Fprintln(r.out, string(line)) // go itself prints lines that are not JSON
 		return
 	}
 	k := testKey{e.Package, e.Test}
@@ -89,7 +89,7 @@ func (r *report) readLine(line []byte, written map[testKey]*strings.Builder) {
 	}
 }
 
-// unfinished prints the output of tests that were still running when their package ended.
+// unfinished prints the output of tests that still ran when their package ended.
 func (r *report) unfinished(pkg string, written map[testKey]*strings.Builder) {
 	for k, text := range written {
 		if k.pkg == pkg {
@@ -111,7 +111,7 @@ func (r *report) packageEnded(e event) {
 	}
 }
 
-// skip records why a test was skipped. The output ends with "file.go:1: the reason" and "--- SKIP", in either order.
+// skip records why a test was skipped. The output contains "file.go:1: the reason" and "--- SKIP", in either order.
 func (r *report) skip(test, text string) {
 	reason := "no reason given"
 	for line := range strings.Lines(text) {

@@ -16,38 +16,38 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/lockholders"
 )
 
-// GrowConfig has the connections for [Grow]. Nothing else may use them meanwhile.
+// GrowConfig has the connections for [Grow]. While Grow runs, nothing else may use them.
 type GrowConfig struct {
 	Schema   string
-	Proxies  []*pgx.Conn // all proxies, as superusers
-	Old, New []*pgx.Conn // New[i] gets the keys that Old[i] gives up; both as the tables' owners
-	// Connections are the connection strings with which PL/Proxy reaches the new shards.
+	Proxies  []*pgx.Conn // connections to all proxies as superusers
+	Old, New []*pgx.Conn // New[i] gets half of the keys of Old[i]; connections as the tables' owners
+	// Connections are PL/Proxy's connection strings for the new shards.
 	Connections []string
-	// Progress is called after each step, with the shard's place. If it returns an error, Grow stops there.
+	// Progress is called after each step with the shard's place. Grow stops if Progress returns an error.
 	Progress func(place int, step Step) error
 }
 
-// Step is a finished step for one shard.
+// Step is a step of the division of a shard.
 type Step string
 
-// The steps in their order.
+// The steps of a division, in order.
 const (
-	Begun    Step = "begun"     // the proxies know twice as many shards; the new ones still lead to the old ones
-	Copied   Step = "copied"    // while the shard went on deciding
-	Stopped  Step = "stopped"   // calls wait, and later changes have been copied too
-	GaveUp   Step = "gave up"   // the old shard refuses the keys that it no longer owns
-	TookOver Step = "took over" // the new shard owns them
-	Switched Step = "switched"  // the proxies know
-	Deleted  Step = "deleted"   // the old shard has deleted their rows
+	Begun    Step = "begun"     // the proxies know the new shards, whose connection strings still lead to the old shards
+	Copied   Step = "copied"    // the rows were copied while the old shard decided
+	Stopped  Step = "stopped"   // calls to the old shard wait, and all later changes were copied
+	GaveUp   Step = "gave up"   // the old shard refuses calls for the keys that moved
+	TookOver Step = "took over" // the new shard decides calls for the keys that moved
+	Switched Step = "switched"  // the proxies send calls for the keys that moved to the new shard
+	Deleted  Step = "deleted"   // the old shard has deleted the rows that moved
 )
 
-// GrowLock is the advisory lock on the first shard while shards are divided.
+// GrowLock is an advisory lock on the first shard. Grow and Undo hold it.
 const GrowLock int64 = 0x706773687264677a // "pgshrdgz" in ASCII
 
-// Grow turns n shards into 2n, one after the other, while they go on deciding. At any time at most one shard decides a
-// key, with the key's whole usage. A shard trusts only its own row of rate_limit_shard, and not the proxies. Calls for
-// a shard wait while it is stopped. That takes as long as reading its tables once. After an error or a crash, the same
-// call continues where it stopped.
+// Grow turns n shards into 2n by dividing one shard after the other. Meanwhile the shards decide calls. At most one
+// shard decides calls for a key, and this shard has the key's whole usage, because a shard trusts only its
+// rate_limit_shard. While a shard is stopped, calls for it wait as long as reading its tables once takes. If Grow is
+// called again after an error or a crash, it continues.
 func Grow(ctx context.Context, c GrowConfig) error {
 	n := len(c.Old)
 	unlock, err := c.lock(ctx)
@@ -57,7 +57,7 @@ func Grow(ctx context.Context, c GrowConfig) error {
 	defer unlock()
 	note := &Growth{By: c.Connections, Proxies: len(c.Proxies)}
 	if err := c.install(ctx, slices.All(c.Proxies), note, func(connections []string) []string {
-		if len(connections) == n { // at first the new shards lead to the old ones
+		if len(connections) == n { // at first, the connection strings of the new shards lead to the old shards
 			connections = append(connections, connections...)
 		}
 		return connections
@@ -80,11 +80,11 @@ func Grow(ctx context.Context, c GrowConfig) error {
 	return nil
 }
 
-// ErrMoved says why a division cannot be undone.
+// ErrMoved is the error of Undo if a shard has already given up keys.
 var ErrMoved = errors.New("it has given half of its keys up, so this cannot be undone any more")
 
-// Undo reverts an interrupted [Grow], if no shard has given up keys yet. New may leave out databases that cannot be
-// reached: they get no calls, and the old shards have the usage of all keys.
+// Undo reverts an interrupted [Grow]. It fails if a shard has already given up keys. New need not have databases that
+// cannot be reached, because they get no calls, and the old shards have the usage of all keys.
 func Undo(ctx context.Context, c GrowConfig) error {
 	unlock, err := c.lock(ctx)
 	if err != nil {
@@ -115,7 +115,7 @@ func Undo(ctx context.Context, c GrowConfig) error {
 		func(connections []string) []string { return connections[:n] })
 }
 
-// empty removes unused copies of rows.
+// empty removes the rows that Grow has copied to a new shard, unless the new shard owns the keys.
 func (c GrowConfig) empty(ctx context.Context, conn *pgx.Conn) error {
 	return pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
 		var there bool
@@ -133,7 +133,7 @@ func (c GrowConfig) empty(ctx context.Context, conn *pgx.Conn) error {
 	})
 }
 
-// lock prevents others from dividing the same shards.
+// lock prevents other calls of Grow and Undo for the same shards.
 func (c GrowConfig) lock(ctx context.Context) (unlock func(), err error) {
 	var alone bool
 	if err := c.Old[0].QueryRow(ctx, "SELECT pg_catalog.pg_try_advisory_lock($1)", GrowLock).Scan(&alone); err != nil {
@@ -154,8 +154,8 @@ func (c GrowConfig) lock(ctx context.Context) (unlock func(), err error) {
 	}, nil
 }
 
-// install changes each proxy's map of shards, and its record of the division. The order of the calls ensures that the
-// first proxy has the record as long as any other has it.
+// install changes each proxy's connection strings and Growth. proxies must be in an order that gives the first proxy
+// its Growth first and removes it last.
 func (c GrowConfig) install(
 	ctx context.Context, proxies iter.Seq2[int, *pgx.Conn], note *Growth, change func(connections []string) []string,
 ) error {
@@ -180,7 +180,7 @@ func (c GrowConfig) install(
 	return nil
 }
 
-// divide divides the shard at a place.
+// divide divides the shard with this place.
 func (c GrowConfig) divide(ctx context.Context, place int) error {
 	n, from, to := len(c.Old), c.Old[place], c.New[place]
 	if err := prepare(ctx, to, c.Schema); err != nil {
@@ -239,7 +239,8 @@ func (c GrowConfig) divide(ctx context.Context, place int) error {
 	return c.Progress(place, Deleted)
 }
 
-// sameDivision returns an error unless the new database owns the keys that the old one gave up.
+// sameDivision returns an error if the new database does not have the mark of the division in which the old shard gave
+// up keys.
 func (c GrowConfig) sameDivision(ctx context.Context, from, to *pgx.Conn) error {
 	gave, err := readDivision(ctx, from, c.Schema)
 	if err != nil {
@@ -256,18 +257,18 @@ func (c GrowConfig) sameDivision(ctx context.Context, from, to *pgx.Conn) error 
 	return nil
 }
 
-// tables are the tables whose rows move.
+// tables returns the names of the tables whose rows move.
 func tables() []string { return []string{"rate_limit_ephemeral", "rate_limit_durable"} }
 
-// move copies the rows of the keys that the old shard gives up. Then the old shard gives them up.
+// move copies the rows of half of the keys to the new shard. Then the old shard gives up these keys.
 func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) error {
 	from, to := c.Old[place], c.New[place]
-	// The mark is written before the first row. So a database with rows and no mark was never part of this division.
+	// Write the mark before the first row. So a database that has rows but no mark is not part of a division.
 	division := rand.Text()
 	if err := markDivision(ctx, to, c.Schema, division); err != nil {
 		return err
 	}
-	// Remove the rows that an earlier call left there.
+	// Remove rows that an interrupted call of move has copied.
 	if err := c.run(ctx, to, "TRUNCATE {schema}.rate_limit_ephemeral, {schema}.rate_limit_durable"); err != nil {
 		return err
 	}
@@ -275,7 +276,7 @@ func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) e
 		return err
 	}
 	moves := fmt.Sprintf("{schema}._rate_limit_shard(key, %d) = %d", other.Shards, other.Place)
-	var horizon string // later changes come from this transaction or newer ones
+	var horizon string // transactions that changed rows during the copy have this id or a later id
 	if err := pgx.BeginTxFunc(ctx, from, pgx.TxOptions{IsoLevel: pgx.RepeatableRead}, func(tx pgx.Tx) error {
 		if err := tx.QueryRow(ctx, "SELECT (pg_catalog.pg_snapshot_xmin(pg_catalog.pg_current_snapshot())"+
 			"::text::numeric % 4294967296)::text").Scan(&horizon); err != nil {
@@ -294,8 +295,8 @@ func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) e
 		return err
 	}
 	if err := pgx.BeginFunc(ctx, from, func(tx pgx.Tx) error {
-		// This waits for the running calls, but only briefly, because new calls wait behind it. The second lock waits
-		// for transactions that take directly in the shard's database.
+		// The first lock waits for running calls, and the second lock waits for transactions on the shard itself.
+		// lock_timeout is short, because new calls wait too.
 		if err := c.run(ctx, tx, "SET LOCAL lock_timeout = '1s'",
 			"LOCK TABLE {schema}.rate_limit_shard IN ACCESS EXCLUSIVE MODE",
 			"LOCK TABLE {schema}.rate_limit_ephemeral, {schema}.rate_limit_durable IN SHARE MODE"); err != nil {
@@ -316,8 +317,8 @@ func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) e
 	return c.Progress(place, GaveUp)
 }
 
-// noteDeleted makes the old shard record deleted rows, or stops that. It waits for transactions that use the tables,
-// but only briefly, because others wait behind it.
+// noteDeleted makes the old shard record deleted rows, or ends the recording. It waits at most a second for
+// transactions that use the tables, because new calls wait too.
 func (c GrowConfig) noteDeleted(ctx context.Context, conn *pgx.Conn, begin bool) error {
 	return pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
 		if err := c.run(ctx, tx, "SET LOCAL lock_timeout = '1s'",
@@ -345,7 +346,7 @@ func (c GrowConfig) noteDeleted(ctx context.Context, conn *pgx.Conn, begin bool)
 	})
 }
 
-// busy says why a lock was not available.
+// busy explains why a lock was not available.
 func busy(err error) error {
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && pgErr.Code == "55P03" {
 		return fmt.Errorf("a transaction uses the tables for longer than a second; end it, and try again: %w", err)
@@ -353,7 +354,8 @@ func busy(err error) error {
 	return err
 }
 
-// catchUp copies the changes since the horizon. It reads the tables once, and computes hashes for few rows only.
+// catchUp copies the changes since the horizon. It reads the old shard's tables once, and computes the shards of few
+// keys.
 func (c GrowConfig) catchUp(ctx context.Context, from pgx.Tx, to *pgx.Conn, moves, horizon string) error {
 	return pgx.BeginFunc(ctx, to, func(tx pgx.Tx) error {
 		for _, table := range tables() {
@@ -369,7 +371,7 @@ func (c GrowConfig) catchUp(ctx context.Context, from pgx.Tx, to *pgx.Conn, move
 				"WHERE of = '"+table+"'", "gone (of, prefix, key)"); err != nil {
 				return err
 			}
-			// A row that was frozen long ago may look new; copying it again is harmless.
+			// A row that was frozen long ago may seem to be new. Copying it again does no harm.
 			if err := c.copy(ctx, from, to, table, "changed",
 				"pg_catalog.age(xmin) <= pg_catalog.age('"+horizon+"'::xid) AND "+moves); err != nil {
 				return err
@@ -387,7 +389,7 @@ func (c GrowConfig) catchUp(ctx context.Context, from pgx.Tx, to *pgx.Conn, move
 	})
 }
 
-// run runs statements.
+// run runs several statements.
 func (c GrowConfig) run(ctx context.Context, on execer, statements ...string) error {
 	for _, statement := range statements {
 		if _, err := on.Exec(ctx, c.qualify(statement), pgx.QueryExecModeSimpleProtocol); err != nil {
@@ -402,7 +404,7 @@ type execer interface {
 	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
 }
 
-// copy copies rows of a table by column names.
+// copy copies the rows of a table that fulfill a condition.
 func (c GrowConfig) copy(ctx context.Context, from pgx.Tx, to *pgx.Conn, table, into, where string) error {
 	columns, err := c.columns(ctx, from, table)
 	if err != nil {
@@ -415,7 +417,7 @@ func (c GrowConfig) copy(ctx context.Context, from pgx.Tx, to *pgx.Conn, table, 
 		"SELECT "+columns+" FROM {schema}."+table+" WHERE "+where, into+" ("+columns+")")
 }
 
-// pipe copies the result of a query.
+// pipe copies the rows of a query into a table of another database.
 func (c GrowConfig) pipe(ctx context.Context, from, to *pgx.Conn, query, into string) error {
 	reader, writer := io.Pipe()
 	copied := make(chan error, 1)
@@ -429,7 +431,7 @@ func (c GrowConfig) pipe(ctx context.Context, from, to *pgx.Conn, query, into st
 	return errors.Join(err, <-copied)
 }
 
-// columns are a table's column names.
+// columns returns the names of a table's columns.
 func (c GrowConfig) columns(ctx context.Context, tx pgx.Tx, table string) (columns string, err error) {
 	err = tx.QueryRow(ctx, `
 SELECT pg_catalog.string_agg(pg_catalog.quote_ident(a.attname), ', ' ORDER BY a.attnum)

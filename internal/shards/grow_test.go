@@ -20,7 +20,7 @@ import (
 
 const limit = 1000
 
-// take asks a proxy for n units of a key, and returns how many were granted.
+// take asks a proxy for n units of a key, and returns how many units were granted.
 func take(t *testing.T, proxy *pgtest.DB, key string, n int64) (granted int64, err error) {
 	t.Helper()
 	err = proxy.Pool.QueryRow(t.Context(), "SELECT granted FROM rate_limit_all('{1}', '{api}', ARRAY[$1], '{f}', '{2}', "+
@@ -45,8 +45,8 @@ func (c *cluster) growConfig(t *testing.T, progress func(int, shards.Step) error
 	return config
 }
 
-// With an interruption after any step, no key gets more than its limit, and in the end each key gets exactly its limit.
-// Grow fails after each step, and is then called again.
+// Grow fails after a step, and is called again. Meanwhile no key gets more than its limit, and in the end each key has
+// got exactly its limit.
 func TestGrowAdmitsWhatTheLimitAdmits(t *testing.T) {
 	t.Parallel()
 
@@ -78,12 +78,12 @@ func TestGrowAdmitsWhatTheLimitAdmits(t *testing.T) {
 			fresh := 0
 			failure := errors.New("fails here")
 			progress := func(place int, step shards.Step) error {
-				if step != shards.Stopped { // while it is stopped, calls would wait
+				if step != shards.Stopped { // calls would wait while the shard is stopped
 					ask(1, keys...)
 					fresh++
 					keys = append(keys, fmt.Sprintf("new %d", fresh))
 				}
-				if step == shards.Copied { // reset some copied keys; one of them is used again
+				if step == shards.Copied { // reset some copied keys, and use one of them again
 					for i, key := range keys[:10] {
 						pgtest.Exec(t, c.proxy.Pool, "SELECT rate_limit_reset('api', $1)", key)
 						granted[key] = 0
@@ -92,7 +92,7 @@ func TestGrowAdmitsWhatTheLimitAdmits(t *testing.T) {
 						}
 					}
 				}
-				if step == shards.Copied && place == 1 { // reset all keys here, except later ones
+				if step == shards.Copied && place == 1 { // reset all keys of the shard, except for later keys
 					rows, err := c.shards[1].Pool.Query(t.Context(), "SELECT key FROM rate_limit_ephemeral")
 					require.NoError(t, err)
 					gone, err := pgx.CollectRows(rows, pgx.RowTo[string])
@@ -134,7 +134,7 @@ func TestGrowAdmitsWhatTheLimitAdmits(t *testing.T) {
 	}
 }
 
-// The same with constant calls, also while a shard is stopped.
+// No key gets more than its limit while calls go on during all steps of Grow.
 func TestGrowUnderLoad(t *testing.T) {
 	t.Parallel()
 
@@ -165,7 +165,7 @@ func TestGrowUnderLoad(t *testing.T) {
 	}
 	waited := 0
 	progress := func(place int, step shards.Step) error {
-		if step == shards.Stopped { // calls arrive and wait for it
+		if step == shards.Stopped { // wait until calls wait for the stopped shard
 			testkit.WaitUntil(t, func() bool {
 				return pgtest.Scalar[bool](t, c.shards[place].Pool, "SELECT EXISTS (SELECT FROM pg_locks "+
 					"WHERE NOT granted AND relation = 'rate_limit_shard'::regclass AND database = ("+
@@ -174,7 +174,7 @@ func TestGrowUnderLoad(t *testing.T) {
 			waited++
 			return nil
 		}
-		for before := calls.Load(); calls.Load() < before+50; { // each step has calls
+		for before := calls.Load(); calls.Load() < before+50; { // wait for calls in each step
 			runtime.Gosched()
 		}
 		return nil
@@ -190,7 +190,7 @@ func TestGrowUnderLoad(t *testing.T) {
 	}
 }
 
-// After an interrupted division, only the database that owns the keys can continue.
+// After an interrupted division, Grow can only continue with the database that has the keys.
 func TestGrowGoesOnWithTheSameDatabases(t *testing.T) {
 	t.Parallel()
 
@@ -220,7 +220,7 @@ func TestGrowGoesOnWithTheSameDatabases(t *testing.T) {
 	}
 }
 
-// Functions of another release are dropped, and grants stay.
+// A new installation drops functions of another release, and keeps grants.
 func TestInstallAnew(t *testing.T) {
 	t.Parallel()
 
@@ -238,8 +238,8 @@ func TestInstallAnew(t *testing.T) {
 	require.Equal(t, before, functions())
 }
 
-// While a transaction takes directly in a shard's database, its usage cannot be copied. So the shard is not divided,
-// and the next call of Grow continues.
+// Grow fails while a transaction takes on the shard itself, because the transaction's usage cannot be copied. The next
+// call of Grow continues.
 func TestGrowBesideATransactionOnTheShard(t *testing.T) {
 	t.Parallel()
 
@@ -256,7 +256,7 @@ func TestGrowBesideATransactionOnTheShard(t *testing.T) {
 		direct = pgtest.Begin(t, c.shards[place])
 		pgtest.Exec(t, direct, "SELECT rate_limit_take_sliding_window('api', ARRAY[$1], $2, 3600000000, '{1}', '{3}')",
 			key, limit)
-		return shards.Grow(t.Context(), c.growConfig(t, nil)) // somebody else's
+		return shards.Grow(t.Context(), c.growConfig(t, nil)) // fails, because the outer Grow has the lock
 	}
 	err = shards.Grow(t.Context(), c.growConfig(t, progress))
 	require.ErrorContains(t, err, "these shards are being divided already")
@@ -269,7 +269,7 @@ func TestGrowBesideATransactionOnTheShard(t *testing.T) {
 	require.EqualValues(t, limit-4, granted)
 }
 
-// A transaction with an old snapshot cannot know that the shard was divided meanwhile.
+// A transaction with an old snapshot cannot see that the shard was divided, so shards refuse it.
 func TestShardsDecideReadCommitted(t *testing.T) {
 	t.Parallel()
 
@@ -282,7 +282,7 @@ func TestShardsDecideReadCommitted(t *testing.T) {
 	require.ErrorContains(t, err, "a shard decides in transactions that are read committed")
 }
 
-// A stranger's function in a shard's schema does not become a function of the proxy.
+// A proxy does not get functions that another role created in a shard's schema.
 func TestStrangersFunctionsAreNotRead(t *testing.T) {
 	t.Parallel()
 

@@ -9,8 +9,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/shards"
 )
 
-// Some platforms secure each new table and grant rights on it. Callers must still be able to read which shard this is,
-// and nobody may read keys.
+// On some platforms, new tables have row security and grants. Callers must still be able to read rate_limit_shard, and
+// must not be able to read keys.
 func TestShardOfAHardenedDatabase(t *testing.T) {
 	t.Parallel()
 

@@ -1,5 +1,6 @@
 {{define "hash"}}
--- The shard of a key: sha256 of what stands in its first braces, or else of the key. Package shardkey does the same.
+-- _rate_limit_shard hashes a key's tag, like Of in package shardkey. The tag is the text in the first braces, or the
+-- key.
 CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_shard(key text, shards integer)
 RETURNS integer
 LANGUAGE sql

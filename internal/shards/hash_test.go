@@ -13,7 +13,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// The database computes the same shards as the client, for keys with any characters, braces and collation.
+// The database and the client compute the same shard for a key with any characters, braces and collation.
 func TestHashIsThatOfTheClient(t *testing.T) {
 	t.Parallel()
 
@@ -28,7 +28,7 @@ func TestHashIsThatOfTheClient(t *testing.T) {
 		var key strings.Builder
 		for range random.IntN(12) {
 			if random.IntN(4) == 0 {
-				key.WriteRune(rune(1 + random.IntN(0xd7ff))) // below the surrogates
+				key.WriteRune(rune(1 + random.IntN(0xd7ff))) // less than the first surrogate
 			} else {
 				key.WriteString(pieces[random.IntN(len(pieces))])
 			}
@@ -45,7 +45,7 @@ func TestHashIsThatOfTheClient(t *testing.T) {
 				", $2) ORDER BY i) FROM unnest($1::text[]) WITH ORDINALITY AS u (key, i)", keys, n)
 			require.Len(t, found, len(want))
 			for i, key := range keys {
-				if want[i] != found[i] { // to ask require each time takes seconds
+				if want[i] != found[i] { // calling require for each key would take seconds
 					require.Equal(t, want[i], found[i], "%q", key)
 				}
 			}

@@ -8,11 +8,10 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// Identity says which shard a database is, according to its row of rate_limit_shard. The zero value means that it is no
-// shard.
+// Identity is a shard's row of rate_limit_shard. The zero value means that the database is not a shard.
 type Identity struct {
 	Place, Shards int
-	Cluster       string // a random name that all shards of a cluster share
+	Cluster       string // a random name that all shards of a cluster have
 }
 
 func (i Identity) String() string {
@@ -22,8 +21,8 @@ func (i Identity) String() string {
 	return fmt.Sprintf("shard %d of %d", i.Place, i.Shards)
 }
 
-// Own turns a migrated database into a shard. It fails if the database already has another place. Its cluster may
-// change.
+// Own turns a migrated database into a shard. It fails if the database is already a shard with another place. The
+// cluster may differ.
 func Own(ctx context.Context, conn *pgx.Conn, schema string, want Identity) error {
 	if err := prepare(ctx, conn, schema); err != nil {
 		return err
@@ -38,8 +37,8 @@ func Own(ctx context.Context, conn *pgx.Conn, schema string, want Identity) erro
 	return setIdentity(ctx, conn, schema, want)
 }
 
-// Intend records that a database will become a shard of a cluster. If [Own] is interrupted after some of its databases,
-// this record shows that the others belong to the same cluster.
+// Intend records that a database will become a shard of a cluster. If [Own] is interrupted, the record shows which
+// databases belong to the cluster.
 func Intend(ctx context.Context, conn *pgx.Conn, schema, cluster string) error {
 	if err := prepare(ctx, conn, schema); err != nil {
 		return err
@@ -47,10 +46,10 @@ func Intend(ctx context.Context, conn *pgx.Conn, schema, cluster string) error {
 	return markDivision(ctx, conn, schema, Intended+cluster)
 }
 
-// Intended is the beginning of the mark that [Intend] writes. Other marks belong to divisions.
+// Intended begins the mark that [Intend] writes. Marks of divisions do not begin with Intended.
 const Intended = "becomes a shard of "
 
-// ReadIdentity returns which shard a database is, if it was prepared as one.
+// ReadIdentity returns which shard a database is. It returns the zero Identity if the database is not a shard.
 func ReadIdentity(ctx context.Context, conn *pgx.Conn, schema string) (is Identity, err error) {
 	err = conn.QueryRow(ctx, qualify("SELECT place, shards, cluster FROM {schema}.rate_limit_shard "+
 		"WHERE place IS NOT NULL", schema)).Scan(&is.Place, &is.Shards, &is.Cluster)
@@ -60,7 +59,7 @@ func ReadIdentity(ctx context.Context, conn *pgx.Conn, schema string) (is Identi
 	return is, err
 }
 
-// prepare adds to a migrated database what a shard needs.
+// prepare creates the tables and functions that a shard needs in a migrated database.
 func prepare(ctx context.Context, conn *pgx.Conn, schema string) error {
 	source, err := Read(ctx, conn, schema)
 	if err != nil {
@@ -82,7 +81,7 @@ func setIdentity(ctx context.Context, conn *pgx.Conn, schema string, is Identity
 	return err
 }
 
-// markDivision marks a database that will become a shard by a division.
+// markDivision writes the mark of a division into a database that will become a shard.
 func markDivision(ctx context.Context, conn *pgx.Conn, schema, division string) error {
 	_, err := conn.Exec(ctx, qualify("INSERT INTO {schema}.rate_limit_shard (division) VALUES ($1) "+
 		"ON CONFLICT (one) DO UPDATE SET division = excluded.division", schema), division)

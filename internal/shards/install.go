@@ -12,9 +12,9 @@ import (
 
 // Config is a proxy's configuration.
 type Config struct {
-	Schema      string   // the schema of the functions, the same in all databases
-	Connections []string // from PL/Proxy to the shards, in the order of their places
-	User        string   // PL/Proxy's user; "" keeps the present one
+	Schema      string   // the schema of the limiter's functions in all databases
+	Connections []string // PL/Proxy's connection strings for the shards, in the order of their places
+	User        string   // the user that PL/Proxy connects as; "" does not change the user
 	Password    string
 }
 
@@ -23,15 +23,13 @@ type DB interface {
 	Begin(ctx context.Context) (pgx.Tx, error)
 }
 
-// Install turns a database into a proxy of existing shards, or changes an existing proxy. The connection has to be a
-// superuser's.
+// Install turns a database into a proxy of existing shards, or changes a proxy. The connection must be a superuser's.
 func Install(ctx context.Context, db DB, source Source, c Config) error {
 	return pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
-		// Find the schema in which PL/Proxy was created.
 		if _, err := tx.Exec(ctx, "CREATE EXTENSION IF NOT EXISTS plproxy"); err != nil {
 			return err
 		}
-		// pg_database_owner (6171) cannot be the owner, because it cannot log in.
+		// The role pg_database_owner (6171) cannot own the functions, because it cannot log in.
 		var owner string
 		if err := tx.QueryRow(ctx, `
 SELECT pg_catalog.pg_get_userbyid(CASE WHEN n.nspowner = 6171 THEN d.datdba ELSE n.nspowner END)
@@ -50,7 +48,7 @@ WHERE n.nspname = $1 AND d.datname = pg_catalog.current_database()`, c.Schema).S
 	})
 }
 
-// connect tells PL/Proxy the shards and the user to connect as, for calls by the functions' owner.
+// connect gives PL/Proxy the shards' connection strings and the user, for calls by the functions' owner.
 func connect(ctx context.Context, tx pgx.Tx, owner string, c Config) error {
 	before, err := Connections(ctx, tx)
 	if err != nil {
@@ -85,8 +83,8 @@ func connect(ctx context.Context, tx pgx.Tx, owner string, c Config) error {
 	return mapUser(ctx, tx, owner, c)
 }
 
-// unrecordedSQL keeps the following statements of the transaction out of the server's log and of pg_stat_statements,
-// which members of pg_read_all_stats can read. Settings of modules that are not loaded are harmless.
+// unrecordedSQL keeps the next statements of the transaction out of the server's log and out of pg_stat_statements,
+// which members of pg_read_all_stats can read. It also sets settings of modules that may not be loaded.
 const unrecordedSQL = `
 SET LOCAL log_statement = 'none';
 SET LOCAL log_min_duration_statement = -1;
@@ -99,7 +97,7 @@ SET LOCAL pg_stat_statements.track = 'none';
 SET LOCAL auto_explain.log_min_duration = -1;
 SET LOCAL pgaudit.log = 'none'`
 
-// mapSQL creates the user mapping from settings of the transaction.
+// mapSQL creates the user mapping. It reads the user and password from the transaction's settings.
 const mapSQL = `
 DO $$
 DECLARE
@@ -111,7 +109,8 @@ BEGIN
 END
 $$`
 
-// mapUser sets PL/Proxy's user. No statement contains the password, because pg_stat_activity shows statements.
+// mapUser sets the user and password for PL/Proxy. It sends the password as an argument, because pg_stat_activity shows
+// the text of statements.
 func mapUser(ctx context.Context, tx pgx.Tx, owner string, c Config) error {
 	if _, err := tx.Exec(ctx, unrecordedSQL, pgx.QueryExecModeSimpleProtocol); err != nil {
 		return err
@@ -131,8 +130,8 @@ func mapUser(ctx context.Context, tx pgx.Tx, owner string, c Config) error {
 	return err
 }
 
-// Connections returns the connection strings of a proxy's shards in the order of their places, or nil if the database
-// is no proxy.
+// Connections returns the connection strings of a proxy's shards, in the order of their places. It returns nil if the
+// database is not a proxy.
 func Connections(ctx context.Context, tx pgx.Tx) ([]string, error) {
 	var connections []string
 	err := tx.QueryRow(ctx, `
@@ -148,13 +147,15 @@ FROM pg_catalog.pg_foreign_server AS s WHERE s.srvname = $1`, Server).Scan(&conn
 	return connections, err
 }
 
-// Growth is a proxy's record of a division of its shards. It lets the next caller see the division and continue it.
+// Growth is the record of a division of the shards. A proxy stores it, so that another process can continue the
+// division.
 type Growth struct {
 	By      []string `json:"shards_grow_by"` // connection strings of the new shards, in order
 	Proxies int      `json:"proxies"`
 }
 
-// noteGrowth stores it as a comment of the foreign server, because PL/Proxy refuses unknown options.
+// noteGrowth stores a Growth as a comment of the foreign server, because PL/Proxy refuses options that it does not
+// know.
 func noteGrowth(ctx context.Context, proxy execer, g *Growth) error {
 	text := "NULL"
 	if g != nil {
@@ -168,7 +169,7 @@ func noteGrowth(ctx context.Context, proxy execer, g *Growth) error {
 	return err
 }
 
-// ReadGrowth returns a proxy's record, or nil if its shards are not being divided.
+// ReadGrowth returns a proxy's Growth, or nil if its shards are not being divided.
 func ReadGrowth(ctx context.Context, tx pgx.Tx) (*Growth, error) {
 	var note *string
 	err := tx.QueryRow(ctx, "SELECT pg_catalog.obj_description(s.oid, 'pg_foreign_server') "+
@@ -180,10 +181,10 @@ func ReadGrowth(ctx context.Context, tx pgx.Tx) (*Growth, error) {
 	if note != nil && json.Unmarshal([]byte(*note), &g) == nil && len(g.By) > 0 {
 		return &g, nil
 	}
-	return nil, nil //nolint:nilnil // there is no comment, or it is not ours
+	return nil, nil //nolint:nilnil // the comment is missing, or is not a Growth
 }
 
-// qualify inserts the schema into a statement.
+// qualify replaces {schema} in a statement.
 func qualify(sql, schema string) string {
 	return strings.ReplaceAll(sql, "{schema}", pgx.Identifier{schema}.Sanitize())
 }

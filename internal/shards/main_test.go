@@ -16,17 +16,17 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// cluster is a proxy with its shards, all on one server.
+// cluster is a proxy and its shards, all on one server.
 type cluster struct {
 	proxy       *pgtest.DB
 	shards      []*pgtest.DB
-	connections []string // from PL/Proxy to the shards
+	connections []string // PL/Proxy's connection strings for the shards
 	more        []*pgtest.DB
 	moreStrings []string
 }
 
-// newCluster creates a proxy of n shards, and n more databases for a division. Without PL/Proxy it skips the test. If
-// RATELIMIT_TEST_PLPROXY is set, it fails instead.
+// newCluster creates a proxy, n shards, and n more databases for a division. If PL/Proxy is missing, the test is
+// skipped, or fails if RATELIMIT_TEST_PLPROXY is set.
 func newCluster(t *testing.T, n int) *cluster {
 	t.Helper()
 	c := &cluster{proxy: pgtest.Empty(t)}
@@ -56,11 +56,11 @@ func (c *cluster) install(t *testing.T, db *pgtest.DB) {
 	require.NoError(t, shards.Install(t.Context(), connect(t, db), source, shards.Config{
 		Schema: "public", Connections: c.connections, User: config.User, Password: config.Password,
 	}))
-	// The mapping is for the functions' owner, who owns the schema.
+	// The user mapping is for the owner of the functions, who owns the schema.
 	pgtest.Exec(t, db.Pool, "GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA public TO PUBLIC")
 }
 
-// connect opens a connection that is closed at the end of the test.
+// connect returns a connection. The end of the test closes it.
 func connect(t *testing.T, db *pgtest.DB) *pgx.Conn {
 	t.Helper()
 	pool := db.OwnerPool(t, func(config *pgxpool.Config) { config.MaxConns = 1 })
@@ -70,7 +70,7 @@ func connect(t *testing.T, db *pgtest.DB) *pgx.Conn {
 	return conn.Conn()
 }
 
-// keywords is the connection string of a database in libpq's form, without user and password.
+// keywords returns a connection string for libpq, without user and password.
 func keywords(t *testing.T, db *pgtest.DB) string {
 	t.Helper()
 	config := db.Pool.Config().ConnConfig

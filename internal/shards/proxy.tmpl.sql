@@ -1,6 +1,6 @@
--- The functions of a proxy's database. They have the names and the arguments of those of a shard, and hand each call to
--- the shards that have its keys, with PL/Proxy. In PL/Proxy's own statements an argument's name is replaced wherever it
--- stands, except after a dot.
+-- This script creates the functions of a proxy. They have the names and arguments of a shard's functions, and PL/Proxy
+-- passes each call on to the shards of its keys. PL/Proxy replaces an argument's name everywhere in a statement, except
+-- after a dot.
 {{define "names"}}{{range $i, $a := .}}{{if $i}}, {{end}}{{$a.Name}}{{end}}{{end}}
 {{define "typed"}}{{range $i, $a := .}}{{if $i}}, {{end}}{{$a.Name}} {{$a.Type}}{{end}}{{end}}
 {{define "columns"}}{{range $i, $a := .}}{{if $i}}, {{end}}d.{{$a.Name}}{{end}}{{end}}
@@ -9,7 +9,7 @@ DO $$
 DECLARE
     fn regprocedure;
 BEGIN
-    -- What nobody else calls, and what another release has had.
+    -- Drop internal functions, and functions of another release.
     FOR fn IN
         SELECT p.oid::regprocedure FROM pg_proc AS p
         WHERE p.pronamespace = {{literal .Schema}}::regnamespace AND p.proname ~ '^_?rate_limit_'
@@ -31,7 +31,7 @@ LANGUAGE sql
 IMMUTABLE
 AS $$ SELECT {{.Version}}::bigint $$;
 
--- How many shards there are.
+-- rate_limit_shards returns the number of shards.
 CREATE OR REPLACE FUNCTION {{.Schema}}.rate_limit_shards()
 RETURNS integer
 LANGUAGE sql
@@ -39,8 +39,9 @@ IMMUTABLE
 AS $$ SELECT {{.Shards}} $$;
 
 {{template "hash" .}}
--- The shard of all keys of a call. NULL if they have several, which is an error for callers that ask again after an
--- error: it would not mean that nothing was taken. Without valid keys it is the first shard, which says what is wrong.
+-- _rate_limit_shard_of_all returns the shard of a call's keys. It returns NULL if there are several, or raises an error
+-- if the caller would call again, because an error must mean that nothing was taken. If there are no valid keys, the
+-- first shard explains the error.
 CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_shard_of_all(keys text[], again boolean)
 RETURNS integer
 LANGUAGE plpgsql
@@ -124,10 +125,10 @@ CREATE OR REPLACE FUNCTION {{$.Schema}}.{{.Name}}(
 {{end}}LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET datestyle = 'ISO, MDY' -- PL/Proxy passes times on as text, which the shard reads by its own settings
+SET datestyle = 'ISO, MDY' -- PL/Proxy passes times on as text, which the shard reads by its settings
 SET intervalstyle = 'postgres'
-SET array_nulls = on -- and arrays, which may have NULLs
-SET client_min_messages = error -- PL/Proxy warns of connections that it opens anew
+SET array_nulls = on -- PL/Proxy also passes on arrays as text, and they may contain NULL
+SET client_min_messages = error -- PL/Proxy warns when it opens a connection again
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -143,7 +144,7 @@ DECLARE
 {{- end}}
 BEGIN
 {{- if .Policy}}
-    IF policy IS NULL THEN -- only the first shard has policies
+    IF policy IS NULL THEN -- only the first shard has a table of policies
         RAISE EXCEPTION 'rate_limit: no policy is given, and a proxy of shards looks for none'
             USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
                 HINT = 'Pass a policy, such as ''sliding 10/1m''.';
@@ -198,7 +199,7 @@ BEGIN
     RETURN QUERY SELECT * FROM unnest({{$.Schema}}._{{.Name}}(shard, shards, {{template "names" .In}})
         ::{{$.Schema}}.rate_limit_decision[]);
 {{- else if .Sweeps}}
-    -- A pass that has reached the end of one shard's tables does not begin anew there while others go on.
+    -- After a pass has ended on a shard, no new pass begins there while the other shards continue.
     at_most_every := CASE WHEN sweeper IS NULL THEN at_most_every ELSE coalesce(at_most_every, interval '1 minute') END;
     skipped := true;
     complete := true;
@@ -240,7 +241,7 @@ END
 $$;
 {{end}}
 
--- Who may call. The functions run with the rights of their owner, who has the user mapping.
+-- Grant rights. The functions run with the rights of their owner, who has the user mapping.
 DO $$
 DECLARE
     of CONSTANT name := {{literal .Owner}};

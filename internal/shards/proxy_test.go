@@ -10,7 +10,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/shards"
 )
 
-// Times and intervals reach a shard unchanged, in any style of the proxy's session.
+// Times and intervals reach a shard unchanged, whatever DateStyle and IntervalStyle the proxy's session has.
 func TestStylesOfTheSession(t *testing.T) {
 	t.Parallel()
 
@@ -29,7 +29,7 @@ func TestStylesOfTheSession(t *testing.T) {
 	}
 }
 
-// A divided call uses the positions of its elements, so arrays have to begin at 1, as on a single server.
+// Arrays must begin at 1, because a proxy uses the positions of their elements to divide a call.
 func TestArraysOfOddShape(t *testing.T) {
 	t.Parallel()
 
@@ -44,7 +44,7 @@ func TestArraysOfOddShape(t *testing.T) {
 	}
 }
 
-// A shard can be prepared while in use, because its functions stay the same.
+// A shard that is in use can be prepared again, because its functions do not change.
 func TestShardIsPreparedAgain(t *testing.T) {
 	t.Parallel()
 
@@ -61,7 +61,7 @@ func TestShardIsPreparedAgain(t *testing.T) {
 	require.Equal(t, before, functions())
 }
 
-// Only the first shard has policies, so calls through a proxy must include one.
+// Calls through a proxy must have a policy, because only the first shard has a table of policies.
 func TestProxyWantsAPolicy(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)

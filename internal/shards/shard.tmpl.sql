@@ -1,11 +1,11 @@
--- What a database has that is a shard, besides what the migrations make. It knows which keys are its own, so that two
--- proxies with different ideas of that cannot both have a key decided.
+-- This script creates the tables and functions that only a shard has. A shard knows which keys it owns. So two proxies
+-- that disagree about a key's shard cannot both get decisions for the key.
 CREATE TABLE IF NOT EXISTS {{.Schema}}.rate_limit_shard (
     one      boolean PRIMARY KEY DEFAULT true,
-    place    integer, -- NULL in a database that has rows of a shard, and has not taken over from it yet
+    place    integer, -- NULL while a division copies rows into this database
     shards   integer,
-    cluster  text, -- a random name, the same on all shards that belong together
-    division text, -- the last one: the same on both of its sides
+    cluster  text, -- a random name that all shards of a cluster have
+    division text, -- the mark of the last division, which the old and the new shard have
     CONSTRAINT rate_limit_shard_one CHECK (one),
     CONSTRAINT rate_limit_shard_place CHECK (
         num_nulls(place, shards, cluster) IN (0, 3) AND place >= 0 AND place < shards)
@@ -14,15 +14,15 @@ CREATE TABLE IF NOT EXISTS {{.Schema}}.rate_limit_shard (
 COMMENT ON TABLE {{.Schema}}.rate_limit_shard IS
     'Which of the shards this database is, from 0. Without a row it decides nothing that a proxy asks.';
 
--- What was deleted while the shard is divided. See Grow in grow.go.
+-- The rows that were deleted during a division. See Grow in grow.go.
 CREATE UNLOGGED TABLE IF NOT EXISTS {{.Schema}}.rate_limit_shard_deleted (
-    of     text NOT NULL, -- the table
+    of     text NOT NULL, -- the table's name
     prefix text COLLATE "C" NOT NULL,
-    key    text COLLATE "C" NOT NULL -- '': all keys
+    key    text COLLATE "C" NOT NULL -- '' means that all keys were deleted
 );
 
--- A platform may secure the rows of each new table, and grant rights on it. Then nobody who calls would see which
--- shard this is, and others would see keys.
+-- A platform may enable row security on new tables, or grant rights on them. Undo this, because all callers must be
+-- able to read rate_limit_shard, and only the owner may read keys.
 DO $$
 DECLARE
     undo text;
@@ -66,7 +66,7 @@ DO $$
 DECLARE
     fn regprocedure;
 BEGIN
-    -- What another release has had. Those that stay may be in use.
+    -- Drop functions of another release. Keep the functions of this release, which may be in use.
     FOR fn IN
         SELECT p.oid::regprocedure FROM pg_proc AS p
         WHERE p.pronamespace = {{literal .Schema}}::regnamespace AND p.proname LIKE '#_rate#_limit#_%' ESCAPE '#'
@@ -80,10 +80,10 @@ BEGIN
 END
 $$;
 
--- Raises unless this database has all keys of a shard of so many. Whoever divides the shard locks the table, so this waits
--- for that, and that for those who have asked before. It also has times written in the way that the proxy reads them,
--- because PL/Proxy passes text on. It has no search_path of its own, which would cost as much as the rest: what it calls
--- fits exactly, so pg_catalog's comes first.
+-- _rate_limit_own_shard raises an error if this database does not have all keys of a shard. It waits while a division
+-- locks rate_limit_shard. It also sets the formats of times, because PL/Proxy passes times on as text. It does not set
+-- search_path, which would double its cost. pg_catalog's functions come first anyway, because the argument types fit
+-- them exactly.
 CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_own_shard(shard integer, shards integer)
 RETURNS boolean
 LANGUAGE plpgsql
@@ -93,7 +93,7 @@ DECLARE
     own_place integer;
     own_shards integer;
 BEGIN
-    -- Otherwise this would see what the table held before it waited.
+    -- At other isolation levels, the function could see rate_limit_shard as it was before the wait.
     IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
         RAISE EXCEPTION 'rate_limit: a shard decides in transactions that are read committed'
             USING ERRCODE = 'object_not_in_prerequisite_state',
@@ -117,8 +117,8 @@ GRANT EXECUTE ON FUNCTION {{.Schema}}._rate_limit_own_shard(integer, integer) TO
 GRANT SELECT ON {{.Schema}}.rate_limit_shard TO PUBLIC;
 {{template "hash" .}}
 {{range .Functions}}{{if .ByKeys}}
--- What a proxy asks. One value, because PL/Proxy prepares no statements: to plan one for rows and columns would take half
--- as long as to decide. Nor has it a search_path of its own.
+-- Proxies call this function. It returns one value, because PL/Proxy does not prepare statements. Planning a statement
+-- that returns rows would take half as long as the decision.
 CREATE OR REPLACE FUNCTION {{$.Schema}}._{{.Name}}(
     shard integer, shards integer, {{template "typed" .In}}
 )
@@ -132,5 +132,5 @@ BEGIN
 END
 $$;
 
-GRANT EXECUTE ON FUNCTION {{$.Schema}}._{{.Name}} TO PUBLIC; -- it works with the rights of who calls it
+GRANT EXECUTE ON FUNCTION {{$.Schema}}._{{.Name}} TO PUBLIC; -- the function has the rights of its caller
 {{end}}{{end}}

@@ -12,40 +12,41 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// Server is the name of the foreign server. Its options p0, p1 and so on are the shards' connection strings.
+// Server is the name of PL/Proxy's foreign server. The options p0, p1 and so on are the shards' connection strings.
 const Server = "rate_limit_shards"
 
-// Source is the part of a migrated database that a proxy needs.
+// Source describes the functions of a migrated database that a proxy needs too.
 type Source struct {
 	Version   int64
 	Decision  []Argument // the columns of rate_limit_decision
 	Functions []Function
 }
 
-// Function is a function that applications call.
+// Function describes an SQL function that applications call.
 type Function struct {
 	Name      string
-	Arguments string // as declared
+	Arguments string // the arguments as pg_get_function_arguments prints them
 	Result    string
-	Set       bool // it returns rows
+	Set       bool // whether the function returns rows
 	In, Out   []Argument
 
-	ByKey     bool // it has one key argument
-	Policy    bool // and a policy's text
-	ByKeys    bool // it decides many keys
-	Together  bool // it decides many keys, and all must be on the same shard
-	Sets      bool // and each may be a set of keys
+	ByKey     bool // whether the function has the argument key
+	Policy    bool // whether the function has the arguments key and policy
+	ByKeys    bool // whether the function decides an array of keys
+	Together  bool // whether all keys of a call must be on the same shard
+	Sets      bool // whether the keys of a request must be on the same shard
 	Sweeps    bool
-	Transacts bool // it can run within the caller's transaction
+	Transacts bool // whether the function can run in the caller's transaction
 }
 
-// Argument is a function's argument, or a column.
+// Argument is an argument of a function, or a column.
 type Argument struct{ Name, Type string }
 
-// PerKey tells whether the argument is an array with an element for each key, in a function that decides many keys.
+// PerKey tells whether the argument is an array with an element for each key. It is only valid for functions that
+// decide many keys.
 func (a Argument) PerKey() bool { return strings.HasSuffix(a.Type, "[]") }
 
-// PerKey returns the arguments with an element for each key.
+// PerKey returns the arguments that have an element for each key.
 func (f Function) PerKey() []Argument {
 	return slices.DeleteFunc(slices.Clone(f.In), func(a Argument) bool { return !a.PerKey() })
 }
@@ -67,17 +68,19 @@ WHERE p.pronamespace = $1::pg_catalog.regnamespace AND (p.proname IN (
         'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report')
     OR p.proretset AND p.prorettype = pg_catalog.to_regtype($1 || '.rate_limit_decision') AND p.proname LIKE 'rate%'
     OR p.prorettype = 'bigint[]'::pg_catalog.regtype AND p.proname LIKE 'rate#_limit#_take#_%' ESCAPE '#')
-    -- The proxy's superuser will run what is made of this, so a stranger's functions do not count.
+    -- The proxy's superuser runs SQL that is made from the result. So leave out functions of other owners, and odd
+    -- names.
     AND p.proname ~ '^[a-z_]+$'
     AND NOT EXISTS (SELECT FROM pg_catalog.unnest(p.proargnames) AS a (name) WHERE a.name !~ '^[a-z_]+$')
     AND p.proowner = (SELECT c.relowner FROM pg_catalog.pg_class AS c
         WHERE c.oid = pg_catalog.to_regclass($1 || '.rate_limit_ephemeral'))
 ORDER BY p.proname`
 
-// Read reads the data for a proxy from a migrated database.
+// Read reads the Source from a migrated database.
 func Read(ctx context.Context, conn *pgx.Conn, schema string) (s Source, err error) {
 	quoted := pgx.Identifier{schema}.Sanitize()
-	// Any role that may create in the schema could have made the function, so it is only read and never called.
+	// Read the version from the function's text. Calling the function would not be safe, because any role that may create
+	// objects in the schema could have created it.
 	if err := conn.QueryRow(ctx, `
 SELECT pg_catalog.substring(p.prosrc, '[0-9]+')::bigint FROM pg_catalog.pg_proc AS p
 WHERE p.pronamespace = $1::pg_catalog.regnamespace AND p.proname = 'rate_limit_version' AND p.pronargs = 0`, quoted,
@@ -117,7 +120,7 @@ ORDER BY a.attnum`, quoted)
 	return s, err
 }
 
-// classify determines how a function's calls are routed to the shards.
+// classify sets the fields that say how calls of a function reach the shards.
 func (f *Function) classify(schema string) {
 	has := func(name string) bool {
 		return slices.ContainsFunc(f.In, func(a Argument) bool { return a.Name == name })
@@ -140,7 +143,8 @@ var files embed.FS
 //nolint:gochecknoglobals // nobody changes them
 var templates = template.Must(template.New("").Funcs(template.FuncMap{"literal": literal}).ParseFS(files, "*.tmpl.sql"))
 
-// Proxy returns the SQL that creates or replaces a proxy's functions, for their owner. Only a superuser can run it.
+// Proxy returns the SQL that creates or replaces a proxy's functions. owner will own them. Only a superuser can run the
+// SQL.
 func (s Source) Proxy(schema, owner string, shards int) (string, error) {
 	var text bytes.Buffer
 	err := templates.ExecuteTemplate(&text, "proxy.tmpl.sql", struct {
@@ -152,7 +156,7 @@ func (s Source) Proxy(schema, owner string, shards int) (string, error) {
 	return text.String(), err
 }
 
-// Shard returns the SQL that a migrated database needs to become a shard.
+// Shard returns the SQL that turns a migrated database into a shard.
 func (s Source) Shard(schema string) (string, error) {
 	var text bytes.Buffer
 	err := templates.ExecuteTemplate(&text, "shard.tmpl.sql", struct {
@@ -163,7 +167,7 @@ func (s Source) Shard(schema string) (string, error) {
 	return text.String(), err
 }
 
-// literal quotes a text for SQL, for any value of standard_conforming_strings.
+// literal quotes a text for SQL. The result does not depend on standard_conforming_strings.
 func literal(text string) string {
 	return "E'" + strings.NewReplacer(`\`, `\\`, `'`, `\'`).Replace(text) + "'"
 }
