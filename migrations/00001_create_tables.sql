@@ -9,26 +9,26 @@
 -- run as a superuser, and search_path may name schemas where other users can create objects.
 SELECT pg_catalog.set_config('search_path', pg_catalog.format('%I, pg_temp', pg_catalog.current_schema()), true);
 
--- The first two tables have the state of all keys. They have the same columns. They differ only in what happens to them
--- when the server crashes.
+-- The tables rate_limit_ephemeral and rate_limit_durable have the state of all keys. They have the same columns. After
+-- a crash of the server, rate_limit_ephemeral is empty, and rate_limit_durable is not.
 --
--- Times are whole microseconds since 1970-01-01 00:00 UTC, so all arithmetic is exact integer arithmetic.
--- to_timestamp(expires_at / 1e6) makes one readable.
+-- Times are whole microseconds since 1970-01-01 00:00 UTC, so that all arithmetic is exact. to_timestamp(expires_at /
+-- 1e6) makes a time readable.
 --
--- The primary key is the only index, on purpose. An index on a column that changes with every update, such as
--- expires_at, would prevent HOT updates and bloat the table.
+-- The primary key is the only index. An index on a column that changes with every update, such as expires_at, would
+-- prevent HOT updates and bloat the table.
 --
--- key is the first column, because keys differ more often than prefixes, so nearly every comparison ends with it. In
--- the other order, a batch of 64 keys took a tenth more of the server's instructions. In return, listing the keys of a
--- small limiter reads the whole table: a million rows in about 0.2 s. Only people do that.
+-- key is the first column of the primary key, because keys differ more often than prefixes. So Postgres rarely compares
+-- prefixes. In the other order, a batch of 64 keys took a tenth more instructions of the server. The cost is that
+-- listing the keys of a limiter reads the whole table, which takes 0.2 s for a million rows. Only people list keys.
 --
--- Pages are filled to half. So the updates that follow a row's insertion find room on the same page. Measured with
--- 100,000 keys, against a fillfactor of 90: all updates of new rows are HOT, instead of two fifths. The table is no
--- larger, and a decision in a batch of 256 costs the server 10 to 15 % less.
+-- Pages are filled to half, so that updates of a row find room on the row's page. Measured with 100,000 keys: with a
+-- fillfactor of 50, all updates of new rows are HOT; with 90, two fifths are. The table is not larger, and a decision
+-- in a batch of 256 costs the server 10 to 15 % less.
 --
--- A row with a NULL needs 8 more bytes for the null bitmap. So log is NULL where it is not needed, and so are the
--- columns that only buckets need. Then a window's row has the same size as without these columns: 88 bytes with a key
--- of 10 bytes. A calendar window's row has 96 bytes, and a bucket's 128.
+-- A row that has a NULL needs 8 more bytes for the null bitmap. So all columns that some algorithms do not need are
+-- NULL in their rows. With a key of 10 bytes, the row of a fixed or sliding window has 88 bytes, the row of a calendar
+-- window 96, and the row of a bucket 128.
 CREATE UNLOGGED TABLE rate_limit_ephemeral (
     prefix       text COLLATE "C" NOT NULL,
     key          text COLLATE "C" NOT NULL,
@@ -47,17 +47,18 @@ CREATE UNLOGGED TABLE rate_limit_ephemeral (
     CONSTRAINT rate_limit_ephemeral_pkey PRIMARY KEY (key, prefix)
 ) WITH (fillfactor = 50);
 
--- A log of more than 2 kB, about 250 entries, is stored outside its row, uncompressed. Compressing a log of 1,000
--- entries would save a quarter of its 8 kB, but a decision would take 555 us of the server's CPU instead of 125 us.
+-- Postgres stores a log of more than 2 kB (about 250 entries) outside of its row, and EXTERNAL prevents compression.
+-- Compressing a log of 1,000 entries would save a quarter of its 8 kB, but a decision would take 555 us of CPU instead
+-- of 125 us.
 ALTER TABLE rate_limit_ephemeral ALTER COLUMN log SET STORAGE EXTERNAL;
 
 COMMENT ON TABLE rate_limit_ephemeral IS
     'Limits for abuse protection. Unlogged: fast, and empty again after a crash of the server.';
-COMMENT ON COLUMN rate_limit_ephemeral.prefix IS 'Name of the limiter. It keeps limiters apart.';
-COMMENT ON COLUMN rate_limit_ephemeral.key IS 'Who is limited: 1 to 512 bytes.';
+COMMENT ON COLUMN rate_limit_ephemeral.prefix IS 'Name of the limiter. Limiters with different names share no rows.';
+COMMENT ON COLUMN rate_limit_ephemeral.key IS 'The limited user, address or other thing: 1 to 512 bytes.';
 COMMENT ON COLUMN rate_limit_ephemeral.algorithm IS
     'Which function wrote the row: 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window. '
-    'For the other functions the row counts as no row.';
+    'For functions of other algorithms, the row counts as no row.';
 COMMENT ON COLUMN rate_limit_ephemeral.count IS
     'Windows: the units taken in the window that starts at window_start. '
     'Sliding window log: the sum of the log. '
@@ -83,9 +84,9 @@ COMMENT ON COLUMN rate_limit_ephemeral.log IS
     'Sliding window log: the takes, with the oldest first. '
     'Each entry is the time in microseconds since 1970 UTC * 1024 + the units: '
     'to_timestamp((entry >> 10) / 1e6), entry & 1023. '
-    'Token bucket: the start of the current 128th of the time in which it fills, '
-    'the tokens that processes have leased in it, and those that they had leased in the one before; '
-    'NULL if they have leased none. '
+    'Token bucket: the start of the current lease period (1/128 of the time in which the bucket fills), '
+    'the tokens leased in this period, and the tokens leased in the previous period; '
+    'NULL without leases. '
     'Otherwise NULL.';
 COMMENT ON COLUMN rate_limit_ephemeral.since IS
     'Tells a refund whether the row is still the same. '
@@ -96,7 +97,7 @@ COMMENT ON COLUMN rate_limit_ephemeral.refill IS 'Token bucket: the policy''s re
 COMMENT ON COLUMN rate_limit_ephemeral.returned IS
     'Token bucket: the sum of all refunds since the time in since, in units of 1/scale token. Otherwise NULL.';
 
--- Its twin. Only the first line differs. (LIKE would be shorter, but event triggers that harden tables see it twice.)
+-- The columns are those of rate_limit_ephemeral. (With LIKE, event triggers that harden tables would run twice.)
 CREATE TABLE rate_limit_durable (
     prefix       text COLLATE "C" NOT NULL,
     key          text COLLATE "C" NOT NULL,
@@ -121,7 +122,7 @@ COMMENT ON TABLE rate_limit_durable IS
     'Limits for quotas and billing. Logged: kept after a crash of the server. '
     'For the columns, see the comments on those of rate_limit_ephemeral.';
 
--- How far the sweeper has come: see sweep.sql.
+-- The sweeper's progress: see sweep.sql.
 CREATE TABLE rate_limit_sweeper (
     one          boolean NOT NULL DEFAULT true,
     durable      boolean NOT NULL DEFAULT false,
@@ -134,10 +135,11 @@ CREATE TABLE rate_limit_sweeper (
 );
 
 COMMENT ON TABLE rate_limit_sweeper IS
-    'Where the sweeper is: the table and the page that it reads next. It has one row, which the first sweep makes.';
-COMMENT ON COLUMN rate_limit_sweeper.held_by IS 'Whose pass it is. NULL if any sweeper may continue it.';
+    'The table and the page that the sweeper reads next. The first sweep makes the only row.';
+COMMENT ON COLUMN rate_limit_sweeper.held_by IS
+    'The sweeper that makes the current pass. NULL if any sweeper may continue the pass.';
 COMMENT ON COLUMN rate_limit_sweeper.held_at IS
-    'When a batch was last swept. 10 seconds later any sweeper may continue.';
+    'When a batch was last swept. 10 seconds later, any sweeper may continue the pass.';
 COMMENT ON COLUMN rate_limit_sweeper.completed_at IS 'When a pass last reached the end of both tables.';
 
 -- Policies in the database: see policies.sql.
@@ -162,24 +164,24 @@ CREATE INDEX rate_limit_policy_target ON rate_limit_policy (name, key, key_prefi
 CREATE INDEX rate_limit_policy_bans ON rate_limit_policy (name, valid_until) WHERE automatic;
 
 COMMENT ON TABLE rate_limit_policy IS
-    'Policies for keys, for limiters that read them. '
-    'A row for the exact key comes first, then one for the longest prefix, then one for all keys, '
-    'then the policy in the code. '
-    'Of several rows for the same keys, the one that began last counts.
+    'Policies for limiters that read this table. '
+    'The row for the exact key decides, else the row for the longest prefix, else the row for all keys, '
+    'else the policy in the code. '
+    'Of several rows for the same keys, the row that began last decides.
 Example: INSERT INTO rate_limit_policy (name, key, policy, comment)
     VALUES (''api'', ''customer:42'', ''sliding 5000/1m'', ''contract of 2026, ticket 1234'')';
 COMMENT ON COLUMN rate_limit_policy.id IS 'Identifies the row, also in the history.';
 COMMENT ON COLUMN rate_limit_policy.name IS 'Name of the limiter.';
-COMMENT ON COLUMN rate_limit_policy.key IS 'The key that the row is for. NULL: see key_prefix.';
+COMMENT ON COLUMN rate_limit_policy.key IS 'The only key that the row is for, or NULL: see key_prefix.';
 COMMENT ON COLUMN rate_limit_policy.key_prefix IS
-    'The row is for keys with this prefix. If this and key are NULL, it is for all keys of the limiter.';
+    'The row is for keys with this prefix. If key and key_prefix are NULL, the row is for all keys of the limiter.';
 COMMENT ON COLUMN rate_limit_policy.mode IS
     'enforce: the policy decides. '
-    'shadow: the policy decides too, but its decisions are only reported. '
-    'off: everything is allowed, and nothing counted. '
-    'deny: everything is denied, until valid_until.';
+    'shadow: the decisions of the policy are only reported. '
+    'off: all requests are allowed and not counted. '
+    'deny: all requests are denied until valid_until.';
 COMMENT ON COLUMN rate_limit_policy.policy IS
-    'The policy of enforce and shadow, such as sliding 100/1m. rate_limit_allow explains the text.';
+    'The policy for the modes enforce and shadow, such as sliding 100/1m. rate_limit_allow explains its text.';
 COMMENT ON COLUMN rate_limit_policy.valid_from IS 'The row counts from this time on.';
 COMMENT ON COLUMN rate_limit_policy.valid_until IS 'The row counts until this time; infinity if it has no end.';
 COMMENT ON COLUMN rate_limit_policy.comment IS 'The reason. It is required.';
@@ -200,9 +202,9 @@ CREATE TABLE rate_limit_policy_history (
 
 COMMENT ON TABLE rate_limit_policy_history IS
     'Every change of rate_limit_policy, in the order of the commits. '
-    'Old rows may be deleted. Keep the last one: processes compare its version with their own.';
+    'Old rows may be deleted. Keep the last row, because processes compare its version with the version they know.';
 COMMENT ON COLUMN rate_limit_policy_history.version IS 'Number of the change, in ascending order.';
-COMMENT ON COLUMN rate_limit_policy_history.by IS 'Who made it: the role that logged in.';
+COMMENT ON COLUMN rate_limit_policy_history.by IS 'Who made the change: the role that logged in.';
 COMMENT ON COLUMN rate_limit_policy_history.action IS 'insert, update or delete.';
 COMMENT ON COLUMN rate_limit_policy_history.before IS 'The row before the change. NULL if there was none.';
 COMMENT ON COLUMN rate_limit_policy_history.after IS 'The row after the change. NULL if it was deleted.';
@@ -219,17 +221,17 @@ CREATE TABLE rate_limit_shadow (
 );
 
 COMMENT ON TABLE rate_limit_shadow IS
-    'The decisions of policies of the mode shadow, which processes report every 10 seconds. '
-    'A row for each policy, and for each of the up to 1000 keys with the most denials.';
-COMMENT ON COLUMN rate_limit_shadow.key IS 'The key; empty for all keys together.';
+    'The decisions of policies with the mode shadow, which processes report every 10 seconds. '
+    'There is a row for each policy, and a row for each of the 1000 keys with the most denials.';
+COMMENT ON COLUMN rate_limit_shadow.key IS 'The key, or empty for all keys together.';
 COMMENT ON COLUMN rate_limit_shadow.decided IS 'How many requests were decided; 0 for a single key.';
-COMMENT ON COLUMN rate_limit_shadow.denied IS 'How many of them the policy in force has denied.';
-COMMENT ON COLUMN rate_limit_shadow.would_deny IS 'How many of them this policy would have denied.';
+COMMENT ON COLUMN rate_limit_shadow.denied IS 'How many of these requests the policy in force has denied.';
+COMMENT ON COLUMN rate_limit_shadow.would_deny IS 'How many of these requests the shadow policy would have denied.';
 
--- Only the owner has rights on the tables that this migration creates, despite ALTER DEFAULT PRIVILEGES: keys are
--- personal data, and a setval would break the users of the sequence. deploy/grants.sql grants rights later. On older
--- tables, SELECT and the rights to change policies stay. Nobody needs more. A role with the right TRIGGER on a table
--- can run code with the rights of everybody who writes to it. (access.sql says why this block is written with care.)
+-- Revoke the rights that ALTER DEFAULT PRIVILEGES has granted on the tables that this migration creates. Keys are
+-- personal data, and setval would break the sequence of ids. Run deploy/grants.sql later. On older tables, keep SELECT
+-- and the rights to change policies. Revoke all other rights: a role with the right TRIGGER on a table can run code
+-- with the rights of every role that writes to the table. (access.sql explains why names in this block have a schema.)
 DO $$
 DECLARE
     path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
@@ -243,7 +245,7 @@ BEGIN
         SELECT concat(CASE c.relkind WHEN 'S' THEN 'SEQUENCE ' ELSE 'TABLE ' END, c.oid::regclass), a.grantee,
             string_agg(DISTINCT a.privilege_type, ', ')
         FROM pg_class AS t
-        JOIN pg_class AS c ON c.oid = t.oid OR c.relkind = 'S' AND EXISTS ( -- of a column
+        JOIN pg_class AS c ON c.oid = t.oid OR c.relkind = 'S' AND EXISTS ( -- sequences of identity columns
             SELECT FROM pg_depend AS d
             WHERE d.objid = c.oid AND d.refobjid = t.oid AND d.deptype IN ('a', 'i')
                 AND d.classid = 'pg_class'::regclass AND d.refclassid = 'pg_class'::regclass)
@@ -254,7 +256,8 @@ BEGIN
                 'rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
                 'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow')
             AND a.grantee <> c.relowner
-            -- This transaction created it; or it is the first migration, and goose has already created its table.
+            -- Revoke all rights on tables of this transaction. goose has created its table shortly before the first
+            -- migration.
             AND (t.xmin = pg_current_xact_id()::xid OR t.relname = 'rate_limit_goose_version' AND NOT EXISTS (
                     SELECT FROM pg_proc AS p WHERE p.pronamespace = t.relnamespace AND p.proname = 'rate_limit_version')
                 OR a.privilege_type <> 'SELECT'
@@ -268,8 +271,8 @@ BEGIN
 END
 $$;
 
--- The schema's version. internal/gensql puts the number of each migration here. Everybody may call it, so a role that
--- may only call the functions can see that no migration is missing.
+-- rate_limit_version returns the schema's version. internal/gensql writes the number of each migration into it. Every
+-- role may call it, so an application can check that no migration is missing.
 CREATE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT 1::bigint $$;
 COMMENT ON FUNCTION rate_limit_version() IS 'The number of the last migration that was applied.';
 GRANT EXECUTE ON FUNCTION rate_limit_version() TO PUBLIC;

@@ -9,10 +9,11 @@
 -- run as a superuser, and search_path may name schemas where other users can create objects.
 SELECT pg_catalog.set_config('search_path', pg_catalog.format('%I, pg_temp', pg_catalog.current_schema()), true);
 
--- The types of the functions that decide, and short expressions. The planner inlines such an expression into its
--- caller, so it costs nothing. It cannot do so if a costly argument is used twice: TestExpressionsAreInlined.
+-- This file has the types of the functions that decide, and short functions. Postgres inlines most of these functions
+-- into their callers, so they cost nothing. It does not inline a function that uses a costly argument twice: see
+-- TestExpressionsAreInlined.
 
--- A row of the tables as an algorithm sees it, followed by the algorithm's decision.
+-- rate_limit_row is a row of the tables as an algorithm sees it, with the algorithm's decision.
 CREATE TYPE rate_limit_row AS (
     tid tid,               -- the row's place in the table; NULL if there is no row
     algorithm smallint,
@@ -21,62 +22,62 @@ CREATE TYPE rate_limit_row AS (
     window_start bigint,
     credit bigint,
     scale bigint,
-    expires_at bigint,     -- 0 (long past) if there is no row, or it belongs to another algorithm
+    expires_at bigint,     -- 0 if there is no row, or the row belongs to another algorithm
     since bigint,
     capacity bigint,
     refill bigint,
     returned bigint,
     log bigint[],
-    granted bigint,        -- how many of the requests were granted
-    remaining bigint,      -- the largest cost that would be granted next
-    retry_after_us bigint, -- microseconds until the others can be granted; 0 if there is room; NULL if never
+    granted bigint,        -- how many requests were granted
+    remaining bigint,      -- the largest cost that fits now
+    retry_after_us bigint, -- microseconds until the denied requests may fit; 0 if they fit now; NULL if they never fit
     reset_after_us bigint, -- microseconds until the key is as good as new
-    spent bigint,          -- how many of the units taken came out of granted credit
-    taken_at bigint,       -- bucket: where its units end in the queue of missing tokens
+    spent bigint,          -- how many of the granted units were paid with granted credit
+    taken_at bigint,       -- bucket: the position of the last unit in the queue of missing tokens
     told_log bigint[],     -- log: the entries that determine a denial's retry_after_us, at most 64
-    changed boolean,       -- the row has to be written
-    durable boolean        -- into rate_limit_durable
+    changed boolean,       -- whether the row must be written
+    durable boolean        -- whether the row is in rate_limit_durable
 );
 
--- No row. Another algorithm's row counts as none.
+-- _rate_limit_no_row returns the state of a key without a row. A row of another algorithm counts as no row.
 CREATE FUNCTION _rate_limit_no_row(tid tid, algorithm smallint) RETURNS rate_limit_row LANGUAGE sql IMMUTABLE AS $$
     SELECT ROW(tid, algorithm, 0, 0, 0, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL,
         0, 0, 0, 0, 0, NULL, NULL, false, NULL)::rate_limit_row
 $$;
 
--- The columns that rate_limit_all returns for each part.
+-- rate_limit_decision has the columns that rate_limit_all returns for each part of a request.
 CREATE TYPE rate_limit_decision AS (
-    ord bigint,             -- the part's place in the request, counted from 1
-    granted bigint,         -- these four are as in rate_limit_row
+    ord bigint,             -- the part's number, counted from 1
+    granted bigint,         -- this column and the next three are as in rate_limit_row
     remaining bigint,
     retry_after_us bigint,
     reset_after_us bigint,
-    decided_at timestamptz, -- the database's clock at the decision; the two columns above count from it
-    -- The key's state, as in the table.
+    decided_at timestamptz, -- the time of the decision, from which retry_after_us and reset_after_us count
+    -- These columns are the key's row after the decision.
     count bigint,
     prev_count bigint,
     window_start bigint,
     credit bigint,
     scale bigint,
     expires_at bigint,
-    log bigint[],           -- only the entries that have to leave until retry_after_us; or a bucket's leases
-    -- Data that a refund of the last request needs.
+    log bigint[],           -- the log entries that must leave before retry_after_us, or a bucket's leases
+    -- These columns are data that a refund of the last request needs.
     taken_since bigint,     -- the row's since
-    taken_in bigint,        -- the row's window_start: the window, the log's entry or the bucket's time
-    taken_at bigint,        -- where its units end in the bucket's queue: see TokenBucket.Refund in internal/model
-    taken_spent bigint      -- how many units of these requests came out of granted credit
+    taken_in bigint,        -- the row's window_start: the time of the window, the log entry or the bucket
+    taken_at bigint,        -- the last unit's position in the bucket's queue: see TokenBucket.Refund in internal/model
+    taken_spent bigint      -- how many units were paid with granted credit
 );
 
 COMMENT ON TYPE rate_limit_decision IS
-    'What the rate_limit_ functions decided for one key. The comments on the functions explain it.';
+    'The decision for one key. sql/types.sql explains the columns.';
 
--- The database's clock in microseconds since 1970, unless a test replaces it. date_part is exact until 2106. (With an
--- integer million, Postgres would look through all operators, for 6 % of a session's first call.)
+-- _rate_limit_now returns the database's time in microseconds since 1970, or now_us if a test sets it. date_part is
+-- exact until 2106. (With an integer million, looking for the operator would take 6 % of a session's first call.)
 CREATE FUNCTION _rate_limit_now(now_us bigint) RETURNS bigint LANGUAGE sql AS $$
     SELECT coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
 $$;
 
--- The transaction's settings; see the rate_limit_take_ functions.
+-- _rate_limit_set sets lock_timeout and synchronous_commit until the end of the transaction.
 CREATE FUNCTION _rate_limit_set(lock_timeout_ms integer, synchronous_commit boolean) RETURNS text LANGUAGE sql AS $$
     SELECT concat(
         CASE WHEN lock_timeout_ms <> -1 THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
@@ -84,18 +85,19 @@ CREATE FUNCTION _rate_limit_set(lock_timeout_ms integer, synchronous_commit bool
             THEN set_config('synchronous_commit', synchronous_commit::text, true) END)
 $$;
 
--- a / b rounded up, for a >= 0. It cannot overflow.
+-- _rate_limit_ceil_div returns a / b, rounded up, for a >= 0. It cannot overflow.
 CREATE FUNCTION _rate_limit_ceil_div(a bigint, b bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT CASE WHEN a > 0 THEN (a - 1) / b + 1 ELSE 0 END $$;
 
--- The units for a key, or NULL if the arguments are invalid or ask for more than the limit. It divides, because the
--- product could overflow.
+-- _rate_limit_units returns cost * asked. It returns NULL if the arguments are invalid or the product is above the
+-- limit. The comparison divides, because the product could overflow.
 CREATE FUNCTION _rate_limit_units(cost bigint, asked bigint, max_count bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE WHEN cost BETWEEN 1 AND max_count AND asked BETWEEN 1 AND max_count / cost THEN cost * asked END
 $$;
 
--- The same for a call's only key, but it may return more than the limit.
+-- _rate_limit_units_of_one returns cost * count of a call's only key, or max_count + 1 if the product is above the
+-- limit.
 CREATE FUNCTION _rate_limit_units_of_one(costs bigint[], counts bigint[], max_count bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE
@@ -103,7 +105,7 @@ RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
             THEN CASE WHEN counts[1] <= max_count / costs[1] THEN costs[1] * counts[1] ELSE max_count + 1 END END
 $$;
 
--- The same for each of several keys, or NULL if something is invalid.
+-- _rate_limit_units_of_each returns cost * count of each key, or NULL if an argument is invalid.
 CREATE FUNCTION _rate_limit_units_of_each(keys text[], costs bigint[], counts bigint[], max_count bigint)
 RETURNS bigint[] LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
@@ -111,7 +113,7 @@ DECLARE
     n integer := cardinality(keys);
     units bigint[];
 BEGIN
-    IF keys[1] IS NULL OR keys[n] IS NULL THEN -- or they are not counted from 1
+    IF keys[1] IS NULL OR keys[n] IS NULL THEN -- also if the array does not begin at 1
         RETURN NULL;
     ELSIF num_nonnulls(costs, counts) = 0 THEN
         RETURN array_fill(1::bigint, ARRAY[n]);
@@ -127,7 +129,7 @@ BEGIN
 END
 $$;
 
--- The valid keys in the order of locking, each once: longer ones first, then by bytes.
+-- _rate_limit_in_order returns each valid key once, in the order of locking: longer keys first, then by bytes.
 CREATE FUNCTION _rate_limit_in_order(keys text[], units_of bigint[])
 RETURNS TABLE (key text, units bigint) LANGUAGE sql IMMUTABLE AS $$
     SELECT DISTINCT ON (octet_length(e.key), e.key COLLATE "C") e.key, e.units
@@ -136,8 +138,8 @@ RETURNS TABLE (key text, units bigint) LANGUAGE sql IMMUTABLE AS $$
     ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.place
 $$;
 
--- _rate_limit_late ends a statement that has waited too long in total. lock_timeout alone cannot do that, because it
--- begins again for each row.
+-- _rate_limit_late raises an error that ends a statement after several waits for rows. lock_timeout alone cannot end
+-- it, because it counts the wait for each row separately.
 CREATE FUNCTION _rate_limit_late() RETURNS boolean LANGUAGE plpgsql AS $$
 BEGIN
     RAISE EXCEPTION 'rate_limit: too many rows are held, one after the other'
@@ -145,8 +147,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_give_up calls it if a statement that began at the given time has waited too long; otherwise it returns
--- false.
+-- _rate_limit_give_up returns false, or raises an error if a statement that began at clock has waited 25 times
+-- lock_timeout_ms.
 CREATE FUNCTION _rate_limit_give_up(clock bigint, lock_timeout_ms integer, now_us bigint)
 RETURNS boolean LANGUAGE plpgsql AS $$
 BEGIN
@@ -157,24 +159,24 @@ BEGIN
 END
 $$;
 
--- The fixed window. fixed.go defines it. These functions are tested against the model in internal/model/fixed.go.
+-- Fixed windows. fixed.go defines them. Tests compare these functions with the model in internal/model/fixed.go.
 
--- Whether a policy is within the exact range; also for a sliding window.
+-- _rate_limit_valid_window tells whether the numbers of a fixed or sliding window are in the range of exact arithmetic.
 CREATE FUNCTION _rate_limit_valid_window(max_count bigint, window_us bigint)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
         AND max_count <= 4611686018427387904 / window_us
 $$;
 
--- _rate_limit_fixed decides about a row. s is the row as found. It is returned rolled forward to the clock, with the
--- granted units taken. It grants at most most requests, because other parts of these requests have no room for more. A
--- cost of 0 only looks.
+-- _rate_limit_fixed decides requests of a cost for the row s. It returns the row at the time clock, with the granted
+-- units taken. asked is the number of requests. It grants at most most of them, because other rows have no room for
+-- more. If cost is 0, it takes nothing.
 CREATE FUNCTION _rate_limit_fixed(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
-    t bigint;                -- the clock, or the row's own time if it is later
-    moved boolean := false;  -- the clock jumped back, and so the row was moved back
+    t bigint;                -- the later time of clock and window_start
+    moved boolean := false;  -- whether the clock was set back, so that the row's times were set back too
     room bigint;
     ends bigint;
 BEGIN
@@ -183,13 +185,13 @@ BEGIN
         s.credit := 0;
         s.window_start := clock;
         s.since := NULL;
-    ELSIF s.window_start - clock > window_us THEN -- keep the usage, from now on
+    ELSIF s.window_start - clock > window_us THEN -- the clock was set back, so the usage counts from now on
         s.window_start := clock;
         s.expires_at := clock + window_us;
         moved := true;
     END IF;
     t := greatest(clock, s.window_start);
-    IF s.count = 0 OR t - s.window_start >= window_us THEN -- a window begins
+    IF s.count = 0 OR t - s.window_start >= window_us THEN -- a new window begins
         s.count := 0;
         s.window_start := t;
         s.since := CASE WHEN s.credit > 0 THEN s.since END;
@@ -212,7 +214,7 @@ BEGIN
         WHEN s.remaining >= greatest(cost, 1) THEN 0
         ELSE ends - clock END;
     s.reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at WHEN s.count > 0 THEN ends ELSE clock END - clock;
-    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes nothing else
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes a moved row
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;
@@ -220,7 +222,8 @@ BEGIN
 END
 $$;
 
--- Whether units fit into a row at this time and for another 10 ms: into its window, or into a new one.
+-- _rate_limit_fixed_fits tells whether a row has room for units during the next 10 ms, in its window or in a new
+-- window.
 CREATE FUNCTION _rate_limit_fixed_fits(
     algorithm smallint, count bigint, window_start bigint, expires_at bigint, since bigint,
     units bigint, clock bigint, max_count bigint, window_us bigint
@@ -230,7 +233,7 @@ CREATE FUNCTION _rate_limit_fixed_fits(
             OR clock + 10000 < expires_at AND expires_at = window_start + window_us AND units <= max_count - count)
 $$;
 
--- Parameters and result are those of rate_limit_take_sliding_window.
+-- rate_limit_take_fixed_window has the parameters and the result of rate_limit_take_sliding_window.
 CREATE FUNCTION rate_limit_take_fixed_window(
     name text, keys text[], max_count bigint, window_us bigint,
     costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
@@ -238,21 +241,21 @@ CREATE FUNCTION rate_limit_take_fixed_window(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statement
 AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text;
     clock bigint;
     valid boolean;     -- whether the policy is valid
-    units bigint;      -- the units for the only key; NULL if something is invalid
-    units_of bigint[]; -- the units for each of several keys
+    units bigint;      -- the cost of all requests for the only key; NULL if an argument is invalid
+    units_of bigint[]; -- the cost of all requests for each of several keys
     taken_keys text[];
     taken bigint[];
 BEGIN
     IF durable THEN
         RETURN _rate_limit_take_fixed_window_durable(name, keys, max_count, window_us, costs, counts, false,
-            lock_timeout_ms, synchronous_commit, now_us); -- the same for rate_limit_durable; see twins.sql
+            lock_timeout_ms, synchronous_commit, now_us); -- twins.sql makes this function
     END IF;
     ignored := _rate_limit_set(lock_timeout_ms, synchronous_commit);
     clock := _rate_limit_now(now_us);
@@ -312,21 +315,20 @@ $$;
 COMMENT ON FUNCTION rate_limit_take_fixed_window IS
     'Takes from fixed windows of window_us microseconds, each of which admits max_count. '
     'A window starts at the first request after the previous window.
-It takes the costs and counts of each key, or denies them, '
-    'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
+It takes the costs and counts of each key or denies them, '
+    'and returns numbers for programs, which sql/sliding.sql explains. People call rate_limit_allow.
 Example: SELECT rate_limit_take_fixed_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';
 
--- The sliding window counter. sliding.go defines it. These functions are tested against the model in
--- internal/model/sliding.go.
+-- Sliding windows. sliding.go defines them. Tests compare these functions with the model in internal/model/sliding.go.
 
--- _rate_limit_sliding decides about a row, with arguments like _rate_limit_fixed.
+-- _rate_limit_sliding decides requests for a row. _rate_limit_fixed explains the arguments.
 CREATE FUNCTION _rate_limit_sliding(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
-    t bigint;                -- the clock, or the row's own time if it is later
-    moved boolean := false;  -- the clock jumped back, and so the row was moved back
-    rest bigint;             -- how long this window still lasts, which is how much of the previous one still counts
+    t bigint;                -- the later time of clock and window_start
+    moved boolean := false;  -- whether the clock was set back, so that the row's times were set back too
+    rest bigint;             -- the rest of this window; the previous window counts for rest / window_us
     room bigint;
     free bigint;
 BEGIN
@@ -336,7 +338,7 @@ BEGIN
         s.credit := 0;
         s.window_start := clock;
         s.since := NULL;
-    ELSIF s.window_start - clock > window_us THEN -- keep the usage, from now on
+    ELSIF s.window_start - clock > window_us THEN -- the clock was set back, so the usage counts from now on
         s.window_start := clock;
         s.expires_at := clock + CASE WHEN s.count > 0 OR s.credit > 0 THEN 2 ELSE 1 END * window_us;
         moved := true;
@@ -344,18 +346,18 @@ BEGIN
     t := greatest(clock, s.window_start);
     IF t - s.window_start >= 2 * window_us
         OR s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us)
-    THEN -- a window begins
+    THEN -- a new window begins
         s.count := 0;
         s.prev_count := 0;
         s.window_start := t;
         s.since := CASE WHEN s.credit > 0 THEN s.since END;
-    ELSIF t - s.window_start >= window_us THEN -- the next window
+    ELSIF t - s.window_start >= window_us THEN -- the next window has begun
         s.prev_count := s.count;
         s.count := 0;
         s.window_start := s.window_start + window_us;
     END IF;
 
-    -- The previous window weighs prev_count * rest / window_us, rounded up.
+    -- The previous window counts for prev_count * rest / window_us units, rounded up.
     rest := s.window_start + window_us - t;
     room := greatest(max_count - s.count - CASE
         WHEN s.prev_count = 0 THEN 0
@@ -370,22 +372,23 @@ BEGIN
         s.expires_at := t + 2 * window_us;
     END IF;
 
-    free := greatest(cost, 1) - s.credit; -- the units that have to become free
+    free := greatest(cost, 1) - s.credit; -- how many units must become free
     s.retry_after_us := CASE
         WHEN s.granted = asked THEN 0
         WHEN cost > max_count THEN NULL
         WHEN s.remaining >= greatest(cost, 1) THEN 0
-        -- They fit into this window once prev_count * rest has fallen to the free part of max_count * window_us,
+        -- The units fit into this window as soon as prev_count * rest has fallen to the free part of max_count *
+        -- window_us,
         WHEN free <= max_count - s.count
             THEN least(t + rest - (max_count - s.count - free) * window_us / s.prev_count, s.expires_at) - clock
-        -- or only into the next window, where count becomes prev_count.
+        -- or into the next window, where prev_count has the value that count has now.
         ELSE least(t + rest + window_us - (max_count - free) * window_us / s.count, s.expires_at) - clock END;
     s.reset_after_us := CASE
         WHEN s.credit > 0 THEN s.expires_at
         WHEN s.count > 0 THEN least(s.window_start + 2 * window_us, s.expires_at)
         WHEN s.prev_count > 0 THEN least(s.window_start + window_us, s.expires_at)
         ELSE clock END - clock;
-    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes nothing else
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes a moved row
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;
@@ -393,8 +396,8 @@ BEGIN
 END
 $$;
 
--- Whether units fit into a row at this time and for another 10 ms: into its window, into the next one if it has begun,
--- or into a new one.
+-- _rate_limit_sliding_fits tells whether a row has room for units during the next 10 ms. The units may be in the row's
+-- window, in the next window if it has begun, or in a new window.
 CREATE FUNCTION _rate_limit_sliding_fits(
     algorithm smallint, count bigint, prev_count bigint, window_start bigint, expires_at bigint, since bigint,
     units bigint, clock bigint, ended bigint, max_count bigint, window_us bigint
@@ -413,33 +416,33 @@ $$;
 -- rate_limit_take_sliding_window decides requests that take from one key each. The Go package calls it.
 --
 --   name                the limiter's name, 1 to 128 bytes
---   keys                1 to 512 bytes each
---   max_count           the limit, in units of cost; max_count * window_us may reach 2^62
---   window_us           length of the window in microseconds, at most 2^51 (71 years)
---   costs, counts       for each key, the cost of one request, and the number of such requests. NULL means 1 each
+--   keys                the keys, 1 to 512 bytes each
+--   max_count           the limit, in units of cost; max_count * window_us may be up to 2^62
+--   window_us           the length of the window in microseconds, up to 2^51 (71 years)
+--   costs, counts       for each key, the cost of one request and the number of requests; NULL means 1 for each key
 --   durable             true for rows in rate_limit_durable, false for rows in rate_limit_ephemeral
---   lock_timeout_ms     longest wait for one row, for this transaction; NULL keeps the session's lock_timeout. -1 keeps
---                       it too, and says that the call is part of a caller's transaction, as with WithTx. A proxy for
---                       shards refuses -1, because it cannot undo what a shard has committed
---   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL keeps the session's setting
---   now_us              replaces the clock, for tests: microseconds since 1970 UTC
+--   lock_timeout_ms     the transaction's lock_timeout; NULL keeps the session's lock_timeout. -1 keeps it too. It says
+--                       that the call is part of a caller's transaction, as with WithTx. A proxy for shards refuses -1,
+--                       because it cannot roll back what a shard has committed
+--   synchronous_commit  the transaction's synchronous_commit; NULL keeps the session's setting
+--   now_us              the time in tests, in microseconds since 1970 UTC; otherwise NULL
 --
--- It returns one array, because rows with columns would cost more than the decision. For each key whose whole request
--- could be granted at once, it has nine numbers, in the order of the keys: the time of the decision, and the row's
--- count, prev_count, window_start, credit, scale, expires_at, since and returned. Remaining and ResetAfter follow from
--- these: see takenDecision in takes.go. Then it has fifteen numbers for each other key: its place in keys, what
--- rate_limit_all returns from granted to expires_at, and its taken_spent, taken_since and taken_at. For a single key,
--- its log comes last. (The array may have two dimensions. unnest returns the numbers in both cases.)
+-- The result is one array, because a result with columns would cost more than the decision. It begins with nine numbers
+-- for each key whose requests were all granted at once, in the order of the keys: the time of the decision, and the
+-- row's count, prev_count, window_start, credit, scale, expires_at, since and returned. takenDecision in takes.go
+-- computes the remaining units from them. For each other key, fifteen numbers follow: the key's place in keys, what
+-- rate_limit_all returns from granted to expires_at, and its taken_spent, taken_since and taken_at. If there is a
+-- single key, its log comes last. (The array may have two dimensions. unnest returns the same numbers.)
 --
--- One statement takes from existing rows and makes missing ones. There is a short one for a single key, and another for
--- several. Less common cases go to _rate_limit_left_ephemeral.
+-- One statement takes from existing rows and makes missing rows. There is a statement for a single key, and one for
+-- several keys. _rate_limit_left_ephemeral decides less common cases.
 --
--- The clock is read twice: before a row is locked, and with the lock. The decision uses the first reading, and only if
--- the next 10 ms would give the same one. If the second reading is later than that, the key goes to
--- _rate_limit_left_ephemeral. Otherwise the decision was right when the row was locked, and its time is the second
--- reading. A new window or bucket begins at the first reading. No other call can have decided by it since.
+-- The function reads the clock before a row is locked, and again after it is locked. The decision uses the first
+-- reading. It is valid if it would be the same at any time in the next 10 ms and if the second reading is in these 10
+-- ms. Otherwise _rate_limit_left_ephemeral decides. The time of the decision is the second reading. A new window or
+-- bucket begins at the first reading, because no other call can have used it since then.
 --
--- ON CONFLICT also locks a row that does not fit. So rows are always locked in the order of locking.
+-- ON CONFLICT also locks rows that have no room, so that all rows are locked in order.
 CREATE FUNCTION rate_limit_take_sliding_window(
     name text, keys text[], max_count bigint, window_us bigint,
     costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
@@ -447,21 +450,21 @@ CREATE FUNCTION rate_limit_take_sliding_window(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statement
 AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text;
     clock bigint;
-    ended bigint;      -- a window that began then, or before, has ended. NULL if the policy is invalid
-    units bigint;      -- the units for the only key; NULL if something is invalid
-    units_of bigint[]; -- the units for each of several keys
+    ended bigint;      -- windows that began at this time or before have ended; NULL if the policy is invalid
+    units bigint;      -- the cost of all requests for the only key; NULL if an argument is invalid
+    units_of bigint[]; -- the cost of all requests for each of several keys
     taken_keys text[];
     taken bigint[];
 BEGIN
     IF durable THEN
         RETURN _rate_limit_take_sliding_window_durable(name, keys, max_count, window_us, costs, counts, false,
-            lock_timeout_ms, synchronous_commit, now_us); -- the same for rate_limit_durable; see twins.sql
+            lock_timeout_ms, synchronous_commit, now_us); -- twins.sql makes this function
     END IF;
     ignored := _rate_limit_set(lock_timeout_ms, synchronous_commit);
     clock := _rate_limit_now(now_us);
@@ -530,21 +533,20 @@ COMMENT ON FUNCTION rate_limit_take_sliding_window IS
     'Takes from sliding windows of window_us microseconds, each of which admits max_count. '
     'The usage of a window is estimated from two counters: '
     'the previous window counts for the share that the sliding window still covers.
-It takes the costs and counts of each key, or denies them, '
-    'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
+It takes the costs and counts of each key or denies them, '
+    'and returns numbers for programs, which sql/sliding.sql explains. People call rate_limit_allow.
 Example: SELECT rate_limit_take_sliding_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';
 
--- The token bucket. tokenbucket.go defines it. These functions are tested against the model in
--- internal/model/tokenbucket.go.
+-- Token buckets. tokenbucket.go defines them. Tests compare these functions with internal/model/tokenbucket.go.
 
--- Whether a policy is within the exact range.
+-- _rate_limit_valid_bucket tells whether the numbers of a bucket are in the range of exact arithmetic.
 CREATE FUNCTION _rate_limit_valid_bucket(capacity bigint, refill bigint, every_us bigint)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248
         AND capacity <= 4611686018427387904 / every_us AND (capacity * every_us - 1) / refill < 2251799813685248
 $$;
 
--- _rate_limit_bucket decides about a row, with arguments like _rate_limit_fixed.
+-- _rate_limit_bucket decides requests for a row. _rate_limit_fixed explains the arguments.
 CREATE FUNCTION _rate_limit_bucket(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, capacity bigint, every_us bigint,
     refill bigint
@@ -552,8 +554,8 @@ CREATE FUNCTION _rate_limit_bucket(
 DECLARE
     full_credit CONSTANT bigint := capacity * every_us;
     fill_us CONSTANT bigint := (full_credit - 1) / refill + 1;
-    t bigint;                -- the clock, or the row's own time if it is later
-    moved boolean := false;  -- the clock jumped back, and so the row was moved back
+    t bigint;                -- the later time of clock and window_start
+    moved boolean := false;  -- whether the clock was set back, so that the row's times were set back too
     room bigint;
 BEGIN
     IF clock >= s.expires_at THEN
@@ -561,19 +563,19 @@ BEGIN
         s.credit := full_credit;
         s.window_start := clock;
     ELSE
-        -- an older take can no longer be given back
+        -- Takes by another policy can no longer be refunded.
         IF s.scale <> every_us OR s.capacity <> capacity OR s.refill <> refill THEN
             s.since := greatest(s.since + 1, s.window_start, clock);
             s.returned := 0;
         END IF;
-        IF s.scale <> every_us THEN -- keep whole tokens, and round the partial one down
+        IF s.scale <> every_us THEN -- keep whole tokens, and round the rest down
             s.credit := CASE WHEN s.credit / s.scale >= capacity THEN full_credit
                 ELSE s.credit / s.scale * every_us
-                    -- the product may need 128 bits
+                    -- The product may need 128 bits.
                     + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
         END IF;
         s.credit := least(s.credit, full_credit);
-        IF s.credit = full_credit AND s.count = 0 THEN -- the capacity is lower now, so the row is as good as new
+        IF s.credit = full_credit AND s.count = 0 THEN -- the capacity became smaller, so the row is as good as new
             s.window_start := clock;
             s.expires_at := clock;
         ELSIF s.window_start - clock > fill_us THEN
@@ -589,12 +591,12 @@ BEGIN
     s.capacity := capacity;
     s.refill := refill;
     t := greatest(clock, s.window_start);
-    -- This divides, because the product would overflow after a long time.
+    -- The comparison divides, because the product would overflow after a long time.
     IF s.credit < full_credit AND t - s.window_start <= (full_credit - s.credit - 1) / refill THEN
         s.credit := s.credit + (t - s.window_start) * refill;
-    ELSE -- it is full
+    ELSE -- the bucket is full
         s.credit := full_credit;
-        IF s.count = 0 THEN -- as good as new
+        IF s.count = 0 THEN -- the row is as good as new
             s.since := t;
             s.returned := 0;
         END IF;
@@ -622,7 +624,7 @@ BEGIN
         WHEN s.credit < full_credit
             THEN least(t + _rate_limit_ceil_div(full_credit - s.credit, refill), s.expires_at)
         ELSE clock END - clock;
-    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes nothing else
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes a moved row
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;
@@ -631,7 +633,8 @@ BEGIN
 END
 $$;
 
--- Whether a bucket is not full yet at this time, and how much it has.
+-- _rate_limit_bucket_runs tells whether a bucket is not full at the time clock. _rate_limit_bucket_level returns its
+-- credit.
 CREATE FUNCTION _rate_limit_bucket_runs(
     credit bigint, window_start bigint, clock bigint, full_credit bigint, refill bigint
 ) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$ SELECT clock - window_start <= (full_credit - credit - 1) / refill $$;
@@ -643,7 +646,8 @@ CREATE FUNCTION _rate_limit_bucket_level(
         THEN credit + greatest(clock - window_start, 0) * refill ELSE full_credit END
 $$;
 
--- Whether a bucket has enough at this time, and will not become full within 10 ms.
+-- _rate_limit_bucket_fits tells whether a bucket has the credit need at the time clock and does not become full in the
+-- next 10 ms.
 CREATE FUNCTION _rate_limit_bucket_fits(
     algorithm smallint, count bigint, window_start bigint, credit bigint, scale bigint, capacity bigint, refill bigint,
     need bigint, clock bigint, full_credit bigint, tokens bigint, inflow bigint, every_us bigint
@@ -656,11 +660,11 @@ CREATE FUNCTION _rate_limit_bucket_fits(
             ELSE clock - window_start > (full_credit - credit - 1) / inflow END
 $$;
 
--- Parameters and result are those of rate_limit_take_sliding_window, except:
+-- rate_limit_take_token_bucket has the parameters and the result of rate_limit_take_sliding_window, except:
 --
---   capacity  tokens in a full bucket; capacity * every_us may reach 2^62
---   refill    tokens that flow in evenly during every_us; at least 1
---   every_us  in microseconds, from 1 to 2^51. Filling an empty bucket may take 2^51 microseconds (71 years)
+--   capacity  the tokens in a full bucket; capacity * every_us may be up to 2^62
+--   refill    the tokens that flow in evenly during every_us; at least 1
+--   every_us  microseconds, from 1 to 2^51. Filling an empty bucket may take up to 2^51 microseconds (71 years)
 CREATE FUNCTION rate_limit_take_token_bucket(
     name text, keys text[], capacity bigint, refill bigint, every_us bigint,
     costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
@@ -668,21 +672,21 @@ CREATE FUNCTION rate_limit_take_token_bucket(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statement
 AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text;
     clock bigint;
     full_credit bigint; -- the credit of a full bucket; NULL if the policy is invalid
-    units bigint;      -- the units for the only key; NULL if something is invalid
-    units_of bigint[]; -- the units for each of several keys
+    units bigint;      -- the cost of all requests for the only key; NULL if an argument is invalid
+    units_of bigint[]; -- the cost of all requests for each of several keys
     taken_keys text[];
     taken bigint[];
 BEGIN
     IF durable THEN
         RETURN _rate_limit_take_token_bucket_durable(name, keys, capacity, refill, every_us, costs, counts, false,
-            lock_timeout_ms, synchronous_commit, now_us); -- the same for rate_limit_durable; see twins.sql
+            lock_timeout_ms, synchronous_commit, now_us); -- twins.sql makes this function
     END IF;
     ignored := _rate_limit_set(lock_timeout_ms, synchronous_commit);
     clock := _rate_limit_now(now_us);
@@ -758,32 +762,32 @@ $$;
 COMMENT ON FUNCTION rate_limit_take_token_bucket IS
     'Takes from token buckets. '
     'A bucket holds capacity tokens, starts full, and gets refill tokens, evenly, over every_us microseconds.
-It takes the costs and counts of each key, or denies them, '
-    'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
+It takes the costs and counts of each key or denies them, '
+    'and returns numbers for programs, which sql/sliding.sql explains. People call rate_limit_allow.
 Example: SELECT rate_limit_take_token_bucket(''api'', ARRAY[''user:123''], 20, 5, 10000000) '
     'takes one token from a bucket of 20 that gets 5 more every 10 seconds.';
 
--- The sliding window log. slidinglog.go defines it. These functions are tested against the model in
--- internal/model/slidinglog.go.
+-- Sliding window logs. slidinglog.go defines them. Tests compare these functions with internal/model/slidinglog.go.
 
--- Whether a policy is within the exact range.
+-- _rate_limit_valid_log tells whether the numbers of a log are in the range of exact arithmetic.
 CREATE FUNCTION _rate_limit_valid_log(max_count bigint, window_us bigint) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248
 $$;
 
--- The age of a log's entry at a time. An entry has 54 bits for its time, so the difference is taken modulo 2^53.
+-- _rate_limit_entry_age returns the age of a log entry at the time t, modulo 2^53, because an entry has 54 bits for its
+-- time.
 CREATE FUNCTION _rate_limit_entry_age(entry bigint, t bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT (t - (entry >> 10)) & 9007199254740991 $$;
 
--- _rate_limit_log decides about a row, with arguments like _rate_limit_fixed. An entry of the log is its time * 1024 +
--- its units.
+-- _rate_limit_log decides requests for a row. _rate_limit_fixed explains the arguments. A log entry is time * 1024 +
+-- units.
 CREATE FUNCTION _rate_limit_log(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
-    t bigint;                -- the clock, or the row's own time if it is later
-    moved boolean := false;  -- the clock jumped back, and so the row was moved back
-    n integer := 0;          -- of entries
+    t bigint;                -- the later time of clock and window_start
+    moved boolean := false;  -- whether the clock was set back, so that the row's times were set back too
+    n integer := 0;          -- a number of log entries
     room bigint;
     units bigint;
     log bigint[];
@@ -794,7 +798,7 @@ BEGIN
         s.window_start := clock;
         s.since := NULL;
         s.log := NULL;
-    ELSIF s.window_start - clock > window_us THEN -- keep the usage, from now on
+    ELSIF s.window_start - clock > window_us THEN -- the clock was set back, so the usage counts from now on
         s.log := ARRAY(
             SELECT (((e.entry >> 10) - s.window_start + clock) << 10) | (e.entry & 1023)
             FROM unnest(s.log) WITH ORDINALITY AS e (entry, place)
@@ -805,7 +809,7 @@ BEGIN
     END IF;
     t := greatest(clock, s.window_start);
     log := s.log;
-    WHILE n < cardinality(log) AND _rate_limit_entry_age(log[n + 1], t) >= window_us LOOP -- they leave
+    WHILE n < cardinality(log) AND _rate_limit_entry_age(log[n + 1], t) >= window_us LOOP -- the oldest entries leave
         n := n + 1;
         s.count := s.count - (log[n] & 1023);
     END LOOP;
@@ -828,7 +832,7 @@ BEGIN
         s.expires_at := t + window_us;
         IF units > 0 THEN
             n := coalesce(cardinality(log), 0);
-            IF _rate_limit_entry_age(log[n], t) = 0 THEN -- the newest entry has the same time
+            IF _rate_limit_entry_age(log[n], t) = 0 THEN -- the newest entry has the time t
                 units := units + (log[n] & 1023);
                 n := n - 1;
             END IF;
@@ -843,7 +847,7 @@ BEGIN
         WHEN cost > max_count THEN NULL
         WHEN s.remaining >= greatest(cost, 1) THEN 0 END;
     n := 0;
-    -- the request fits once enough of the oldest entries have left
+    -- The request fits as soon as enough of the oldest entries have left.
     IF s.retry_after_us IS NULL AND cost <= max_count THEN
         units := s.count - s.credit + greatest(cost, 1) - max_count;
         WHILE units > 0 LOOP
@@ -856,17 +860,17 @@ BEGIN
         WHEN s.credit > 0 THEN s.expires_at
         WHEN s.count > 0 THEN least(s.window_start + window_us, s.expires_at)
         ELSE clock END - clock;
-    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes nothing else
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes a moved row
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;
-    s.told_log := CASE WHEN n > 0 THEN log[1:least(n, 64)] END; -- 64 is maxDenialEntries
+    s.told_log := CASE WHEN n > 0 THEN log[1:least(n, 64)] END; -- maxDenialEntries in Go is also 64
     RETURN s;
 END
 $$;
 
--- Parameters and result are those of rate_limit_take_sliding_window, but max_count is at most 1000. It has no statement
--- of its own for the common case.
+-- rate_limit_take_sliding_log has the parameters and the result of rate_limit_take_sliding_window, but max_count is at
+-- most 1000. It leaves all decisions to _rate_limit_left_ephemeral.
 CREATE FUNCTION rate_limit_take_sliding_log(
     name text, keys text[], max_count bigint, window_us bigint,
     costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
@@ -874,7 +878,7 @@ CREATE FUNCTION rate_limit_take_sliding_log(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statement
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -898,14 +902,15 @@ $$;
 COMMENT ON FUNCTION rate_limit_take_sliding_log IS
     'Takes from sliding windows of window_us microseconds, any of which admits max_count, '
     'at most 1000. It is exact, because it keeps a log of all takes in the window.
-It takes the costs and counts of each key, or denies them, '
-    'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
+It takes the costs and counts of each key or denies them, '
+    'and returns numbers for programs, which sql/sliding.sql explains. People call rate_limit_allow.
 Example: SELECT rate_limit_take_sliding_log(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';
 
--- The calendar window. calendar.go defines it. These functions are tested against the model in
+-- Calendar windows. calendar.go defines them. Tests compare these functions with the model in
 -- internal/model/calendar.go.
 
--- Whether a policy is within the exact range. Whether the server knows the zone is not checked here.
+-- _rate_limit_valid_calendar tells whether the numbers of a calendar window are in the range of exact arithmetic, and
+-- whether zone looks like a time zone.
 CREATE FUNCTION _rate_limit_valid_calendar(max_count bigint, window_us bigint, zone text)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT max_count BETWEEN 1 AND 4611686018427387904
@@ -915,8 +920,8 @@ RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
         AND zone COLLATE "C" !~* '^(right|posix)/'
 $$;
 
--- _rate_limit_window_end returns the end of the window at a time: the beginning of the next one, by date_trunc. Clocks
--- change only at whole seconds, so it takes whole seconds.
+-- _rate_limit_window_end returns the end of the calendar window at the time clock, by date_trunc. It uses whole
+-- seconds, because time zones change their offset at whole seconds.
 CREATE FUNCTION _rate_limit_window_end(clock bigint, window_us bigint, zone text)
 RETURNS bigint LANGUAGE plpgsql STABLE AS $$
 #variable_conflict use_variable
@@ -925,9 +930,9 @@ DECLARE
         WHEN 86400000000 THEN 'day' WHEN 604800000000 THEN 'week' ELSE 'month' END;
     instant CONSTANT timestamptz := timestamptz 'epoch' + clock / 1000000 * interval '1 second';
     begins CONSTANT timestamptz := date_trunc(unit, instant, zone);
-    -- First find a time in the next window. Windows of days and more differ in length by less than half a window. For
-    -- hours and minutes, the next window begins where date_trunc changes. That is within a window only if clocks change
-    -- there.
+    -- date_trunc of a time in the next window is the end of this window. Windows of days and more differ in length by
+    -- less than half a window. A window of an hour or a minute is only shorter than its unit if the offset changes in
+    -- it.
     later CONSTANT timestamptz := begins
         + CASE WHEN window_us < 86400000000 THEN window_us - 1000000 ELSE window_us / 2 * 3 END
             * interval '1 microsecond';
@@ -947,19 +952,19 @@ BEGIN
 END
 $$;
 
--- _rate_limit_calendar decides about a row, with arguments like _rate_limit_fixed. scale is the length of the row's
--- window.
+-- _rate_limit_calendar decides requests for a row. _rate_limit_fixed explains the arguments. scale is the length of the
+-- row's window.
 CREATE FUNCTION _rate_limit_calendar(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint,
     zone text
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
-    t bigint;                -- the clock, or the row's own time if it is later
-    moved boolean := false;  -- the clock jumped back, and so the row was moved back
+    t bigint;                -- the later time of clock and window_start
+    moved boolean := false;  -- whether the clock was set back, so that the row's times were set back too
     room bigint;
     ends bigint;
 BEGIN
-    IF s.scale > 2 * window_us THEN -- it counts a longer unit's window
+    IF s.scale > 2 * window_us THEN -- the row counts a window of a longer unit
         s.count := 0;
     END IF;
     IF clock >= s.expires_at OR s.count = 0 AND s.credit = 0 THEN -- as good as new
@@ -967,14 +972,14 @@ BEGIN
         s.credit := 0;
         s.window_start := clock;
         s.since := NULL;
-    ELSIF s.window_start - clock > window_us THEN -- keep the usage, from now on
+    ELSIF s.window_start - clock > window_us THEN -- the clock was set back, so the usage counts from now on
         s.window_start := clock;
         s.scale := window_us;
         s.expires_at := clock + CASE WHEN s.credit > 0 THEN 2 ELSE 1 END * window_us;
         moved := true;
     END IF;
     t := greatest(clock, s.window_start);
-    IF s.count = 0 OR t - s.window_start >= s.scale THEN -- a window begins
+    IF s.count = 0 OR t - s.window_start >= s.scale THEN -- a new window begins
         s.count := 0;
         s.window_start := t;
         s.scale := _rate_limit_window_end(t, window_us, zone) - t;
@@ -998,7 +1003,7 @@ BEGIN
         WHEN s.remaining >= greatest(cost, 1) THEN 0
         ELSE ends - clock END;
     s.reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at WHEN s.count > 0 THEN ends ELSE clock END - clock;
-    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes nothing else
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes a moved row
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;
@@ -1006,7 +1011,8 @@ BEGIN
 END
 $$;
 
--- Whether units fit into a row at this time and for another 10 ms: into its window, or into a new one.
+-- _rate_limit_calendar_fits tells whether a row has room for units during the next 10 ms, in its window or in a new
+-- window.
 CREATE FUNCTION _rate_limit_calendar_fits(
     algorithm smallint, count bigint, window_start bigint, scale bigint, expires_at bigint, since bigint,
     units bigint, clock bigint, max_count bigint, window_us bigint
@@ -1017,7 +1023,7 @@ CREATE FUNCTION _rate_limit_calendar_fits(
                 AND units <= max_count - count)
 $$;
 
--- Parameters and result are those of rate_limit_take_sliding_window, except:
+-- rate_limit_take_calendar_window has the parameters and the result of rate_limit_take_sliding_window, except:
 --
 --   max_count  the limit, in units of cost, at most 2^62
 --   window_us  60000000 for windows of a minute, 3600000000 for an hour, 86400000000 for a day, 604800000000 for a
@@ -1030,22 +1036,22 @@ CREATE FUNCTION rate_limit_take_calendar_window(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statement
 AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text;
     clock bigint;
     window_end bigint; -- the end of a window that begins now; NULL if the policy is invalid
-    lasts boolean;     -- the window does not end within 10 ms, as the rules for an existing row require
-    units bigint;      -- the units for the only key; NULL if something is invalid
-    units_of bigint[]; -- the units for each of several keys
+    lasts boolean;     -- whether a new window lasts longer than 10 ms: see _rate_limit_calendar_fits
+    units bigint;      -- the cost of all requests for the only key; NULL if an argument is invalid
+    units_of bigint[]; -- the cost of all requests for each of several keys
     taken_keys text[];
     taken bigint[];
 BEGIN
     IF durable THEN
         RETURN _rate_limit_take_calendar_window_durable(name, keys, max_count, window_us, zone, costs, counts, false,
-            lock_timeout_ms, synchronous_commit, now_us); -- the same for rate_limit_durable; see twins.sql
+            lock_timeout_ms, synchronous_commit, now_us); -- twins.sql makes this function
     END IF;
     ignored := _rate_limit_set(lock_timeout_ms, synchronous_commit);
     clock := _rate_limit_now(now_us);
@@ -1109,14 +1115,15 @@ $$;
 COMMENT ON FUNCTION rate_limit_take_calendar_window IS
     'Takes from the minutes, hours, days, weeks or months of a time zone, '
     'each of which admits max_count.
-It takes the costs and counts of each key, or denies them, '
-    'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
+It takes the costs and counts of each key or denies them, '
+    'and returns numbers for programs, which sql/sliding.sql explains. People call rate_limit_allow.
 Example: SELECT rate_limit_take_calendar_window(''mail'', ARRAY[''user:123''], 1000, 2678400000000, ''Europe/Berlin'') '
     'takes one of 1000 a month.';
 
--- Code for all algorithms: the rules of each by its code, and rate_limit_all, which decides all kinds of requests.
+-- The functions for all algorithms. rate_limit_all can decide every kind of request.
 
--- Whether a policy is within the exact range; NULL if the algorithm is unknown.
+-- _rate_limit_valid tells whether a policy's numbers are in the range of exact arithmetic. It returns NULL if the
+-- algorithm is unknown.
 CREATE FUNCTION _rate_limit_valid(algorithm smallint, max_count bigint, span_us bigint, refill bigint, zone text)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE
@@ -1126,7 +1133,7 @@ RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
         WHEN algorithm = 5 THEN _rate_limit_valid_calendar(max_count, span_us, zone) END
 $$;
 
--- The decision about a row, by its algorithm. See _rate_limit_fixed.
+-- _rate_limit_step decides requests for a row with the row's algorithm. _rate_limit_fixed explains the arguments.
 CREATE FUNCTION _rate_limit_step(
     s rate_limit_row, algorithm smallint, clock bigint, cost bigint, asked bigint, most bigint,
     max_count bigint, span_us bigint, refill bigint, zone text
@@ -1139,8 +1146,8 @@ CREATE FUNCTION _rate_limit_step(
         WHEN 5 THEN _rate_limit_calendar(s, clock, cost, asked, most, max_count, span_us, zone) END
 $$;
 
--- _rate_limit_check refuses invalid arguments of rate_limit_all. It returns whether the parts are in the order of
--- locking, and each has its own row.
+-- _rate_limit_check raises an error if arguments of rate_limit_all are invalid. It returns whether the parts are in the
+-- order of locking and no two parts have the same row.
 CREATE FUNCTION _rate_limit_check(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[], limits bigint[],
     spans_us bigint[], refills bigint[], zones text[], costs bigint[], counts bigint[], taken_in bigint[],
@@ -1149,7 +1156,7 @@ CREATE FUNCTION _rate_limit_check(
 #variable_conflict use_variable
 DECLARE
     n CONSTANT integer := cardinality(keys);
-    -- All costs are above 0, and are counted from 1.
+    -- Check that all costs are above 0, and that the array begins at 1.
     takes CONSTANT boolean := costs IS NULL OR costs[1] > 0 AND costs[n] > 0 AND 0 < ALL (costs);
     in_order boolean := true;
     algorithm smallint;
@@ -1178,14 +1185,14 @@ BEGIN
             OR (durables[part - 1], -octet_length(keys[part - 1]), keys[part - 1] COLLATE "C",
                     names[part - 1] COLLATE "C")
                 < (durables[part], -octet_length(keys[part]), keys[part] COLLATE "C", names[part] COLLATE "C"));
-        algorithm := algorithms[part]; -- a variable costs less than an element that is used several times
+        algorithm := algorithms[part]; -- a variable costs less than an array element that is used several times
         max_count := limits[part];
         span_us := spans_us[part];
         refill := refills[part];
         IF zones IS NOT NULL THEN
             zone := zones[part];
             IF algorithm = 5 AND _rate_limit_valid_calendar(1::bigint, 60000000::bigint, zone) THEN
-                PERFORM timestamptz 'epoch' AT TIME ZONE zone; -- or the server does not know the zone
+                PERFORM timestamptz 'epoch' AT TIME ZONE zone; -- raises an error if the server does not know the zone
             END IF;
         END IF;
         wrong := CASE
@@ -1227,8 +1234,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_rows returns the rows of the parts in the order of locking, each row once: ephemeral rows before durable
--- ones, then longer keys first, then by key and name. part_of is one part of each row, and row_of the row of each part.
+-- _rate_limit_rows returns each row of the parts once, in the order of locking: ephemeral rows before durable rows,
+-- then longer keys first, then by key and name. part_of has a part of each row, and row_of has the row of each part.
 CREATE FUNCTION _rate_limit_rows(
     requests integer[], names text[], keys text[], durables boolean[], OUT part_of integer[], OUT row_of integer[]
 ) LANGUAGE plpgsql AS $$
@@ -1255,8 +1262,8 @@ BEGIN
 END
 $$;
 
--- This is for requests with skip_held. _rate_limit_try_to_make makes a row, but gives up if another transaction has
--- been making it for lock_timeout. Such a row is not visible, so the only way is to wait for it.
+-- _rate_limit_try_to_make makes a row for requests with skip_held. It returns false if another transaction is making
+-- the row, and does not end within lock_timeout. SKIP LOCKED cannot skip such a row, because it is not visible yet.
 CREATE FUNCTION _rate_limit_try_to_make(name text, key text, durable boolean) RETURNS boolean LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 BEGIN
@@ -1271,7 +1278,8 @@ EXCEPTION WHEN lock_not_available THEN
 END
 $$;
 
--- _rate_limit_holder returns the transaction that has locked a row, or NULL if none is visible.
+-- _rate_limit_holder returns the id of the transaction that has locked a row. It returns NULL if no such transaction is
+-- visible.
 CREATE FUNCTION _rate_limit_holder(name text, key text, durable boolean) RETURNS bigint LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 BEGIN
@@ -1282,7 +1290,7 @@ BEGIN
 END
 $$;
 
--- _rate_limit_look reads a row without a lock. It is STABLE, so it sees the same as the calling statement.
+-- _rate_limit_look reads a row without a lock. It is STABLE, so that it sees the same data as the calling statement.
 CREATE FUNCTION _rate_limit_look(name text, key text, durable boolean) RETURNS rate_limit_row
 LANGUAGE plpgsql STABLE AS $$
 #variable_conflict use_variable
@@ -1304,58 +1312,57 @@ BEGIN
 END
 $$;
 
--- rate_limit_all decides everything. A request may have several parts, such as one for an address, one for a user and
--- one for all users. A request takes from all of its parts or from none. The parts may have different limiters, keys,
--- algorithms, costs and tables.
+-- rate_limit_all decides every kind of request. A request can have several parts, such as a limit for an address, a
+-- limit for a user, and a limit for all users. A request takes from all of its parts or from none. The parts can have
+-- different limiters, keys, algorithms, costs and tables.
 --
 --   requests            the request of each part, in ascending order
---   names, keys         the limiter and the key of each part. A request may name the same row only once
---   durables            true for a row in rate_limit_durable, false for one in rate_limit_ephemeral
+--   names, keys         the limiter and the key of each part. All parts of a request must have different rows
+--   durables            true for a row in rate_limit_durable, false for a row in rate_limit_ephemeral
 --   algorithms          1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window
---   limits              max_count of a window, capacity of a bucket
---   spans_us            window_us of a window, also of a calendar window; every_us of a bucket
+--   limits              max_count of a window, or capacity of a bucket
+--   spans_us            window_us of a window, or every_us of a bucket
 --   refills             refill of a bucket
---   costs               cost of each part; NULL means 1 each. If all costs are 0, nothing is taken, and granted
---                       tells whether a cost of 1 would fit. A cost above the limit is denied with a retry_after_us of
---                       NULL, which means never. Costs below 0 are a refund to all parts of a request, or a grant of
---                       credit above the limit, up to 2^61 for each part: see taken_in
---   counts              how many such requests to decide, the same for all parts of a request; NULL means 1 each
---   lock_timeout_ms     as in the rate_limit_take_ functions, like the next one
---   synchronous_commit
---   now                 replaces the clock, for tests
+--   costs               the cost of each part; NULL means 1 for each part. If all costs are 0, nothing is taken, and
+--                       retry_after_us is 0 if a cost of 1 would fit. A cost above the limit is denied with a
+--                       retry_after_us of NULL, which means never. Costs below 0 are a refund to all parts of a request
+--                       or a grant of credit above the limit, up to 2^61 for each part: see taken_in
+--   counts              the number of such requests, the same for all parts of a request; NULL means 1 for each part
+--   lock_timeout_ms, synchronous_commit
+--                       as in rate_limit_take_sliding_window
+--   now                 the time in tests; otherwise NULL
 --   taken_since, taken_in, taken_at, taken_spent
---                       the take that costs below 0 give back: the values that its decisions returned. If taken_in of
---                       its first part is NULL, the request grants credit
---   skip_held           whether to skip requests with a row that another transaction has locked or is making, and
---                       decide only the others. A row that is being made is not visible, so the call waits for it for
---                       up to lock_timeout_ms. After five such waits, it also skips requests for all other missing rows
---   zones               time zone of each part that is a calendar window; NULL means UTC for each
---   leased              for a take from a token bucket, how many of its last units will be spent later; see Lease in
+--                       for a refund, the values that the decisions about the take returned. If taken_in of a request's
+--                       first part is NULL, the request grants credit
+--   skip_held           whether to decide only requests whose rows no other transaction has locked or is making. A row
+--                       that is being made is not visible, so the call waits for it for up to lock_timeout_ms. After
+--                       five such waits, the call also skips requests for all other missing rows
+--   zones               the time zone of each part that is a calendar window; NULL means UTC for each part
+--   leased              for a take from a token bucket, how many of the last units will be spent later: see Lease in
 --                       lease.go. For a refund, how many units the lease no longer holds. A bucket keeps room for its
 --                       leases: see TokenBucket.leased in internal/model
 --
--- It returns a row for each part. granted is the request's. retry_after_us is 0 for a part with room for one more
--- request. So the parts that denied are those with another retry_after_us. The request fits after the longest of these.
--- For a skipped request it returns a row for each part: A part whose row is held has a granted of -2. In place of
--- remaining it has the transaction that locked the row, or 0 if the row is being made. A part whose row is not held has
--- a granted of NULL. If a part's row is missing and this call did not try to make it, there is no row for the part.
+-- The result has a row for each part. granted is the number of granted requests. retry_after_us is 0 if the part has
+-- room for another request. So the parts with another retry_after_us have denied the request, which fits after the
+-- longest of them. A skipped request has a row for each part: if another transaction has locked the part's row, granted
+-- is -2, and remaining is the transaction's id, or 0 if the row is being made. If the part's row is not locked, granted
+-- is NULL. If the part's row is missing and this call did not try to make it, the result has no row for the part.
 --
--- The five steps: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
+-- The five steps are: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
 --
--- A denial must write nothing. So rows are first only locked. If one is missing, all rows are read without locks.
--- Requests that the visible rows deny are denied, and make no row. (A request for one row that can fit is always
--- decided with a lock.) Then the rows of the other requests are made and locked.
+-- A denial must write nothing. So the first pass only locks rows. If a row is missing, it reads all other rows without
+-- locks, and denies the requests that the visible rows deny. (A request for a single row whose cost is not above the
+-- limit is always decided with a lock.) The second pass makes and locks the rows of all other requests.
 --
--- There are no deadlocks, because all calls lock rows in the same order, and making a row also locks it: ephemeral rows
--- before durable ones, then longer keys first, then by key and name. (Longer keys come first because a shared key is
--- usually short, and is best held briefly.) The loop over rows follows this order. The first pass stops at the first
--- missing row. Reading the rows locks nothing. The second pass continues from there. It makes and locks each row before
--- it touches the next one. So a call only waits for rows that come after all the rows that it has locked. If a sweeper
--- deletes a row between the two statements, the row is made again in its turn, before anything after it. Several calls
--- in one transaction can deadlock, as with any locks. Make one call for all keys, or sort the keys.
+-- All calls lock rows in the same order, so they cannot deadlock: ephemeral rows before durable rows, then longer keys
+-- first, then by key and name. (A key that many requests share is usually short, and is best locked briefly.) Making a
+-- row also locks it. The first pass stops at the first missing row, and the second pass continues there. It makes and
+-- locks a row before it goes on to the next row. So a call only waits for rows that come after all rows that it has
+-- locked. If a sweeper deletes a row between the two statements, the row is made again before any later row. Several
+-- calls in one transaction can deadlock, like all locks. Make one call for all keys, or sort the keys.
 --
--- A refund makes no row if none of its rows exists. If one exists, it makes the missing ones. Otherwise a refund of a
--- take that has just made the rows could reach some of its limits and not the others.
+-- A refund makes no row if all of its rows are missing. If one exists, it makes the others. Otherwise the refund of a
+-- take that has just made its rows could reach only some of its limits.
 CREATE FUNCTION rate_limit_all(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[],
     limits bigint[], spans_us bigint[], refills bigint[],
@@ -1367,30 +1374,30 @@ CREATE FUNCTION rate_limit_all(
 ) RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statements
 SET enable_nestloop = on
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+SET enable_seqscan = off -- a plan must not depend on the table's size when it was made
 AS $$
 #variable_conflict use_variable
 DECLARE
     parts CONSTANT integer := cardinality(keys);
-    -- A cost above the limit never fits, so nothing needs to be locked.
+    -- A cost above the limit never fits, so no row must be locked.
     looks CONSTANT boolean := coalesce(0 = ALL (costs) OR parts = 1 AND costs[1] > limits[1], false);
-    -- When the waits for all rows together have taken too long.
+    -- The time when the waits for all rows have taken too long.
     give_up CONSTANT timestamptz := CASE WHEN lock_timeout_ms > 0
         THEN clock_timestamp() + lock_timeout_ms * interval '25 ms' ELSE 'infinity' END;
     ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
-    locking boolean := NOT looks; -- or only looking
-    making boolean := false;      -- missing rows, too
-    part_of integer[];            -- one part of each row, in the order of locking
+    locking boolean := NOT looks; -- whether this pass locks rows; otherwise it only reads them
+    making boolean := false;      -- whether this pass also makes missing rows
+    part_of integer[];            -- a part of each row, in the order of locking
     row_of integer[];             -- the row of each part
-    rows rate_limit_row[];        -- as found, or as they will be written
-    locked integer := 0;          -- how many of them are locked, in sequence
-    needed boolean[];             -- which of them to lock
+    rows rate_limit_row[];        -- the rows as they were found, or as they will be written
+    locked integer := 0;          -- the number of rows that are locked, from the first on
+    needed boolean[];             -- whether to lock each row
     holders bigint[];             -- who holds a skipped row: a transaction, 0 if the row is just being
                                   -- made, or -1 if it is missing and this call did not try to make it
-    waits integer := 0;           -- how many waits for rows being made have failed
-    told boolean[];               -- for each part, whether its request has been answered
+    waits integer := 0;           -- how many waits for rows that are being made have failed
+    told boolean[];               -- whether each part's request has been answered
     steps rate_limit_row[];       -- the next state of each part's row
     s rate_limit_row;
     part integer;
@@ -1406,8 +1413,8 @@ DECLARE
     max_count bigint;
     span_us bigint;
     granted bigint;
-    gives boolean;                -- the request is a refund or a grant
-    undecided boolean;            -- the visible rows do not deny it, or it shares a row with such a request
+    gives boolean;                -- whether the request is a refund or a grant
+    undecided boolean;            -- whether the request may still be granted, so that its rows must be locked
     lent bigint;
     writes boolean := false;
 BEGIN
@@ -1457,7 +1464,7 @@ BEGIN
                     ON CONFLICT DO NOTHING;
                 END IF;
 
-                -- 2. Lock it, or skip it.
+                -- 2. Lock the row, or skip it.
                 IF NOT skip_held AND durables[part] THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log,
@@ -1494,7 +1501,7 @@ BEGIN
                     USING ERRCODE = 'object_not_in_prerequisite_state',
                         HINT = 'Something deletes rows of this transaction, or keeps them from being made: a trigger?';
             END IF;
-            IF holders[i] IS NULL THEN -- otherwise s is another row
+            IF holders[i] IS NULL THEN -- if a holder was found, s is the previous row
                 rows[i] := s;
             END IF;
             IF NOT making THEN
@@ -1508,7 +1515,7 @@ BEGIN
             locking := false;
         END IF;
         IF NOT locking THEN
-            -- Read the others. One statement sees them all at the same moment.
+            -- Read the other rows. One statement sees all of them at the same moment.
             rows[locked + 1:cardinality(part_of)] := ARRAY(
                 SELECT _rate_limit_look(names[e.part], keys[e.part], durables[e.part])
                 FROM unnest(part_of) WITH ORDINALITY AS e (part, place)
@@ -1517,8 +1524,8 @@ BEGIN
         END IF;
         needed := array_fill(false, ARRAY[cardinality(part_of)]);
 
-        -- 3. Read the clock once all locks are held. An earlier reading could be older than a row that this call waited
-        --    for.
+        -- 3. Read the clock after locking all rows. An earlier reading could be older than a row that this call waited
+        -- for.
         decided_at := coalesce(now, clock_timestamp());
         clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
 
@@ -1552,24 +1559,24 @@ BEGIN
                 CONTINUE;
             END IF;
 
-            -- Find how many requests fit into each part. If there are several parts, grant as many as fit into all of
-            -- them.
+            -- Find how many requests fit into each part. If there are several parts, grant the number that fits into
+            -- all parts.
             most := CASE WHEN gives OR costs[from_part] <> 0 THEN asked ELSE 0 END;
             FOR pass IN 1 .. 2 LOOP
                 granted := most;
                 FOR i IN from_part .. to_part LOOP
-                    CONTINUE WHEN (steps[i]).granted = most; -- in the second pass: this part stays the same
+                    CONTINUE WHEN (steps[i]).granted = most; -- in the second pass, this part does not change
                     cost := costs[i];
                     max_count := limits[i];
                     span_us := spans_us[i];
                     s := rows[row_of[i]];
-                    IF s.algorithm IS DISTINCT FROM algorithms[i] THEN -- another algorithm's row counts as no row
+                    IF s.algorithm IS DISTINCT FROM algorithms[i] THEN -- a row of another algorithm counts as no row
                         s := _rate_limit_no_row(s.tid, algorithms[i]);
                     END IF;
                     IF gives THEN
                         undecided := undecided OR taken_in[from_part] IS NULL OR s.tid IS NOT NULL;
                         s := _rate_limit_give(s, algorithms[i], clock,
-                            -- This divides, because the product could overflow.
+                            -- The comparison divides, because the product could overflow.
                             CASE WHEN asked > -(9223372036854775807 / cost) THEN 9223372036854775807
                                 ELSE -asked * cost END, taken_in[from_part] IS NULL, leased[i],
                             taken_since[i], taken_in[i], taken_at[i], taken_spent[i],
@@ -1598,7 +1605,7 @@ BEGIN
                     CONTINUE;
                 END IF;
                 s := steps[i];
-                IF leased[i] > 0 AND algorithms[i] = 3 AND NOT gives THEN -- the decision has the units leased before
+                IF leased[i] > 0 AND algorithms[i] = 3 AND NOT gives THEN -- return the leases before this take
                     lent := least(leased[i] / costs[i] - (asked - granted), granted);
                     steps[i].told_log := s.log;
                     s.log := _rate_limit_bucket_lend(s, lent * costs[i]);
@@ -1656,16 +1663,16 @@ COMMENT ON FUNCTION rate_limit_all IS
     'with its place, ord, and granted (how many of the requests), remaining, retry_after_us, reset_after_us, '
     'decided_at, and the state of the key. '
     'A denial is a row with granted = 0, never an error, and takes nothing. '
-    'What is taken commits or rolls back with the transaction. sql/all.sql explains every parameter.
+    'The take commits or rolls back with the transaction. sql/all.sql explains every parameter.
 Example: SELECT * FROM rate_limit_all(ARRAY[1, 1], ARRAY[''address'', ''user''], '
     'ARRAY[''192.0.2.1'', ''user:123''], ARRAY[false, false], ARRAY[2, 3]::smallint[], '
     'ARRAY[100, 20], ARRAY[60000000, 10000000], ARRAY[0, 5]) '
     'takes one of 100 a minute and one token of a bucket, or neither.';
 
--- Refunds, granted credit, and the leases of a bucket.
+-- Refunds, granted credit, and the leases of buckets.
 
--- _rate_limit_fixed_refund gives units back to a row if their window still lasts; also for a calendar window. rolled is
--- the row, rolled forward to now.
+-- _rate_limit_fixed_refund gives units back to a row of a fixed or calendar window, if the window in which they were
+-- taken has not ended. rolled is the row at the present time.
 CREATE FUNCTION _rate_limit_fixed_refund(s rate_limit_row, rolled rate_limit_row, units bigint, taken_in bigint)
 RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
@@ -1678,8 +1685,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_sliding_refund gives units back to a row if they were taken in its window or the previous one, even if
--- rolled, the row rolled forward to now, is one window later.
+-- _rate_limit_sliding_refund gives units back to a row if they were taken in the row's window or in the previous
+-- window. rolled is the row at the present time. It may be one window later than s.
 CREATE FUNCTION _rate_limit_sliding_refund(
     s rate_limit_row, rolled rate_limit_row, units bigint, taken_in bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
@@ -1702,8 +1709,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_log_refund gives units back to their log entry, if it still counts. Entries that have left the log do not
--- return, even if the row's time goes back.
+-- _rate_limit_log_refund gives units back to the log entry that counts them, if the entry is still in the log. Entries
+-- that have left the log do not come back, even if the clock is set back.
 CREATE FUNCTION _rate_limit_log_refund(
     s rate_limit_row, rolled rate_limit_row, clock bigint, units bigint, taken_in bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
@@ -1716,7 +1723,7 @@ DECLARE
     back bigint := CASE WHEN place > 0 THEN least(units, rolled.log[place] & 1023) ELSE 0 END;
     n integer;
 BEGIN
-    s.changed := back > 0 AND s.window_start - clock <= window_us; -- or the clock jumped back behind the row
+    s.changed := back > 0 AND s.window_start - clock <= window_us; -- false if the clock was set back by a window
     IF NOT s.changed THEN
         RETURN s;
     END IF;
@@ -1739,8 +1746,8 @@ BEGIN
 END
 $$;
 
--- The leases of a bucket: the start of the current period, the tokens leased in it, and those leased in the previous
--- one. No lease lasts longer than a period: 1/128 of the time in which the bucket fills.
+-- _rate_limit_bucket_leases returns the start of the current period, the tokens leased in it, and the tokens leased in
+-- the previous period. A period is 1/128 of the time in which the bucket fills. No lease lasts longer than a period.
 CREATE FUNCTION _rate_limit_bucket_leases(log bigint[], t bigint, period bigint)
 RETURNS bigint[] LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE
@@ -1749,8 +1756,8 @@ RETURNS bigint[] LANGUAGE sql IMMUTABLE AS $$
         ELSE ARRAY[least(log[1], t), log[2], log[3]] END
 $$;
 
--- _rate_limit_bucket_lend marks that many of the units just taken as leased, or as many as may be held. It returns the
--- row's log. See TokenBucket.Lend in internal/model.
+-- _rate_limit_bucket_lend returns the row's log with the last units leased, or with fewer if the bucket has no room for
+-- so many leases. See TokenBucket.Lend in internal/model.
 CREATE FUNCTION _rate_limit_bucket_lend(s rate_limit_row, units bigint) RETURNS bigint[] LANGUAGE plpgsql AS $$
 DECLARE
     period bigint := ((s.capacity * s.scale - 1) / s.refill + 1) / 128;
@@ -1767,8 +1774,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_bucket_refund gives back the units that have not been refilled yet, and those from granted credit. It
--- leaves room for unended leases. TokenBucket.Refund in internal/model explains why this is right.
+-- _rate_limit_bucket_refund gives back units that have not flowed in again yet, and units from granted credit. It
+-- leaves room for leases that have not ended. TokenBucket.Refund in internal/model explains why.
 CREATE FUNCTION _rate_limit_bucket_refund(
     s rate_limit_row, rolled rate_limit_row, clock bigint, units bigint, spent bigint, ended bigint,
     taken_since bigint, taken_in bigint, taken_at bigint
@@ -1780,10 +1787,10 @@ DECLARE
     period bigint := fill_us / 128;
     leases bigint[];
     kept bigint := 0;  -- the part of the bucket that stays empty for leases
-    need bigint;       -- the units' place in the queue of missing tokens
+    need bigint;       -- the position of the units in the queue of missing tokens
     back bigint := 0;
 BEGIN
-    IF s.window_start - clock > fill_us -- the clock jumped back behind the row
+    IF s.window_start - clock > fill_us -- the clock was set back
         OR (s.scale, s.capacity, s.refill) IS DISTINCT FROM (rolled.scale, rolled.capacity, rolled.refill)
         OR rolled.since IS DISTINCT FROM taken_since OR rolled.credit = full_credit AND rolled.count = 0
     THEN
@@ -1798,7 +1805,7 @@ BEGIN
     IF taken_in BETWEEN 0 AND t THEN
         leases := _rate_limit_bucket_leases(s.log, t, period);
         IF t - taken_in >= period THEN
-            NULL; -- its lease may no longer count
+            NULL; -- the lease of these units may no longer count
         ELSIF taken_in >= leases[1] THEN
             leases[2] := greatest(leases[2] - ended, 0);
         ELSE
@@ -1819,7 +1826,7 @@ BEGIN
     END IF;
     s.credit := s.credit + back;
     s.returned := s.returned + back;
-    IF s.returned > 2305843009213693952 THEN -- so that the sum never overflows
+    IF s.returned > 2305843009213693952 THEN -- prevent an overflow of the sum
         s.since := greatest(s.since + 1, t);
         s.returned := 0;
     END IF;
@@ -1829,8 +1836,8 @@ END
 $$;
 
 -- _rate_limit_give gives units back to a row, or grants credit up to 2^61. It returns the row to write. Only the units
--- change: the row is not rolled forward, and it does not end earlier, unless nothing in it counts. Callers with other
--- policies may still count usage that this policy no longer counts.
+-- change. The row keeps its times, because limiters with other policies may still count usage that this policy does
+-- not count. The row ends earlier only if nothing in it counts.
 CREATE FUNCTION _rate_limit_give(
     s rate_limit_row, algorithm smallint, clock bigint, units bigint, grants boolean, ended bigint,
     taken_since bigint, taken_in bigint, taken_at bigint, taken_spent bigint,
@@ -1840,9 +1847,9 @@ DECLARE
     most CONSTANT bigint := 2305843009213693952; -- 2^61
     rolled rate_limit_row := _rate_limit_step(
         s, algorithm, clock, 0::bigint, 1::bigint, 0::bigint, max_count, span_us, refill, zone);
-    spent bigint := least(greatest(coalesce(taken_spent, 0), 0), units); -- the units from credit; they go back first
+    spent bigint := least(greatest(coalesce(taken_spent, 0), 0), units); -- units from credit, which go back first
     since bigint := rolled.since;
-    until bigint; -- credit lasts until then
+    until bigint; -- credit lasts until this time
 BEGIN
     IF grants OR spent > 0 THEN
         until := greatest(clock, rolled.window_start)
@@ -1874,7 +1881,7 @@ BEGIN
             s := _rate_limit_fixed_refund(s, rolled, units, taken_in);
         END IF;
         spent := least(spent, most - rolled.credit);
-        IF spent > 0 AND since = taken_since THEN -- it is still the same row that the credit came from
+        IF spent > 0 AND since = taken_since THEN -- the credit came from this row
             s.credit := s.credit + spent;
             s.expires_at := greatest(s.expires_at, until);
             s.changed := true;
@@ -1893,14 +1900,15 @@ BEGIN
 END
 $$;
 
--- _rate_limit_left_ephemeral decides the keys that an algorithm's own statement left: those that are not in taken_keys.
--- It returns the statement's numbers, in the order of keys, and then fifteen numbers for each other key.
--- (rate_limit_take_sliding_window explains the numbers.)
+-- _rate_limit_left_ephemeral decides the keys that are not in taken_keys. A rate_limit_take_ function calls it if its
+-- statement has not taken from all keys. It returns the statement's numbers in the order of keys, and then fifteen
+-- numbers for each other key. rate_limit_take_sliding_window explains the numbers.
 --
--- valid says whether the arguments are valid. If there are several keys, the statement has already locked their rows in
--- the order of locking, so this function waits for no lock. began is the statement's clock.
+-- valid says whether the arguments are valid. began is the statement's reading of the clock. If there are several keys,
+-- the statement has already locked their rows, so this function does not wait for locks.
 --
--- It decides one key after another, as long as their rows exist. From the first missing row on, it calls
+-- While the rows of the keys exist, it decides one key after another. From the first missing row on, it calls
+-- rate_limit_all, which costs more than twice as much.
 -- rate_limit_all, which costs more than twice as much.
 CREATE FUNCTION _rate_limit_left_ephemeral(
     name text, keys text[], algorithm smallint, max_count bigint, span_us bigint, refill bigint, zone text,
@@ -1908,7 +1916,7 @@ CREATE FUNCTION _rate_limit_left_ephemeral(
     valid boolean, began bigint, taken_keys text[], taken bigint[]
 ) RETURNS bigint[]
 LANGUAGE plpgsql
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+SET enable_seqscan = off -- a plan must not depend on the table's size when it was made
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -1916,21 +1924,20 @@ DECLARE
     clock bigint;
     asked bigint;
     n integer := coalesce(cardinality(keys), 0);
-    places integer[]; -- of the keys that are left; NULL means all
+    places integer[]; -- the places of the undecided keys; NULL means all keys
     place integer;
-    done integer := 0; -- how many of these have been decided
+    done integer := 0; -- how many of places have been decided
     told bigint[];
     gone text[];
 BEGIN
     IF taken IS NOT NULL THEN
-        IF array_ndims(taken) = 1 THEN -- for the only key
+        IF array_ndims(taken) = 1 THEN -- there is only one key
             taken := ARRAY[taken];
             taken_keys := keys;
         END IF;
         IF _rate_limit_now(now_us) > began + 10000 THEN
-            -- A row made by this call begins at the first reading of the clock. That may be too early: another
-            -- transaction may have made the same row, and rolled back while this one waited. Then delete the row, and
-            -- decide again.
+            -- A row that the statement made begins at began. That may be too early, because another transaction may
+            -- have made the row and rolled back while the statement waited. So delete the row, and decide again.
             WITH d AS (
                 DELETE FROM rate_limit_ephemeral AS d
                 USING (
@@ -2008,7 +2015,7 @@ BEGIN
             a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at] || CASE WHEN n = 1 THEN a.log END)
         FROM rate_limit_all(
             places, array_fill(name, ARRAY[n]), keys,
-            array_fill('ephemeral' = 'durable', ARRAY[n]), -- false; twins.sql changes it to 'durable' = 'durable'
+            array_fill('ephemeral' = 'durable', ARRAY[n]), -- false; in the copy for rate_limit_durable it is true
             array_fill(algorithm, ARRAY[n]), array_fill(max_count, ARRAY[n]), array_fill(span_us, ARRAY[n]),
             array_fill(refill, ARRAY[n]), costs, counts, lock_timeout_ms, NULL::boolean,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',
@@ -2018,10 +2025,9 @@ BEGIN
 END
 $$;
 
--- Many requests for several keys each; see rate_limit_take_all.
+-- Functions for many requests that take from several keys each.
 
--- _rate_limit_steps returns the next state of the rows if all have room for their units without granted credit, else
--- NULL.
+-- _rate_limit_steps returns the next state of all rows. It returns NULL if a row has no room without granted credit.
 CREATE FUNCTION _rate_limit_steps(
     rows rate_limit_row[], algorithms smallint[], clock bigint, units bigint[], limits bigint[], spans_us bigint[],
     refills bigint[], zones text[]
@@ -2042,12 +2048,12 @@ BEGIN
 END
 $$;
 
--- _rate_limit_take_all_ephemeral takes the units from all of the rows, and returns nine numbers for each. If one of
--- them has no room, it takes nothing and returns NULL.
+-- _rate_limit_take_all_ephemeral takes units from all rows, and returns nine numbers for each row. If a row has no
+-- room, it takes nothing and returns NULL.
 --
--- It locks the rows in the given order. If one is missing or has no room, it releases the locks, because rows before it
--- may have to be made and locked. If rows are missing and all the others have room, it makes the missing ones and locks
--- the others, in that order. Then it starts again. So a request that the visible rows deny makes no row.
+-- It locks the rows in the given order. If a row is missing or has no room, it releases the locks. If rows are missing
+-- and the existing rows have room, it makes missing rows and locks existing rows in the given order, and starts again.
+-- So a request that the existing rows deny makes no row.
 CREATE FUNCTION _rate_limit_take_all_ephemeral(
     names text[], keys text[], algorithms smallint[], limits bigint[], spans_us bigint[], refills bigint[],
     zones text[], units bigint[], lock_timeout_ms integer, now_us bigint
@@ -2076,7 +2082,7 @@ BEGIN
                         OR NOT _rate_limit_give_up(began, lock_timeout_ms, now_us))
                 FOR UPDATE
             ) AS d ON true;
-            clock := _rate_limit_now(now_us); -- after the locks
+            clock := _rate_limit_now(now_us); -- read the clock after locking
             rows := _rate_limit_steps(rows, algorithms, clock, units, limits, spans_us, refills, zones);
             IF NOT missing AND rows IS NOT NULL THEN
                 UPDATE rate_limit_ephemeral AS d SET
@@ -2097,27 +2103,27 @@ BEGIN
         INSERT INTO rate_limit_ephemeral AS d (prefix, key)
         SELECT e.name, e.key
         FROM unnest(names, keys) AS e (name, key)
-        ON CONFLICT (prefix, key) -- this also locks existing rows, so that all are locked in order
+        ON CONFLICT (prefix, key) -- ON CONFLICT also locks existing rows, so that all rows are locked in order
         DO UPDATE SET count = d.count WHERE _rate_limit_give_up(began, lock_timeout_ms, now_us);
     END LOOP;
     RETURN NULL;
 END
 $$;
 
--- rate_limit_take_all makes the same decisions as rate_limit_all at a lower cost. It is for many requests that all
--- take, from several rows of the same table each. The Go package calls it.
+-- rate_limit_take_all makes the same decisions as rate_limit_all, at lower cost. It is for many requests that each take
+-- from several rows of one table. The Go package calls it.
 --
---   names, keys         the rows in the order of locking, each once
+--   names, keys         the rows in the order of locking, each row once
 --   durable             true for rows in rate_limit_durable, false for rows in rate_limit_ephemeral
 --   algorithms, limits, spans_us, refills, zones
---                       for each row, as in rate_limit_all
+--                       the policy of each row, as in rate_limit_all
 --   units               the units that all requests together take from each row
 --   requests, row_of, costs, counts
---                       for each part: its request, the place of its row, and the others as in rate_limit_all
+--                       the request of each part, its row's place in keys, its cost, and the number of its requests
 --
--- If every row has room for its units, all requests are granted. Then it returns nine numbers for each row, as the
--- rate_limit_take_ functions do. Otherwise rate_limit_all decides the parts, and fifteen numbers for each are returned.
--- That costs more than twice as much (measured with 32 requests for three existing rows each).
+-- If every row has room for its units, all requests are granted, and the result has nine numbers for each row, like the
+-- result of rate_limit_take_sliding_window. Otherwise rate_limit_all decides, and the result has fifteen numbers for
+-- each part. This costs more than twice as much (measured with 32 requests for three existing rows each).
 CREATE FUNCTION rate_limit_take_all(
     names text[], keys text[], durable boolean, algorithms smallint[], limits bigint[], spans_us bigint[],
     refills bigint[], zones text[], units bigint[], requests integer[], row_of integer[], costs bigint[],
@@ -2126,17 +2132,17 @@ CREATE FUNCTION rate_limit_take_all(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statement
 SET enable_nestloop = on
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+SET enable_seqscan = off -- a plan must not depend on the table's size when it was made
 AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
     taken bigint[];
 BEGIN
-    -- Otherwise the order of locking would be violated. (Lengths may differ in the caller's encoding.) Or an argument
-    -- is invalid, and rate_limit_all says which.
+    -- Take from the rows only if the arguments are valid and the rows are in the order of locking. Lengths may differ
+    -- in the caller's encoding. Otherwise rate_limit_all decides, or raises an error for an invalid argument.
     IF names[cardinality(names)] IS NOT NULL AND keys[cardinality(names)] IS NOT NULL
         AND cardinality(names) = ALL (ARRAY[cardinality(keys), cardinality(algorithms), cardinality(limits),
             cardinality(spans_us), cardinality(refills), cardinality(units)])
@@ -2180,14 +2186,14 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_take_all IS
-    'Takes as rate_limit_all does, for less. It returns an array of numbers, for programs: see sql/takeall.sql.
+    'Takes as rate_limit_all does, at lower cost. It returns numbers for programs, which sql/takeall.sql explains.
 Example: SELECT rate_limit_take_all(ARRAY[''user'', ''everybody''], ARRAY[''user:123'', ''all''], false, '
     'ARRAY[2, 2]::smallint[], ARRAY[20, 1000], ARRAY[60000000, 60000000], ARRAY[0, 0], NULL, ARRAY[1, 1], '
     'ARRAY[1, 1], ARRAY[1, 2], NULL, NULL) '
     'takes one of 20 a minute and one of 1000 a minute, or neither.';
 
--- rate_limit_reset makes a key as good as new, for every algorithm, and returns whether there was a row. Its parameters
--- are those of the functions whose names begin with rate_limit_take_.
+-- rate_limit_reset makes a key as good as new, for every algorithm. It returns whether the key had a row.
+-- rate_limit_take_sliding_window explains the parameters.
 CREATE FUNCTION rate_limit_reset(
     name text, key text, durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL
@@ -2200,12 +2206,12 @@ AS $$
 DECLARE
     ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
 BEGIN
-    IF octet_length(name) > 128 OR octet_length(key) > 512 THEN -- in the encoding of the database
+    IF octet_length(name) > 128 OR octet_length(key) > 512 THEN -- lengths in the database's encoding
         RAISE EXCEPTION 'rate_limit: % is too long', CASE WHEN octet_length(name) > 128 THEN 'name' ELSE 'key' END
             USING ERRCODE = 'invalid_parameter_value', HINT = 'A name has 1 to 128 bytes, and a key 1 to 512.',
                 COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE 'key' END;
     END IF;
-    -- LOCK TABLE comes first, so that the error tells a locked table from a locked row.
+    -- LOCK TABLE comes first, so that an error shows whether the table or a row was locked.
     IF durable THEN
         LOCK TABLE rate_limit_durable IN ROW EXCLUSIVE MODE;
         DELETE FROM rate_limit_durable AS r WHERE r.prefix = name AND r.key = key;
@@ -2218,27 +2224,28 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_reset IS 'Makes a key as good as new, and returns whether it had a row.
-A policy of several parts has a row for each of them: reset those of name/2, name/3 and so on too.
+A policy of several parts has a row for each part. Reset the key for name/2, name/3 and so on too.
 Example: SELECT rate_limit_reset(''login'', ''user:123'')';
 
--- _rate_limit_read_policy reads a policy's text, such as "sliding 10/1m", or several separated by commas. It accepts
--- the same texts as ParsePolicy of the Go package: TestSQLReadsPoliciesAsGoDoes. It is internal, like all functions
--- whose names begin with _rate_limit_.
+-- _rate_limit_read_policy parses the text of a policy, such as "sliding 10/1m", or of several policies separated by
+-- commas. ParsePolicy of the Go package accepts the same texts (TestSQLReadsPoliciesAsGoDoes). Only other functions
+-- call it, as its name begins with _rate_limit_.
 CREATE FUNCTION _rate_limit_read_policy(
     policy text, OUT algorithms smallint[], OUT limits bigint[], OUT spans_us bigint[], OUT refills bigint[],
     OUT zones text[]
 ) LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
-    -- Convert the text to ASCII: each byte of another character in UTF-8 becomes a ~ and three octal digits. So the
-    -- result does not depend on the database's encoding. A ~ in the text becomes a !, which no valid policy has either.
+    -- The text is converted to ASCII, so that the result does not depend on the database's encoding. Each byte of
+    -- another character in UTF-8 becomes a ~ and three octal digits. A ~ becomes a !, which no valid policy contains
+    -- either.
     ascii text := translate(encode(convert_to(policy, 'UTF8'), 'escape'), chr(92) || '~', '~!');
     one text;
     words text[];   -- words of one policy: algorithm, capacity of a bucket, amount, duration or unit, time zone
     parts text[];   -- parts of the duration: days, and the rest
-    term text[];    -- of that rest: whole number, fraction, unit
-    unit bigint;    -- in nanoseconds
-    span numeric;   -- in nanoseconds
+    term text[];    -- one term of the duration: whole number, fraction, unit
+    unit bigint;    -- nanoseconds
+    span numeric;   -- nanoseconds
     fraction numeric;
     scale double precision;
     digit text;
@@ -2251,8 +2258,8 @@ DECLARE
     number CONSTANT text := '[+]?0*[0-9]{1,19}';
     terms CONSTANT text := '([0-9]+[.]?[0-9]*|[.][0-9]+)(ns|us|ms|s|m|h)';
 BEGIN
-    ascii := regexp_replace(ascii, '(~302~265|~316~274)s', 'us', 'g'); -- the micro sign, and the letter mu
-    -- White space is the same as in Go's unicode.IsSpace.
+    ascii := regexp_replace(ascii, '(~302~265|~316~274)s', 'us', 'g'); -- both characters for micro, in UTF-8
+    -- These white space characters are those of Go's unicode.IsSpace.
     ascii := regexp_replace(ascii, '([[:space:]]|~302~205|~302~240|~341~232~200'
         '|~342~200~2(0[0-7]|1[0-2]|5[017])|~342~201~237|~343~200~200)+', ' ', 'g');
     FOREACH one IN ARRAY regexp_split_to_array(coalesce(ascii, ''), ',') LOOP
@@ -2289,8 +2296,8 @@ BEGIN
                 WHEN 'ms' THEN 1000000 WHEN 'ns' THEN 1 ELSE 1000 END;
             span := span + CASE WHEN length(ltrim(term[1], '0')) > 19 THEN biggest * 1000
                 ELSE concat('0', term[1])::numeric * unit END;
-            -- Compute as time.ParseDuration does: in floating point, with as many digits as fit into an integer. Digits
-            -- after the first 40 are worth less than a nanosecond.
+            -- Compute the fraction in floating point, as time.ParseDuration does, with as many digits as fit into a
+            -- bigint. Digits after the 40th are less than a nanosecond.
             fraction := 0;
             scale := 1;
             FOREACH digit IN ARRAY regexp_split_to_array(left(term[2], 40), '') LOOP
@@ -2325,10 +2332,10 @@ BEGIN
 END
 $$;
 
--- Functions for people and triggers. Other languages call them too, except for many keys at once.
+-- Functions for people, triggers and programs in other languages.
 
--- _rate_limit_ask decides, or only looks if cost is 0. If policy is NULL, the row of rate_limit_policy that is in force
--- decides. Texts are compared with the tables' collation, not the caller's.
+-- _rate_limit_ask decides a request. If cost is 0, it takes nothing. If policy is NULL, the row of rate_limit_policy
+-- that is in force for the key decides. Texts are compared with the tables' collation, not with the caller's.
 CREATE FUNCTION _rate_limit_ask(
     name text, key text, policy text, cost bigint, durable boolean,
     OUT allowed boolean, OUT remaining bigint, OUT retry_after interval, OUT reset_after interval,
@@ -2337,16 +2344,16 @@ CREATE FUNCTION _rate_limit_ask(
 #variable_conflict use_variable
 DECLARE
     clock timestamptz;
-    mode text;        -- the mode of the deciding row of rate_limit_policy
+    mode text;        -- the mode of the row of rate_limit_policy that decides
     until timestamptz;
     p record;
     n integer;
-    names text[]; -- the rows' names: the second policy's has the suffix /2, and so on
+    names text[]; -- the names in the rows of the policy's parts: name, name/2, name/3 and so on
 BEGIN
     IF policy IS NULL THEN
         clock := clock_timestamp();
         FOR mode, policy, until IN
-            -- The modes off and deny read no row, with any policy.
+            -- The modes off and deny need no policy, so any policy is good.
             SELECT r.mode, CASE r.mode WHEN 'enforce' THEN r.policy ELSE 'fixed 1/1s' END, r.valid_until
             FROM rate_limit_policy AS r
             WHERE r.name = name AND r.valid_from <= clock AND r.valid_until > clock
@@ -2357,14 +2364,15 @@ BEGIN
             BEGIN
                 SELECT * INTO p FROM _rate_limit_read_policy(policy);
                 EXIT;
-            EXCEPTION WHEN invalid_parameter_value THEN -- it was written without the triggers; limiters ignore it too
+            EXCEPTION WHEN invalid_parameter_value THEN -- the row was written without triggers; limiters also ignore it
                 policy := NULL;
             END;
         END LOOP;
-        IF policy IS NULL AND name <> '' AND key <> '' THEN -- other names and keys are refused below
+        IF policy IS NULL AND name <> '' AND key <> '' THEN -- invalid names and keys raise an error below
             RAISE EXCEPTION 'rate_limit: no policy is given, and none is in force for the key'
                 USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
-                    -- A literal must not contain one of our names, because access.sql would put the schema before it.
+                    -- A literal must not contain the name of a table, because access.sql would insert the schema into
+                    -- it.
                     HINT = 'Pass a policy, such as ''sliding 10/1m'', or set one for everybody: INSERT INTO rate_limit'
                         '_policy (name, policy, comment) VALUES (<name>, ''sliding 10/1m'', <why>).';
         END IF;
@@ -2427,24 +2435,24 @@ BEGIN
 END
 $$;
 
-COMMENT ON FUNCTION rate_limit_allow IS 'Takes cost from a key''s limit if that fits, or nothing.
+COMMENT ON FUNCTION rate_limit_allow IS 'Takes cost from a key''s limit if it fits, or takes nothing.
 Example: SELECT * FROM rate_limit_allow(''login'', ''user:123'', ''sliding 10/1m'')
-  name         the limiter, which keeps its keys apart from those of others
+  name         the limiter. Limiters with different names do not share rows
   key          who is limited
   policy       fixed 100/1m, sliding 100/1m, bucket 20 5/10s, log 100/1m, every 1000/month Europe/Berlin -
-               with commas between them, all of them. Durations: 10s, 1m, 1h30m, 30d. Windows of
-               the calendar: minute, hour, day, week, month; without a time zone, of UTC.
-               Left out or NULL: that of rate_limit_policy that is in force for the key
+               or several of these with commas, which must all fit. Durations: 10s, 1m, 1h30m, 30d.
+               Calendar windows: minute, hour, day, week, month. The default time zone is UTC.
+               NULL (the default) is the policy in rate_limit_policy that is in force for the key
   durable      whether to keep the limit in rate_limit_durable, which survives a crash
 It returns
-  allowed      whether it fitted. A denial takes nothing
+  allowed      whether cost fitted. A denial takes nothing
   remaining    the largest cost that would be allowed next
-  retry_after  how long until the same cost fits, if nobody else takes. 0 if allowed
+  retry_after  how long until the same cost fits, if no other call takes. 0 if allowed
   reset_after  how long until the key is as good as new
-  retry_after_seconds  retry_after as a number, rounded up, for a header Retry-After. At most 2147483647
-What is taken is kept or given back with the transaction.
-Until that ends, others who ask for the key wait.
-A transaction that asks for several keys asks in a fixed order, or two of them can deadlock.';
+  retry_after_seconds  retry_after in seconds, rounded up, for a header Retry-After. At most 2147483647
+The take commits or rolls back with the transaction.
+Until the transaction ends, other calls for the key wait.
+A transaction that calls this for several keys must do so in a fixed order, because two transactions can deadlock.';
 
 CREATE FUNCTION rate_limit_peek(
     name text, key text, policy text DEFAULT NULL, durable boolean DEFAULT false,
@@ -2465,9 +2473,9 @@ COMMENT ON FUNCTION rate_limit_peek IS 'Shows what is left of a key''s limit, an
 allowed tells whether a cost of 1 would fit. See rate_limit_allow for the rest.
 Example: SELECT * FROM rate_limit_peek(''login'', ''user:123'', ''sliding 10/1m'')';
 
--- Each function for rate_limit_ephemeral has a twin for rate_limit_durable. The twin's text differs only in the name of
--- the table. The twin of rate_limit_take_fixed_window is _rate_limit_take_fixed_window_durable, and so on. It uses the
--- rights and settings of the first function, which calls it. (access.sql says why this block is written with care.)
+-- Each function for rate_limit_ephemeral gets a copy for rate_limit_durable. Only the table's name differs. For
+-- example, rate_limit_take_fixed_window calls _rate_limit_take_fixed_window_durable, which has the rights and settings
+-- of its caller. (access.sql explains why names in this block have a schema.)
 DO $$
 DECLARE
     path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
@@ -2475,7 +2483,7 @@ DECLARE
     texts pg_catalog.text[];
 BEGIN
     PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
-    PERFORM set_config('quote_all_identifiers', 'off', true); -- or definitions would be quoted differently
+    PERFORM set_config('quote_all_identifiers', 'off', true); -- otherwise more names may be quoted
     texts := ARRAY(
         SELECT replace(replace(
             regexp_replace(pg_get_functiondef(p.oid), replace('| SECURITY DEFINER(| SET [^|]*)*', '|', chr(10)), ''),
@@ -2495,35 +2503,33 @@ BEGIN
 END
 $$;
 
--- The sweeper. rate_limit_sweep deletes expired rows, a limited number in each call. The package cleanup calls it
--- repeatedly, each time in a short transaction of its own. pg_cron calls it once a minute, with the larger defaults.
+-- rate_limit_sweep deletes expired rows, a limited number in each call. The package cleanup calls it repeatedly, each
+-- time in a short transaction. pg_cron calls it once a minute, with the larger defaults.
 --
---   max_rows       how many rows this call may delete. They stay locked until the call commits
---   max_pages      how many pages of 8 kB it may read
---   names          the limiters that still exist. All rows of other limiters are deleted, expired or not. NULL keeps
---                  them until they expire
---   sweeper        the caller's id. A pass may take several calls, and it belongs to this sweeper: for others, skipped
---                  is true until the pass has reached the end, or has had no call for 10 s. NULL means that this call
---                  is the whole pass
---   at_most_every  the shortest time between the end of a pass and the next one; before that, skipped is true
---   now            replaces the clock, for tests
+--   max_rows       how many rows this call may delete. The rows stay locked until the call commits
+--   max_pages      how many pages of 8 kB this call may read
+--   names          the limiters that still exist. All rows of other limiters are deleted, expired or not. NULL means
+--                  that only expired rows are deleted
+--   sweeper        the caller's id. A pass through the tables may take several calls, and belongs to one sweeper. For
+--                  other sweepers, skipped is true until the pass has ended, or has had no call for 10 s. NULL means
+--                  that this call is a whole pass
+--   at_most_every  the shortest time between the end of a pass and the next pass. Until then, skipped is true
+--   now            the time in tests; otherwise NULL
 --
--- Why this changes no decision: an expired row means the same as no row. After locking a row, the sweeper checks again
--- whether it has expired, by the row and the clock at that moment. A call that waits for that lock finds no row, and
--- makes it again. A row that is being made is not visible yet, and a locked row is skipped.
+-- Sweeping changes no decision, because an expired row means the same as no row. After locking a row, the sweeper
+-- checks again whether the row has expired. A call that waits for the lock finds no row, and makes the row again. The
+-- sweeper does not see rows that are being made, and skips locked rows.
 --
--- Until the transaction ends, synchronous_commit is off. A row that comes back after a crash is still expired.
+-- synchronous_commit is off until the transaction ends. A row that comes back after a crash is still expired.
 --
--- If the clock steps back, a row that was expired may no longer be expired at the next decision. So a row is kept for
--- another minute, and a clock that steps back by up to a minute changes nothing. If it steps back further, the keys
--- whose rows were swept in between are as good as new, once. The minute also keeps rows of keys that soon return: an
--- UPDATE is cheaper than an INSERT.
+-- Rows are kept for a minute after they have expired. So if the clock is set back by up to a minute, no decision
+-- changes. If it is set back by more, the keys of rows that were deleted too early are as good as new, once. The minute
+-- also keeps rows of keys that soon return, because an UPDATE is cheaper than an INSERT.
 --
--- The tables are read in their order on disk, by ranges of ctid (a TID range scan, from Postgres 14 on). That needs no
--- index. A pass continues where the last one stopped, even if another sweeper made that one: rate_limit_sweeper stores
--- the place. It also stores whose turn it is. An advisory lock could not do that. In PgBouncer's transaction mode, a
--- session's lock can be lost or left behind, and a transaction's lock is free for others in the pause between two
--- batches.
+-- The sweeper reads the tables in their order on disk by ranges of ctid (a TID range scan, from Postgres 14 on), so it
+-- needs no index. A pass continues where the previous call stopped, even if another sweeper made that call.
+-- rate_limit_sweeper stores the place and the sweeper. Advisory locks would not work through PgBouncer in transaction
+-- mode: a session's lock can be lost or left behind, and a transaction's lock is free between two calls.
 CREATE FUNCTION rate_limit_sweep(
     max_rows integer DEFAULT 50000, max_pages integer DEFAULT 50000, names text[] DEFAULT NULL,
     sweeper text DEFAULT NULL, at_most_every interval DEFAULT NULL, now timestamptz DEFAULT NULL,
@@ -2532,8 +2538,8 @@ CREATE FUNCTION rate_limit_sweep(
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET enable_nestloop = on
-SET enable_seqscan = off -- otherwise a small table would get a plan that scans it all, and keep the plan when it grows
-SET lock_timeout = '1s'  -- for a table that is being altered; it waits for no row
+SET enable_seqscan = off -- a plan for a small table must not scan the whole table after it has grown
+SET lock_timeout = '1s'  -- for tables that are being altered; the sweeper does not wait for rows
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -2541,12 +2547,12 @@ DECLARE
     clock timestamptz;
     page_bytes bigint := current_setting('block_size')::bigint;
     expired bigint; -- rows that expired before this time are deleted
-    sizes bigint[]; -- the sizes of the two tables, in pages
-    size bigint;    -- the size of the current table
-    first tid;      -- the part of it to read next
+    sizes bigint[]; -- the sizes of both tables, in pages
+    size bigint;    -- the size of the current table, in pages
+    first tid;      -- the sweeper reads next from first to past
     past tid;
     past_page bigint;
-    tids tid[];     -- the rows to delete in that part
+    tids tid[];     -- the rows between first and past to delete
     room bigint;    -- how many rows may still be deleted
     n bigint;
     ignored text;
@@ -2560,13 +2566,13 @@ BEGIN
     END IF;
     ignored := set_config('synchronous_commit', 'off', true);
     SELECT false, 0, 0, 0, 0 INTO complete, scanned, deleted, page, pages;
-    -- Without this check each INSERT would wait for the session that has locked the row.
+    -- Without this check, each INSERT would wait for the session that has locked the row.
     IF NOT EXISTS (SELECT FROM rate_limit_sweeper AS w WHERE w.one) THEN
         INSERT INTO rate_limit_sweeper DEFAULT VALUES ON CONFLICT (one) DO NOTHING;
     END IF;
     SELECT * INTO s FROM rate_limit_sweeper AS w WHERE w.one FOR UPDATE SKIP LOCKED;
     clock := coalesce(now, clock_timestamp()); -- after the lock; an earlier reading could be older than the row
-    -- BETWEEN, so that a clock that steps back does not make a turn longer.
+    -- BETWEEN prevents that a clock that is set back makes a turn longer.
     skipped := (NOT found
         OR s.held_by IS DISTINCT FROM sweeper AND clock BETWEEN s.held_at AND s.held_at + interval '10 seconds'
         OR NOT s.durable AND s.next_page = 0
@@ -2617,7 +2623,7 @@ BEGIN
         GET DIAGNOSTICS n = ROW_COUNT;
         deleted := deleted + n;
 
-        IF cardinality(tids) = room THEN -- there may be more rows on the last page
+        IF cardinality(tids) = room THEN -- the last page may have more rows to delete
             past_page := least((tids[room]::text::point)[0]::bigint, past_page);
             scanned := scanned + past_page - s.next_page;
             s.next_page := past_page;
@@ -2646,25 +2652,25 @@ $$;
 
 COMMENT ON FUNCTION rate_limit_sweep IS
     'Deletes rows that expired a minute ago or more: at most max_rows of them, from at most max_pages pages. '
-    'The next call continues where this one stopped. It waits for no row, and changes no decision.
+    'The next call continues where this one stopped. It does not wait for rows, and changes no decision.
 It returns skipped (another sweeper is at work, so nothing was done), '
     'complete (it reached the end of both tables), scanned (how many pages it read), deleted (how many rows), '
-    'and page and pages (how far it is, and of how many).
+    'and page and pages (the page that it has reached, and the number of pages).
 Example: SELECT * FROM rate_limit_sweep()
 With pg_cron, every minute: SELECT cron.schedule(''rate_limit_sweep'', ''* * * * *'', ''SELECT rate_limit_sweep()'')
 names => ARRAY[''login'', ''api''] deletes the rows of all other limiters too, EXPIRED OR NOT.';
 
--- Policies as data. A row of rate_limit_policy is a policy for one key, for all keys with a prefix, or for all keys. A
--- limiter of the Go package uses these rows if its Config.Policies is set. People write to the table, with psql or with
--- 'pgratelimit policy'. The triggers below check each change and record it.
+-- This file has the functions for policies in the database. A row of rate_limit_policy is a policy for one key, for all
+-- keys with a prefix, or for all keys. A limiter of the Go package uses the rows if its Config.Policies is set. People
+-- change the table with psql or with 'pgratelimit policy'. Triggers check and record each change.
 --
--- The order of precedence is: the row for the exact key, the row for the longest prefix, the row for all keys, and the
--- policy in the code. Of several rows for the same target, the one that began last counts, and of those the one with
--- the highest id. Only rows count that have begun and have not ended. Rows of the mode shadow are looked up separately,
--- in the same way.
+-- The policy of a key is the row for the exact key, else the row for the longest prefix, else the row for all keys,
+-- else the policy in the code. Of several rows for the same target, the row that began last counts, and of these the
+-- row with the highest id. Rows that have not begun or have ended do not count. Rows of the mode shadow are looked up
+-- separately in the same order.
 
--- _rate_limit_check_policy refuses a row that limiters could not read. It runs before the constraints, because the
--- message of a constraint shows the row, and a key is personal data.
+-- _rate_limit_check_policy refuses a row that limiters could not read. It runs before the constraints, because a
+-- constraint's message shows the row, and keys are personal data.
 CREATE FUNCTION _rate_limit_check_policy() RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -2683,7 +2689,7 @@ BEGIN
     END IF;
     SELECT c.name, c.hint INTO wrong, hint
     FROM (VALUES
-        -- 0 means no row. Above 2^53, many languages read the numbers of JSON inexactly.
+        -- 0 means that there is no row. In many languages, numbers in JSON are not exact above 2^53.
         ('id', NEW.id = OLD.id OR TG_OP = 'INSERT' AND NEW.id BETWEEN 1 AND 9007199254740992,
             'It comes by itself, from 1 to 9007199254740992 (2^53), and stays, because processes know the row by it.'),
         ('name', octet_length(NEW.name) BETWEEN 1 AND 128, 'It is the name of a limiter, of 1 to 128 bytes.'),
@@ -2711,7 +2717,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', HINT = hint, COLUMN = wrong;
     END IF;
     IF NEW.policy IS NOT NULL THEN
-        SELECT * INTO parts FROM _rate_limit_read_policy(NEW.policy COLLATE "C"); -- it raises the error
+        SELECT * INTO parts FROM _rate_limit_read_policy(NEW.policy COLLATE "C"); -- raises an error if it is invalid
         IF (octet_length(NEW.name) + CASE WHEN cardinality(parts.algorithms) > 1 THEN 2 ELSE 0 END
             + CASE WHEN NEW.mode = 'shadow' THEN 7 ELSE 0 END > 128)
         THEN
@@ -2734,14 +2740,13 @@ BEGIN
 END
 $$;
 
--- _rate_limit_note_policy writes the history, and notifies the listeners. Before a statement changes anything, it takes
--- a lock until the transaction ends. So the numbers of the history ascend in the order of the commits. A reader that
--- continues after the last number it has read misses nothing. The lock comes before row locks, so statements that
--- change policies cannot deadlock with each other.
+-- _rate_limit_note_policy writes the history and notifies listeners. Before a statement changes rows, it locks the
+-- history until the transaction ends. So the numbers of the history ascend in the order of the commits, and a reader
+-- that continues after the last number it has read misses nothing. The lock comes before row locks, so that statements
+-- that change policies cannot deadlock with each other.
 --
--- It ignores rows from logical replication, and must do so: the history is replicated too, and a number assigned here
--- could conflict with the same number when it arrives. Processes find such rows when they read all rows from time to
--- time.
+-- It ignores rows from logical replication, because the history is replicated too, and a number assigned here could
+-- conflict with a number that arrives later. Processes find such rows when they read all rows from time to time.
 CREATE FUNCTION _rate_limit_note_policy() RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -2750,15 +2755,15 @@ AS $$
 DECLARE
     ids regclass;
     versions regclass;
-    -- A number above this was written without the check. Leave room below 2^53, or the next id would be refused.
+    -- Numbers above this were written without the check. There must be room below 2^53 for the next ids.
     most CONSTANT bigint := 4503599627370496; -- 2^52
     id bigint;
     version bigint;
 BEGIN
     IF TG_LEVEL = 'STATEMENT' THEN
         LOCK TABLE rate_limit_policy_history IN SHARE UPDATE EXCLUSIVE MODE;
-        -- Logical replication copies rows, but does not advance the sequences. An id that is in the history is used up
-        -- too.
+        -- Logical replication copies rows and does not advance the sequences. Ids in the history must not be used
+        -- again.
         ids := pg_get_serial_sequence(format('%I.%I', TG_TABLE_SCHEMA, TG_TABLE_NAME), 'id');
         versions := pg_get_serial_sequence(format('%I.%I', TG_TABLE_SCHEMA, TG_TABLE_NAME || '_history'), 'version');
         id := (SELECT max(p.id) FROM rate_limit_policy AS p WHERE p.id <= most);
@@ -2774,7 +2779,7 @@ BEGIN
     VALUES (clock_timestamp(), session_user, lower(TG_OP), CASE TG_OP WHEN 'DELETE' THEN OLD.id ELSE NEW.id END,
         CASE WHEN TG_OP <> 'INSERT' THEN to_jsonb(OLD) END, CASE WHEN TG_OP <> 'DELETE' THEN to_jsonb(NEW) END);
     IF TG_OP <> 'INSERT' THEN
-        -- The counts belong to another policy. Lock the rows in the same order as rate_limit_report.
+        -- The counts belong to the old policy. Lock the rows in the same order as rate_limit_report.
         PERFORM FROM rate_limit_shadow AS s WHERE s.policy_id = OLD.id ORDER BY s.key FOR UPDATE;
         DELETE FROM rate_limit_shadow AS s WHERE s.policy_id = OLD.id;
     END IF;
@@ -2783,18 +2788,18 @@ BEGIN
 END
 $$;
 
--- rate_limit_policies returns the changes since a process last asked. It returns one row for each policy, or one row
--- with an id of NULL if there are none.
+-- rate_limit_policies returns the policies that have changed since a process last called it, one row for each policy.
+-- If there are none, it returns one row whose id is NULL.
 --
---   known, known_us      version and changed_us of the last answer. NULL asks for all rows that have not ended. (After
---                        a dump is restored, another change may have the same version.)
---   version, changed_us  the last change in the answer, and its time. The answer may already have changes that commit
---                        meanwhile. The next answer has them again
---   complete             whether these are all rows. Otherwise they are only the changed ones
---   removed              whether the row was deleted. Then only its id is set
+--   known, known_us      version and changed_us of the previous result. NULL returns all policies that have not ended.
+--                        (After a restore, another change may have the same version, but not the same time.)
+--   version, changed_us  the number and time of the last change. The result may also have later changes that committed
+--                        meanwhile. The next result has these changes again
+--   complete             whether the result has all policies; otherwise it has only changes
+--   removed              whether the row was deleted; if so, all columns except its id are NULL
 --   clock_us, from_us, until_us
---                        the database's clock, valid_from and valid_until, in microseconds since 1970 UTC. NULL if they
---                        are infinite, or after the year 9999
+--                        the database's clock, valid_from and valid_until, in microseconds since 1970 UTC. NULL means
+--                        infinite, or after the year 9999
 CREATE FUNCTION rate_limit_policies(
     known bigint DEFAULT NULL, known_us bigint DEFAULT NULL,
     OUT version bigint, OUT changed_us bigint, OUT complete boolean, OUT clock_us bigint,
@@ -2816,7 +2821,7 @@ BEGIN
     ORDER BY h.version DESC LIMIT 1;
     version := coalesce(version, 0);
     changed_us := coalesce(changed_us, 0);
-    -- Read afterwards. Otherwise a policy that begins when it is written could seem to begin later.
+    -- Read the clock after the version. Otherwise a policy that begins when it is written could seem to begin later.
     clock := clock_timestamp();
     clock_us := (extract(epoch FROM clock) * 1000000)::bigint;
     complete := known IS NULL;
@@ -2824,12 +2829,13 @@ BEGIN
         RETURN NEXT;
         RETURN;
     END IF;
-    -- The known version may be older than the history, or may come from another database that this one replaces. And
-    -- nothing says whether the history still has the changes after version 0.
+    -- Return all policies if the history does not have the known change. The history may have been shortened, or the
+    -- database replaced. It never has version 0.
     complete := NOT EXISTS (
         SELECT FROM rate_limit_policy_history AS h
         WHERE h.version = known AND (known_us IS NULL OR (extract(epoch FROM h.at) * 1000000)::bigint = known_us));
-    -- When all rows are returned, those written by people come first, for processes that cannot keep all.
+    -- If all policies are returned, those that people wrote come first, because a process may not have room for all
+    -- policies.
     RETURN QUERY
     SELECT version, changed_us, complete, clock_us, c.id, p.id IS NULL,
         p.name, p.key, p.key_prefix, p.mode, p.policy,
@@ -2842,7 +2848,7 @@ BEGIN
         UNION ALL
         SELECT DISTINCT h.policy_id FROM rate_limit_policy_history AS h WHERE NOT complete AND h.version > known
     ) AS c
-    LEFT JOIN LATERAL ( -- each by the index, for any estimate of the planner
+    LEFT JOIN LATERAL ( -- the planner must use the index, whatever it estimates
         SELECT p.* FROM rate_limit_policy AS p WHERE p.id = c.id OFFSET 0
     ) AS p ON true
     ORDER BY p.automatic, p.valid_until DESC, c.id;
@@ -2853,13 +2859,13 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_policies IS
-    'Returns the policies that have changed since the version in known. NULL returns all. '
-    'Processes listen on the channel rate_limit, or ask again from time to time.
+    'Returns the policies that have changed since the version in known, or all policies if known is NULL. '
+    'Processes listen on the channel rate_limit, or call this from time to time.
 Example: SELECT * FROM rate_limit_policies()';
 
--- rate_limit_ban denies everything to a key for a time; see the comment on it below. If the key is already banned, that
--- ban stays unchanged. lock_timeout_ms is the longest wait for others who are changing policies; NULL keeps the
--- session's lock_timeout.
+-- rate_limit_ban denies all requests of a key for a time, as the COMMENT below explains. If the key is already banned,
+-- the ban does not change. lock_timeout_ms is how long to wait for other changes of policies. NULL keeps the session's
+-- lock_timeout.
 CREATE FUNCTION rate_limit_ban(
     name text, key text, first interval, longest interval, forgiven_after interval, comment text,
     lock_timeout_ms integer DEFAULT NULL, OUT ends timestamptz, OUT made boolean
@@ -2904,7 +2910,7 @@ BEGIN
     FROM rate_limit_policy AS p
     WHERE p.name = name COLLATE "C" AND p.key = key COLLATE "C" AND p.mode = 'deny' AND p.automatic
     ORDER BY p.valid_until DESC LIMIT 1;
-    -- In seconds, because days differ in length.
+    -- Compute in seconds, because days differ in length.
     lasts := CASE WHEN last.valid_until + forgiven_after > clock
             AND isfinite(last.valid_from) AND isfinite(last.valid_until)
         THEN greatest(least(
@@ -2912,8 +2918,8 @@ BEGIN
             first)
         ELSE first END;
     ends := clock + lasts;
-    -- Ended bans are kept until they are forgiven. Each new ban deletes some forgiven ones, so they do not accumulate.
-    -- It skips locked rows, because their holders may be waiting for this transaction.
+    -- Ended bans are kept until they are forgiven. Each new ban deletes some forgiven bans, so that they do not
+    -- accumulate. It skips locked rows, because the sessions that lock them may be waiting for this transaction.
     ended := ARRAY(
         SELECT p.id FROM rate_limit_policy AS p
         WHERE p.name = name COLLATE "C" AND p.automatic AND p.valid_until < clock - forgiven_after
@@ -2927,13 +2933,13 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_ban IS
-    'Denies everything to a key for the time first, or for twice the length of its last ban, but at most for longest. '
-    'If forgiven_after has passed since the last ban, the next one lasts for first again. '
-    'Returns when the ban ends, and whether it is a new one.
+    'Denies all requests of a key for the time first, or for twice the length of its last ban, at most for longest. '
+    'If forgiven_after has passed since the last ban, the next ban lasts for first again. '
+    'Returns when the ban ends, and whether it is new.
 Example: SELECT * FROM rate_limit_ban(''login'', ''user:123'', ''1 hour'', ''1 week'', ''1 day'', ''too many'')';
 
--- rate_limit_report adds a process's counts to rate_limit_shadow: at most 10^12 each. The arrays have an element for
--- each row. A row with a negative number is skipped.
+-- rate_limit_report adds a process's counts to rate_limit_shadow, at most 10^12 each. The arrays have an element for
+-- each row. Rows with a negative number are skipped.
 CREATE FUNCTION rate_limit_report(
     policy_ids bigint[], keys text[], decided bigint[], denied bigint[], would_deny bigint[]
 ) RETURNS void
@@ -2945,12 +2951,12 @@ AS $$
 #variable_conflict use_variable
 DECLARE
     clock timestamptz := clock_timestamp();
-    most CONSTANT bigint := 1000000000000; -- far more than a process can decide in the 10 seconds between reports
+    most CONSTANT bigint := 1000000000000; -- far more than a process can decide between two reports, in 10 seconds
     id bigint;
     surplus tid[];
 BEGIN
-    -- A session that changes a policy has locked its row, and deletes its counts. A report skips such a policy, and
-    -- does not wait for these sessions. So it cannot deadlock with them.
+    -- A session that changes a policy locks its row and then deletes its counts. A report skips locked policies instead
+    -- of waiting, so that it cannot deadlock with such a session.
     WITH policy AS MATERIALIZED (
         SELECT p.id FROM rate_limit_policy AS p
         WHERE p.id = ANY (policy_ids) AND p.mode = 'shadow'
@@ -2964,14 +2970,14 @@ BEGIN
         AND EXISTS (SELECT FROM policy AS p WHERE p.id = e.policy_id)
         AND octet_length(e.key) <= 512
     ORDER BY e.policy_id, e.key COLLATE "C"
-    -- Stop at the largest number, or one report could make all others fail.
+    -- The sums stop at the largest bigint. Otherwise one report could make all later reports fail.
     ON CONFLICT (policy_id, key) DO UPDATE SET
         decided = s.decided + least(excluded.decided, 9223372036854775807 - s.decided),
         denied = s.denied + least(excluded.denied, 9223372036854775807 - s.denied),
         would_deny = s.would_deny + least(excluded.would_deny, 9223372036854775807 - s.would_deny),
         last_at = excluded.last_at;
     FOR id IN SELECT DISTINCT e FROM unnest(policy_ids) AS e ORDER BY e LOOP
-        -- Later rows are already locked, so this waits for nobody.
+        -- Locking the surplus rows cannot cause a deadlock, because SKIP LOCKED does not wait.
         surplus := ARRAY(
             SELECT s.ctid FROM rate_limit_shadow AS s
             WHERE s.policy_id = id AND s.key IN (
@@ -2988,25 +2994,24 @@ COMMENT ON FUNCTION rate_limit_report IS
     'Adds a process''s counts to rate_limit_shadow. An empty key means all keys together.
 Example: SELECT rate_limit_report(ARRAY[1], ARRAY[''''], ARRAY[100], ARRAY[0], ARRAY[5])';
 
--- Who may call the functions, and what the functions use. They run with their owner's rights, so an application needs
--- only EXECUTE on them. In return, nobody has EXECUTE without a grant, and the functions never run anything that others
--- can create:
+-- This block sets the rights and settings of the functions. The functions have their owner's rights, so an application
+-- only needs EXECUTE on them. No role has EXECUTE without a grant. The functions never run code that other roles can
+-- create:
 --
---   - search_path is pg_catalog. Otherwise Postgres would prefer a function or operator that others create elsewhere
---     with exactly the argument types of a call to one of pg_catalog that needs a cast. (pg_temp is named last, because
---     otherwise it would come first.)
---   - Our own names have their schema. The schema is known only when this block runs, so it rewrites the bodies: each
---     rate_limit_ or _rate_limit_ in a body is the beginning of such a name. Calls of our own functions have all
+--   - search_path is pg_catalog. Otherwise another role could create a function or operator in another schema that has
+--     exactly the argument types of a call. Postgres would prefer it to a function of pg_catalog that needs a cast.
+--     (pg_temp comes last, because it would come first if it was not named.)
+--   - Names of the limiter's objects have their schema. Only this block knows the schema, so it inserts the schema
+--     before each rate_limit_ and _rate_limit_ in a function's body. Calls of the limiter's functions have all
 --     arguments, with exactly the right types.
 --
--- Plans do not depend on the session's settings either. JIT compilation would take longer than a decision. Without
--- index scans, TID scans and nested loops, Postgres would have to scan the whole table. (Each setting costs 0.1 us per
--- call.)
+-- Plans do not depend on the session's settings. Compiling with JIT would take longer than a decision. Without index
+-- scans, TID scans and nested loops, Postgres would scan the whole table. (Each setting costs 0.1 us per call.)
 --
--- The internal functions use their callers' settings, because settings of their own would cost time.
+-- The internal functions have no settings, because each would cost time. They run with the settings of their callers.
 --
--- A superuser may run this block, with a schema in search_path in which others can create. So until search_path is
--- pg_catalog, every name has its schema.
+-- A superuser may run this block, and search_path may have a schema where other roles can create objects. So every name
+-- has its schema until search_path is pg_catalog.
 DO $$
 DECLARE
     path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
@@ -3019,8 +3024,8 @@ DECLARE
     grantee pg_catalog.oid;
 BEGIN
     PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
-    PERFORM set_config('quote_all_identifiers', 'off', true); -- or definitions would be quoted differently
-    -- The schema's name is also put into comments, which a line break would end.
+    PERFORM set_config('quote_all_identifiers', 'off', true); -- otherwise more names may be quoted
+    -- Comments in the bodies get the schema's name too, and a line break in the name would end such a comment.
     IF strpos(schema, chr(10)) > 0 OR strpos(schema, chr(13)) > 0 THEN
         RAISE EXCEPTION 'the name of the schema has a line break'
             USING ERRCODE = 'invalid_schema_name', HINT = 'Rename the schema, or migrate into another one.';
@@ -3039,11 +3044,11 @@ BEGIN
                 'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report'))
     LOOP
         signature := fn.oid::regprocedure::text;
-        -- An earlier migration may have done it. (A twin may be the copy of a body that already has the schema's name.)
+        -- The body has the schema's name if an earlier migration, or the original of a twin, has got it.
         named := strpos(fn.prosrc, prefix) > 0 OR strpos(fn.prosrc, internal) > 0;
         IF NOT named OR fn.proacl IS NULL THEN
             EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', signature);
-            -- ALTER DEFAULT PRIVILEGES may have granted others EXECUTE.
+            -- Revoke EXECUTE from roles that ALTER DEFAULT PRIVILEGES has granted it to.
             FOR grantee IN
                 SELECT DISTINCT a.grantee FROM aclexplode(fn.proacl) AS a WHERE a.grantee NOT IN (0, fn.proowner)
             LOOP
@@ -3059,7 +3064,7 @@ BEGIN
             EXECUTE format('ALTER FUNCTION %s SET search_path = pg_catalog, pg_temp', signature);
             EXECUTE format('ALTER FUNCTION %s SET jit = off', signature);
         END IF;
-        -- This function checks whether rows exist itself, and does not leave that to an INSERT.
+        -- Functions with enable_seqscan = off search for rows by key or ctid.
         IF 'enable_seqscan=off' = ANY (fn.proconfig) THEN
             EXECUTE format('ALTER FUNCTION %s SET enable_indexscan = on', signature);
             EXECUTE format('ALTER FUNCTION %s SET enable_tidscan = on', signature);
@@ -3071,8 +3076,8 @@ $$;
 
 DROP FUNCTION IF EXISTS rate_limit_version;
 
--- The schema's version. internal/gensql puts the number of each migration here. Everybody may call it, so a role that
--- may only call the functions can see that no migration is missing.
+-- rate_limit_version returns the schema's version. internal/gensql writes the number of each migration into it. Every
+-- role may call it, so an application can check that no migration is missing.
 CREATE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT 2::bigint $$;
 COMMENT ON FUNCTION rate_limit_version() IS 'The number of the last migration that was applied.';
 GRANT EXECUTE ON FUNCTION rate_limit_version() TO PUBLIC;
@@ -3104,8 +3109,8 @@ DROP TYPE IF EXISTS rate_limit_row, rate_limit_decision;
 
 DROP FUNCTION IF EXISTS rate_limit_version;
 
--- The schema's version. internal/gensql puts the number of each migration here. Everybody may call it, so a role that
--- may only call the functions can see that no migration is missing.
+-- rate_limit_version returns the schema's version. internal/gensql writes the number of each migration into it. Every
+-- role may call it, so an application can check that no migration is missing.
 CREATE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT 1::bigint $$;
 COMMENT ON FUNCTION rate_limit_version() IS 'The number of the last migration that was applied.';
 GRANT EXECUTE ON FUNCTION rate_limit_version() TO PUBLIC;

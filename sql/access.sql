@@ -1,22 +1,21 @@
--- Who may call the functions, and what the functions use. They run with their owner's rights, so an application needs
--- only EXECUTE on them. In return, nobody has EXECUTE without a grant, and the functions never run anything that others
--- can create:
+-- This block sets the rights and settings of the functions. The functions have their owner's rights, so an application
+-- only needs EXECUTE on them. No role has EXECUTE without a grant. The functions never run code that other roles can
+-- create:
 --
---   - search_path is pg_catalog. Otherwise Postgres would prefer a function or operator that others create elsewhere
---     with exactly the argument types of a call to one of pg_catalog that needs a cast. (pg_temp is named last, because
---     otherwise it would come first.)
---   - Our own names have their schema. The schema is known only when this block runs, so it rewrites the bodies: each
---     rate_limit_ or _rate_limit_ in a body is the beginning of such a name. Calls of our own functions have all
+--   - search_path is pg_catalog. Otherwise another role could create a function or operator in another schema that has
+--     exactly the argument types of a call. Postgres would prefer it to a function of pg_catalog that needs a cast.
+--     (pg_temp comes last, because it would come first if it was not named.)
+--   - Names of the limiter's objects have their schema. Only this block knows the schema, so it inserts the schema
+--     before each rate_limit_ and _rate_limit_ in a function's body. Calls of the limiter's functions have all
 --     arguments, with exactly the right types.
 --
--- Plans do not depend on the session's settings either. JIT compilation would take longer than a decision. Without
--- index scans, TID scans and nested loops, Postgres would have to scan the whole table. (Each setting costs 0.1 us per
--- call.)
+-- Plans do not depend on the session's settings. Compiling with JIT would take longer than a decision. Without index
+-- scans, TID scans and nested loops, Postgres would scan the whole table. (Each setting costs 0.1 us per call.)
 --
--- The internal functions use their callers' settings, because settings of their own would cost time.
+-- The internal functions have no settings, because each would cost time. They run with the settings of their callers.
 --
--- A superuser may run this block, with a schema in search_path in which others can create. So until search_path is
--- pg_catalog, every name has its schema.
+-- A superuser may run this block, and search_path may have a schema where other roles can create objects. So every name
+-- has its schema until search_path is pg_catalog.
 DO $$
 DECLARE
     path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
@@ -29,8 +28,8 @@ DECLARE
     grantee pg_catalog.oid;
 BEGIN
     PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
-    PERFORM set_config('quote_all_identifiers', 'off', true); -- or definitions would be quoted differently
-    -- The schema's name is also put into comments, which a line break would end.
+    PERFORM set_config('quote_all_identifiers', 'off', true); -- otherwise more names may be quoted
+    -- Comments in the bodies get the schema's name too, and a line break in the name would end such a comment.
     IF strpos(schema, chr(10)) > 0 OR strpos(schema, chr(13)) > 0 THEN
         RAISE EXCEPTION 'the name of the schema has a line break'
             USING ERRCODE = 'invalid_schema_name', HINT = 'Rename the schema, or migrate into another one.';
@@ -49,11 +48,11 @@ BEGIN
                 'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report'))
     LOOP
         signature := fn.oid::regprocedure::text;
-        -- An earlier migration may have done it. (A twin may be the copy of a body that already has the schema's name.)
+        -- The body has the schema's name if an earlier migration, or the original of a twin, has got it.
         named := strpos(fn.prosrc, prefix) > 0 OR strpos(fn.prosrc, internal) > 0;
         IF NOT named OR fn.proacl IS NULL THEN
             EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', signature);
-            -- ALTER DEFAULT PRIVILEGES may have granted others EXECUTE.
+            -- Revoke EXECUTE from roles that ALTER DEFAULT PRIVILEGES has granted it to.
             FOR grantee IN
                 SELECT DISTINCT a.grantee FROM aclexplode(fn.proacl) AS a WHERE a.grantee NOT IN (0, fn.proowner)
             LOOP
@@ -69,7 +68,7 @@ BEGIN
             EXECUTE format('ALTER FUNCTION %s SET search_path = pg_catalog, pg_temp', signature);
             EXECUTE format('ALTER FUNCTION %s SET jit = off', signature);
         END IF;
-        -- This function checks whether rows exist itself, and does not leave that to an INSERT.
+        -- Functions with enable_seqscan = off search for rows by key or ctid.
         IF 'enable_seqscan=off' = ANY (fn.proconfig) THEN
             EXECUTE format('ALTER FUNCTION %s SET enable_indexscan = on', signature);
             EXECUTE format('ALTER FUNCTION %s SET enable_tidscan = on', signature);

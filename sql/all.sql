@@ -1,6 +1,7 @@
--- Code for all algorithms: the rules of each by its code, and rate_limit_all, which decides all kinds of requests.
+-- The functions for all algorithms. rate_limit_all can decide every kind of request.
 
--- Whether a policy is within the exact range; NULL if the algorithm is unknown.
+-- _rate_limit_valid tells whether a policy's numbers are in the range of exact arithmetic. It returns NULL if the
+-- algorithm is unknown.
 CREATE FUNCTION _rate_limit_valid(algorithm smallint, max_count bigint, span_us bigint, refill bigint, zone text)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE
@@ -10,7 +11,7 @@ RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
         WHEN algorithm = 5 THEN _rate_limit_valid_calendar(max_count, span_us, zone) END
 $$;
 
--- The decision about a row, by its algorithm. See _rate_limit_fixed.
+-- _rate_limit_step decides requests for a row with the row's algorithm. _rate_limit_fixed explains the arguments.
 CREATE FUNCTION _rate_limit_step(
     s rate_limit_row, algorithm smallint, clock bigint, cost bigint, asked bigint, most bigint,
     max_count bigint, span_us bigint, refill bigint, zone text
@@ -23,8 +24,8 @@ CREATE FUNCTION _rate_limit_step(
         WHEN 5 THEN _rate_limit_calendar(s, clock, cost, asked, most, max_count, span_us, zone) END
 $$;
 
--- _rate_limit_check refuses invalid arguments of rate_limit_all. It returns whether the parts are in the order of
--- locking, and each has its own row.
+-- _rate_limit_check raises an error if arguments of rate_limit_all are invalid. It returns whether the parts are in the
+-- order of locking and no two parts have the same row.
 CREATE FUNCTION _rate_limit_check(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[], limits bigint[],
     spans_us bigint[], refills bigint[], zones text[], costs bigint[], counts bigint[], taken_in bigint[],
@@ -33,7 +34,7 @@ CREATE FUNCTION _rate_limit_check(
 #variable_conflict use_variable
 DECLARE
     n CONSTANT integer := cardinality(keys);
-    -- All costs are above 0, and are counted from 1.
+    -- Check that all costs are above 0, and that the array begins at 1.
     takes CONSTANT boolean := costs IS NULL OR costs[1] > 0 AND costs[n] > 0 AND 0 < ALL (costs);
     in_order boolean := true;
     algorithm smallint;
@@ -62,14 +63,14 @@ BEGIN
             OR (durables[part - 1], -octet_length(keys[part - 1]), keys[part - 1] COLLATE "C",
                     names[part - 1] COLLATE "C")
                 < (durables[part], -octet_length(keys[part]), keys[part] COLLATE "C", names[part] COLLATE "C"));
-        algorithm := algorithms[part]; -- a variable costs less than an element that is used several times
+        algorithm := algorithms[part]; -- a variable costs less than an array element that is used several times
         max_count := limits[part];
         span_us := spans_us[part];
         refill := refills[part];
         IF zones IS NOT NULL THEN
             zone := zones[part];
             IF algorithm = 5 AND _rate_limit_valid_calendar(1::bigint, 60000000::bigint, zone) THEN
-                PERFORM timestamptz 'epoch' AT TIME ZONE zone; -- or the server does not know the zone
+                PERFORM timestamptz 'epoch' AT TIME ZONE zone; -- raises an error if the server does not know the zone
             END IF;
         END IF;
         wrong := CASE
@@ -111,8 +112,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_rows returns the rows of the parts in the order of locking, each row once: ephemeral rows before durable
--- ones, then longer keys first, then by key and name. part_of is one part of each row, and row_of the row of each part.
+-- _rate_limit_rows returns each row of the parts once, in the order of locking: ephemeral rows before durable rows,
+-- then longer keys first, then by key and name. part_of has a part of each row, and row_of has the row of each part.
 CREATE FUNCTION _rate_limit_rows(
     requests integer[], names text[], keys text[], durables boolean[], OUT part_of integer[], OUT row_of integer[]
 ) LANGUAGE plpgsql AS $$
@@ -139,8 +140,8 @@ BEGIN
 END
 $$;
 
--- This is for requests with skip_held. _rate_limit_try_to_make makes a row, but gives up if another transaction has
--- been making it for lock_timeout. Such a row is not visible, so the only way is to wait for it.
+-- _rate_limit_try_to_make makes a row for requests with skip_held. It returns false if another transaction is making
+-- the row, and does not end within lock_timeout. SKIP LOCKED cannot skip such a row, because it is not visible yet.
 CREATE FUNCTION _rate_limit_try_to_make(name text, key text, durable boolean) RETURNS boolean LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 BEGIN
@@ -155,7 +156,8 @@ EXCEPTION WHEN lock_not_available THEN
 END
 $$;
 
--- _rate_limit_holder returns the transaction that has locked a row, or NULL if none is visible.
+-- _rate_limit_holder returns the id of the transaction that has locked a row. It returns NULL if no such transaction is
+-- visible.
 CREATE FUNCTION _rate_limit_holder(name text, key text, durable boolean) RETURNS bigint LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 BEGIN
@@ -166,7 +168,7 @@ BEGIN
 END
 $$;
 
--- _rate_limit_look reads a row without a lock. It is STABLE, so it sees the same as the calling statement.
+-- _rate_limit_look reads a row without a lock. It is STABLE, so that it sees the same data as the calling statement.
 CREATE FUNCTION _rate_limit_look(name text, key text, durable boolean) RETURNS rate_limit_row
 LANGUAGE plpgsql STABLE AS $$
 #variable_conflict use_variable
@@ -188,58 +190,57 @@ BEGIN
 END
 $$;
 
--- rate_limit_all decides everything. A request may have several parts, such as one for an address, one for a user and
--- one for all users. A request takes from all of its parts or from none. The parts may have different limiters, keys,
--- algorithms, costs and tables.
+-- rate_limit_all decides every kind of request. A request can have several parts, such as a limit for an address, a
+-- limit for a user, and a limit for all users. A request takes from all of its parts or from none. The parts can have
+-- different limiters, keys, algorithms, costs and tables.
 --
 --   requests            the request of each part, in ascending order
---   names, keys         the limiter and the key of each part. A request may name the same row only once
---   durables            true for a row in rate_limit_durable, false for one in rate_limit_ephemeral
+--   names, keys         the limiter and the key of each part. All parts of a request must have different rows
+--   durables            true for a row in rate_limit_durable, false for a row in rate_limit_ephemeral
 --   algorithms          1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window
---   limits              max_count of a window, capacity of a bucket
---   spans_us            window_us of a window, also of a calendar window; every_us of a bucket
+--   limits              max_count of a window, or capacity of a bucket
+--   spans_us            window_us of a window, or every_us of a bucket
 --   refills             refill of a bucket
---   costs               cost of each part; NULL means 1 each. If all costs are 0, nothing is taken, and granted
---                       tells whether a cost of 1 would fit. A cost above the limit is denied with a retry_after_us of
---                       NULL, which means never. Costs below 0 are a refund to all parts of a request, or a grant of
---                       credit above the limit, up to 2^61 for each part: see taken_in
---   counts              how many such requests to decide, the same for all parts of a request; NULL means 1 each
---   lock_timeout_ms     as in the rate_limit_take_ functions, like the next one
---   synchronous_commit
---   now                 replaces the clock, for tests
+--   costs               the cost of each part; NULL means 1 for each part. If all costs are 0, nothing is taken, and
+--                       retry_after_us is 0 if a cost of 1 would fit. A cost above the limit is denied with a
+--                       retry_after_us of NULL, which means never. Costs below 0 are a refund to all parts of a request
+--                       or a grant of credit above the limit, up to 2^61 for each part: see taken_in
+--   counts              the number of such requests, the same for all parts of a request; NULL means 1 for each part
+--   lock_timeout_ms, synchronous_commit
+--                       as in rate_limit_take_sliding_window
+--   now                 the time in tests; otherwise NULL
 --   taken_since, taken_in, taken_at, taken_spent
---                       the take that costs below 0 give back: the values that its decisions returned. If taken_in of
---                       its first part is NULL, the request grants credit
---   skip_held           whether to skip requests with a row that another transaction has locked or is making, and
---                       decide only the others. A row that is being made is not visible, so the call waits for it for
---                       up to lock_timeout_ms. After five such waits, it also skips requests for all other missing rows
---   zones               time zone of each part that is a calendar window; NULL means UTC for each
---   leased              for a take from a token bucket, how many of its last units will be spent later; see Lease in
+--                       for a refund, the values that the decisions about the take returned. If taken_in of a request's
+--                       first part is NULL, the request grants credit
+--   skip_held           whether to decide only requests whose rows no other transaction has locked or is making. A row
+--                       that is being made is not visible, so the call waits for it for up to lock_timeout_ms. After
+--                       five such waits, the call also skips requests for all other missing rows
+--   zones               the time zone of each part that is a calendar window; NULL means UTC for each part
+--   leased              for a take from a token bucket, how many of the last units will be spent later: see Lease in
 --                       lease.go. For a refund, how many units the lease no longer holds. A bucket keeps room for its
 --                       leases: see TokenBucket.leased in internal/model
 --
--- It returns a row for each part. granted is the request's. retry_after_us is 0 for a part with room for one more
--- request. So the parts that denied are those with another retry_after_us. The request fits after the longest of these.
--- For a skipped request it returns a row for each part: A part whose row is held has a granted of -2. In place of
--- remaining it has the transaction that locked the row, or 0 if the row is being made. A part whose row is not held has
--- a granted of NULL. If a part's row is missing and this call did not try to make it, there is no row for the part.
+-- The result has a row for each part. granted is the number of granted requests. retry_after_us is 0 if the part has
+-- room for another request. So the parts with another retry_after_us have denied the request, which fits after the
+-- longest of them. A skipped request has a row for each part: if another transaction has locked the part's row, granted
+-- is -2, and remaining is the transaction's id, or 0 if the row is being made. If the part's row is not locked, granted
+-- is NULL. If the part's row is missing and this call did not try to make it, the result has no row for the part.
 --
--- The five steps: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
+-- The five steps are: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
 --
--- A denial must write nothing. So rows are first only locked. If one is missing, all rows are read without locks.
--- Requests that the visible rows deny are denied, and make no row. (A request for one row that can fit is always
--- decided with a lock.) Then the rows of the other requests are made and locked.
+-- A denial must write nothing. So the first pass only locks rows. If a row is missing, it reads all other rows without
+-- locks, and denies the requests that the visible rows deny. (A request for a single row whose cost is not above the
+-- limit is always decided with a lock.) The second pass makes and locks the rows of all other requests.
 --
--- There are no deadlocks, because all calls lock rows in the same order, and making a row also locks it: ephemeral rows
--- before durable ones, then longer keys first, then by key and name. (Longer keys come first because a shared key is
--- usually short, and is best held briefly.) The loop over rows follows this order. The first pass stops at the first
--- missing row. Reading the rows locks nothing. The second pass continues from there. It makes and locks each row before
--- it touches the next one. So a call only waits for rows that come after all the rows that it has locked. If a sweeper
--- deletes a row between the two statements, the row is made again in its turn, before anything after it. Several calls
--- in one transaction can deadlock, as with any locks. Make one call for all keys, or sort the keys.
+-- All calls lock rows in the same order, so they cannot deadlock: ephemeral rows before durable rows, then longer keys
+-- first, then by key and name. (A key that many requests share is usually short, and is best locked briefly.) Making a
+-- row also locks it. The first pass stops at the first missing row, and the second pass continues there. It makes and
+-- locks a row before it goes on to the next row. So a call only waits for rows that come after all rows that it has
+-- locked. If a sweeper deletes a row between the two statements, the row is made again before any later row. Several
+-- calls in one transaction can deadlock, like all locks. Make one call for all keys, or sort the keys.
 --
--- A refund makes no row if none of its rows exists. If one exists, it makes the missing ones. Otherwise a refund of a
--- take that has just made the rows could reach some of its limits and not the others.
+-- A refund makes no row if all of its rows are missing. If one exists, it makes the others. Otherwise the refund of a
+-- take that has just made its rows could reach only some of its limits.
 CREATE FUNCTION rate_limit_all(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[],
     limits bigint[], spans_us bigint[], refills bigint[],
@@ -251,30 +252,30 @@ CREATE FUNCTION rate_limit_all(
 ) RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statements
 SET enable_nestloop = on
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+SET enable_seqscan = off -- a plan must not depend on the table's size when it was made
 AS $$
 #variable_conflict use_variable
 DECLARE
     parts CONSTANT integer := cardinality(keys);
-    -- A cost above the limit never fits, so nothing needs to be locked.
+    -- A cost above the limit never fits, so no row must be locked.
     looks CONSTANT boolean := coalesce(0 = ALL (costs) OR parts = 1 AND costs[1] > limits[1], false);
-    -- When the waits for all rows together have taken too long.
+    -- The time when the waits for all rows have taken too long.
     give_up CONSTANT timestamptz := CASE WHEN lock_timeout_ms > 0
         THEN clock_timestamp() + lock_timeout_ms * interval '25 ms' ELSE 'infinity' END;
     ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
-    locking boolean := NOT looks; -- or only looking
-    making boolean := false;      -- missing rows, too
-    part_of integer[];            -- one part of each row, in the order of locking
+    locking boolean := NOT looks; -- whether this pass locks rows; otherwise it only reads them
+    making boolean := false;      -- whether this pass also makes missing rows
+    part_of integer[];            -- a part of each row, in the order of locking
     row_of integer[];             -- the row of each part
-    rows rate_limit_row[];        -- as found, or as they will be written
-    locked integer := 0;          -- how many of them are locked, in sequence
-    needed boolean[];             -- which of them to lock
+    rows rate_limit_row[];        -- the rows as they were found, or as they will be written
+    locked integer := 0;          -- the number of rows that are locked, from the first on
+    needed boolean[];             -- whether to lock each row
     holders bigint[];             -- who holds a skipped row: a transaction, 0 if the row is just being
                                   -- made, or -1 if it is missing and this call did not try to make it
-    waits integer := 0;           -- how many waits for rows being made have failed
-    told boolean[];               -- for each part, whether its request has been answered
+    waits integer := 0;           -- how many waits for rows that are being made have failed
+    told boolean[];               -- whether each part's request has been answered
     steps rate_limit_row[];       -- the next state of each part's row
     s rate_limit_row;
     part integer;
@@ -290,8 +291,8 @@ DECLARE
     max_count bigint;
     span_us bigint;
     granted bigint;
-    gives boolean;                -- the request is a refund or a grant
-    undecided boolean;            -- the visible rows do not deny it, or it shares a row with such a request
+    gives boolean;                -- whether the request is a refund or a grant
+    undecided boolean;            -- whether the request may still be granted, so that its rows must be locked
     lent bigint;
     writes boolean := false;
 BEGIN
@@ -341,7 +342,7 @@ BEGIN
                     ON CONFLICT DO NOTHING;
                 END IF;
 
-                -- 2. Lock it, or skip it.
+                -- 2. Lock the row, or skip it.
                 IF NOT skip_held AND durables[part] THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log,
@@ -378,7 +379,7 @@ BEGIN
                     USING ERRCODE = 'object_not_in_prerequisite_state',
                         HINT = 'Something deletes rows of this transaction, or keeps them from being made: a trigger?';
             END IF;
-            IF holders[i] IS NULL THEN -- otherwise s is another row
+            IF holders[i] IS NULL THEN -- if a holder was found, s is the previous row
                 rows[i] := s;
             END IF;
             IF NOT making THEN
@@ -392,7 +393,7 @@ BEGIN
             locking := false;
         END IF;
         IF NOT locking THEN
-            -- Read the others. One statement sees them all at the same moment.
+            -- Read the other rows. One statement sees all of them at the same moment.
             rows[locked + 1:cardinality(part_of)] := ARRAY(
                 SELECT _rate_limit_look(names[e.part], keys[e.part], durables[e.part])
                 FROM unnest(part_of) WITH ORDINALITY AS e (part, place)
@@ -401,8 +402,8 @@ BEGIN
         END IF;
         needed := array_fill(false, ARRAY[cardinality(part_of)]);
 
-        -- 3. Read the clock once all locks are held. An earlier reading could be older than a row that this call waited
-        --    for.
+        -- 3. Read the clock after locking all rows. An earlier reading could be older than a row that this call waited
+        -- for.
         decided_at := coalesce(now, clock_timestamp());
         clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
 
@@ -436,24 +437,24 @@ BEGIN
                 CONTINUE;
             END IF;
 
-            -- Find how many requests fit into each part. If there are several parts, grant as many as fit into all of
-            -- them.
+            -- Find how many requests fit into each part. If there are several parts, grant the number that fits into
+            -- all parts.
             most := CASE WHEN gives OR costs[from_part] <> 0 THEN asked ELSE 0 END;
             FOR pass IN 1 .. 2 LOOP
                 granted := most;
                 FOR i IN from_part .. to_part LOOP
-                    CONTINUE WHEN (steps[i]).granted = most; -- in the second pass: this part stays the same
+                    CONTINUE WHEN (steps[i]).granted = most; -- in the second pass, this part does not change
                     cost := costs[i];
                     max_count := limits[i];
                     span_us := spans_us[i];
                     s := rows[row_of[i]];
-                    IF s.algorithm IS DISTINCT FROM algorithms[i] THEN -- another algorithm's row counts as no row
+                    IF s.algorithm IS DISTINCT FROM algorithms[i] THEN -- a row of another algorithm counts as no row
                         s := _rate_limit_no_row(s.tid, algorithms[i]);
                     END IF;
                     IF gives THEN
                         undecided := undecided OR taken_in[from_part] IS NULL OR s.tid IS NOT NULL;
                         s := _rate_limit_give(s, algorithms[i], clock,
-                            -- This divides, because the product could overflow.
+                            -- The comparison divides, because the product could overflow.
                             CASE WHEN asked > -(9223372036854775807 / cost) THEN 9223372036854775807
                                 ELSE -asked * cost END, taken_in[from_part] IS NULL, leased[i],
                             taken_since[i], taken_in[i], taken_at[i], taken_spent[i],
@@ -482,7 +483,7 @@ BEGIN
                     CONTINUE;
                 END IF;
                 s := steps[i];
-                IF leased[i] > 0 AND algorithms[i] = 3 AND NOT gives THEN -- the decision has the units leased before
+                IF leased[i] > 0 AND algorithms[i] = 3 AND NOT gives THEN -- return the leases before this take
                     lent := least(leased[i] / costs[i] - (asked - granted), granted);
                     steps[i].told_log := s.log;
                     s.log := _rate_limit_bucket_lend(s, lent * costs[i]);
@@ -540,7 +541,7 @@ COMMENT ON FUNCTION rate_limit_all IS
     'with its place, ord, and granted (how many of the requests), remaining, retry_after_us, reset_after_us, '
     'decided_at, and the state of the key. '
     'A denial is a row with granted = 0, never an error, and takes nothing. '
-    'What is taken commits or rolls back with the transaction. sql/all.sql explains every parameter.
+    'The take commits or rolls back with the transaction. sql/all.sql explains every parameter.
 Example: SELECT * FROM rate_limit_all(ARRAY[1, 1], ARRAY[''address'', ''user''], '
     'ARRAY[''192.0.2.1'', ''user:123''], ARRAY[false, false], ARRAY[2, 3]::smallint[], '
     'ARRAY[100, 20], ARRAY[60000000, 10000000], ARRAY[0, 5]) '

@@ -1,7 +1,7 @@
--- Functions for people and triggers. Other languages call them too, except for many keys at once.
+-- Functions for people, triggers and programs in other languages.
 
--- _rate_limit_ask decides, or only looks if cost is 0. If policy is NULL, the row of rate_limit_policy that is in force
--- decides. Texts are compared with the tables' collation, not the caller's.
+-- _rate_limit_ask decides a request. If cost is 0, it takes nothing. If policy is NULL, the row of rate_limit_policy
+-- that is in force for the key decides. Texts are compared with the tables' collation, not with the caller's.
 CREATE FUNCTION _rate_limit_ask(
     name text, key text, policy text, cost bigint, durable boolean,
     OUT allowed boolean, OUT remaining bigint, OUT retry_after interval, OUT reset_after interval,
@@ -10,16 +10,16 @@ CREATE FUNCTION _rate_limit_ask(
 #variable_conflict use_variable
 DECLARE
     clock timestamptz;
-    mode text;        -- the mode of the deciding row of rate_limit_policy
+    mode text;        -- the mode of the row of rate_limit_policy that decides
     until timestamptz;
     p record;
     n integer;
-    names text[]; -- the rows' names: the second policy's has the suffix /2, and so on
+    names text[]; -- the names in the rows of the policy's parts: name, name/2, name/3 and so on
 BEGIN
     IF policy IS NULL THEN
         clock := clock_timestamp();
         FOR mode, policy, until IN
-            -- The modes off and deny read no row, with any policy.
+            -- The modes off and deny need no policy, so any policy is good.
             SELECT r.mode, CASE r.mode WHEN 'enforce' THEN r.policy ELSE 'fixed 1/1s' END, r.valid_until
             FROM rate_limit_policy AS r
             WHERE r.name = name AND r.valid_from <= clock AND r.valid_until > clock
@@ -30,14 +30,15 @@ BEGIN
             BEGIN
                 SELECT * INTO p FROM _rate_limit_read_policy(policy);
                 EXIT;
-            EXCEPTION WHEN invalid_parameter_value THEN -- it was written without the triggers; limiters ignore it too
+            EXCEPTION WHEN invalid_parameter_value THEN -- the row was written without triggers; limiters also ignore it
                 policy := NULL;
             END;
         END LOOP;
-        IF policy IS NULL AND name <> '' AND key <> '' THEN -- other names and keys are refused below
+        IF policy IS NULL AND name <> '' AND key <> '' THEN -- invalid names and keys raise an error below
             RAISE EXCEPTION 'rate_limit: no policy is given, and none is in force for the key'
                 USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
-                    -- A literal must not contain one of our names, because access.sql would put the schema before it.
+                    -- A literal must not contain the name of a table, because access.sql would insert the schema into
+                    -- it.
                     HINT = 'Pass a policy, such as ''sliding 10/1m'', or set one for everybody: INSERT INTO rate_limit'
                         '_policy (name, policy, comment) VALUES (<name>, ''sliding 10/1m'', <why>).';
         END IF;
@@ -100,24 +101,24 @@ BEGIN
 END
 $$;
 
-COMMENT ON FUNCTION rate_limit_allow IS 'Takes cost from a key''s limit if that fits, or nothing.
+COMMENT ON FUNCTION rate_limit_allow IS 'Takes cost from a key''s limit if it fits, or takes nothing.
 Example: SELECT * FROM rate_limit_allow(''login'', ''user:123'', ''sliding 10/1m'')
-  name         the limiter, which keeps its keys apart from those of others
+  name         the limiter. Limiters with different names do not share rows
   key          who is limited
   policy       fixed 100/1m, sliding 100/1m, bucket 20 5/10s, log 100/1m, every 1000/month Europe/Berlin -
-               with commas between them, all of them. Durations: 10s, 1m, 1h30m, 30d. Windows of
-               the calendar: minute, hour, day, week, month; without a time zone, of UTC.
-               Left out or NULL: that of rate_limit_policy that is in force for the key
+               or several of these with commas, which must all fit. Durations: 10s, 1m, 1h30m, 30d.
+               Calendar windows: minute, hour, day, week, month. The default time zone is UTC.
+               NULL (the default) is the policy in rate_limit_policy that is in force for the key
   durable      whether to keep the limit in rate_limit_durable, which survives a crash
 It returns
-  allowed      whether it fitted. A denial takes nothing
+  allowed      whether cost fitted. A denial takes nothing
   remaining    the largest cost that would be allowed next
-  retry_after  how long until the same cost fits, if nobody else takes. 0 if allowed
+  retry_after  how long until the same cost fits, if no other call takes. 0 if allowed
   reset_after  how long until the key is as good as new
-  retry_after_seconds  retry_after as a number, rounded up, for a header Retry-After. At most 2147483647
-What is taken is kept or given back with the transaction.
-Until that ends, others who ask for the key wait.
-A transaction that asks for several keys asks in a fixed order, or two of them can deadlock.';
+  retry_after_seconds  retry_after in seconds, rounded up, for a header Retry-After. At most 2147483647
+The take commits or rolls back with the transaction.
+Until the transaction ends, other calls for the key wait.
+A transaction that calls this for several keys must do so in a fixed order, because two transactions can deadlock.';
 
 CREATE FUNCTION rate_limit_peek(
     name text, key text, policy text DEFAULT NULL, durable boolean DEFAULT false,

@@ -1,7 +1,8 @@
--- The calendar window. calendar.go defines it. These functions are tested against the model in
+-- Calendar windows. calendar.go defines them. Tests compare these functions with the model in
 -- internal/model/calendar.go.
 
--- Whether a policy is within the exact range. Whether the server knows the zone is not checked here.
+-- _rate_limit_valid_calendar tells whether the numbers of a calendar window are in the range of exact arithmetic, and
+-- whether zone looks like a time zone.
 CREATE FUNCTION _rate_limit_valid_calendar(max_count bigint, window_us bigint, zone text)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT max_count BETWEEN 1 AND 4611686018427387904
@@ -11,8 +12,8 @@ RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
         AND zone COLLATE "C" !~* '^(right|posix)/'
 $$;
 
--- _rate_limit_window_end returns the end of the window at a time: the beginning of the next one, by date_trunc. Clocks
--- change only at whole seconds, so it takes whole seconds.
+-- _rate_limit_window_end returns the end of the calendar window at the time clock, by date_trunc. It uses whole
+-- seconds, because time zones change their offset at whole seconds.
 CREATE FUNCTION _rate_limit_window_end(clock bigint, window_us bigint, zone text)
 RETURNS bigint LANGUAGE plpgsql STABLE AS $$
 #variable_conflict use_variable
@@ -21,9 +22,9 @@ DECLARE
         WHEN 86400000000 THEN 'day' WHEN 604800000000 THEN 'week' ELSE 'month' END;
     instant CONSTANT timestamptz := timestamptz 'epoch' + clock / 1000000 * interval '1 second';
     begins CONSTANT timestamptz := date_trunc(unit, instant, zone);
-    -- First find a time in the next window. Windows of days and more differ in length by less than half a window. For
-    -- hours and minutes, the next window begins where date_trunc changes. That is within a window only if clocks change
-    -- there.
+    -- date_trunc of a time in the next window is the end of this window. Windows of days and more differ in length by
+    -- less than half a window. A window of an hour or a minute is only shorter than its unit if the offset changes in
+    -- it.
     later CONSTANT timestamptz := begins
         + CASE WHEN window_us < 86400000000 THEN window_us - 1000000 ELSE window_us / 2 * 3 END
             * interval '1 microsecond';
@@ -43,19 +44,19 @@ BEGIN
 END
 $$;
 
--- _rate_limit_calendar decides about a row, with arguments like _rate_limit_fixed. scale is the length of the row's
--- window.
+-- _rate_limit_calendar decides requests for a row. _rate_limit_fixed explains the arguments. scale is the length of the
+-- row's window.
 CREATE FUNCTION _rate_limit_calendar(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint,
     zone text
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
-    t bigint;                -- the clock, or the row's own time if it is later
-    moved boolean := false;  -- the clock jumped back, and so the row was moved back
+    t bigint;                -- the later time of clock and window_start
+    moved boolean := false;  -- whether the clock was set back, so that the row's times were set back too
     room bigint;
     ends bigint;
 BEGIN
-    IF s.scale > 2 * window_us THEN -- it counts a longer unit's window
+    IF s.scale > 2 * window_us THEN -- the row counts a window of a longer unit
         s.count := 0;
     END IF;
     IF clock >= s.expires_at OR s.count = 0 AND s.credit = 0 THEN -- as good as new
@@ -63,14 +64,14 @@ BEGIN
         s.credit := 0;
         s.window_start := clock;
         s.since := NULL;
-    ELSIF s.window_start - clock > window_us THEN -- keep the usage, from now on
+    ELSIF s.window_start - clock > window_us THEN -- the clock was set back, so the usage counts from now on
         s.window_start := clock;
         s.scale := window_us;
         s.expires_at := clock + CASE WHEN s.credit > 0 THEN 2 ELSE 1 END * window_us;
         moved := true;
     END IF;
     t := greatest(clock, s.window_start);
-    IF s.count = 0 OR t - s.window_start >= s.scale THEN -- a window begins
+    IF s.count = 0 OR t - s.window_start >= s.scale THEN -- a new window begins
         s.count := 0;
         s.window_start := t;
         s.scale := _rate_limit_window_end(t, window_us, zone) - t;
@@ -94,7 +95,7 @@ BEGIN
         WHEN s.remaining >= greatest(cost, 1) THEN 0
         ELSE ends - clock END;
     s.reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at WHEN s.count > 0 THEN ends ELSE clock END - clock;
-    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes nothing else
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes a moved row
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;
@@ -102,7 +103,8 @@ BEGIN
 END
 $$;
 
--- Whether units fit into a row at this time and for another 10 ms: into its window, or into a new one.
+-- _rate_limit_calendar_fits tells whether a row has room for units during the next 10 ms, in its window or in a new
+-- window.
 CREATE FUNCTION _rate_limit_calendar_fits(
     algorithm smallint, count bigint, window_start bigint, scale bigint, expires_at bigint, since bigint,
     units bigint, clock bigint, max_count bigint, window_us bigint
@@ -113,7 +115,7 @@ CREATE FUNCTION _rate_limit_calendar_fits(
                 AND units <= max_count - count)
 $$;
 
--- Parameters and result are those of rate_limit_take_sliding_window, except:
+-- rate_limit_take_calendar_window has the parameters and the result of rate_limit_take_sliding_window, except:
 --
 --   max_count  the limit, in units of cost, at most 2^62
 --   window_us  60000000 for windows of a minute, 3600000000 for an hour, 86400000000 for a day, 604800000000 for a
@@ -126,22 +128,22 @@ CREATE FUNCTION rate_limit_take_calendar_window(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statement
 AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text;
     clock bigint;
     window_end bigint; -- the end of a window that begins now; NULL if the policy is invalid
-    lasts boolean;     -- the window does not end within 10 ms, as the rules for an existing row require
-    units bigint;      -- the units for the only key; NULL if something is invalid
-    units_of bigint[]; -- the units for each of several keys
+    lasts boolean;     -- whether a new window lasts longer than 10 ms: see _rate_limit_calendar_fits
+    units bigint;      -- the cost of all requests for the only key; NULL if an argument is invalid
+    units_of bigint[]; -- the cost of all requests for each of several keys
     taken_keys text[];
     taken bigint[];
 BEGIN
     IF durable THEN
         RETURN _rate_limit_take_calendar_window_durable(name, keys, max_count, window_us, zone, costs, counts, false,
-            lock_timeout_ms, synchronous_commit, now_us); -- the same for rate_limit_durable; see twins.sql
+            lock_timeout_ms, synchronous_commit, now_us); -- twins.sql makes this function
     END IF;
     ignored := _rate_limit_set(lock_timeout_ms, synchronous_commit);
     clock := _rate_limit_now(now_us);
@@ -205,7 +207,7 @@ $$;
 COMMENT ON FUNCTION rate_limit_take_calendar_window IS
     'Takes from the minutes, hours, days, weeks or months of a time zone, '
     'each of which admits max_count.
-It takes the costs and counts of each key, or denies them, '
-    'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
+It takes the costs and counts of each key or denies them, '
+    'and returns numbers for programs, which sql/sliding.sql explains. People call rate_limit_allow.
 Example: SELECT rate_limit_take_calendar_window(''mail'', ARRAY[''user:123''], 1000, 2678400000000, ''Europe/Berlin'') '
     'takes one of 1000 a month.';

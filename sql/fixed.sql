@@ -1,21 +1,21 @@
--- The fixed window. fixed.go defines it. These functions are tested against the model in internal/model/fixed.go.
+-- Fixed windows. fixed.go defines them. Tests compare these functions with the model in internal/model/fixed.go.
 
--- Whether a policy is within the exact range; also for a sliding window.
+-- _rate_limit_valid_window tells whether the numbers of a fixed or sliding window are in the range of exact arithmetic.
 CREATE FUNCTION _rate_limit_valid_window(max_count bigint, window_us bigint)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
         AND max_count <= 4611686018427387904 / window_us
 $$;
 
--- _rate_limit_fixed decides about a row. s is the row as found. It is returned rolled forward to the clock, with the
--- granted units taken. It grants at most most requests, because other parts of these requests have no room for more. A
--- cost of 0 only looks.
+-- _rate_limit_fixed decides requests of a cost for the row s. It returns the row at the time clock, with the granted
+-- units taken. asked is the number of requests. It grants at most most of them, because other rows have no room for
+-- more. If cost is 0, it takes nothing.
 CREATE FUNCTION _rate_limit_fixed(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
-    t bigint;                -- the clock, or the row's own time if it is later
-    moved boolean := false;  -- the clock jumped back, and so the row was moved back
+    t bigint;                -- the later time of clock and window_start
+    moved boolean := false;  -- whether the clock was set back, so that the row's times were set back too
     room bigint;
     ends bigint;
 BEGIN
@@ -24,13 +24,13 @@ BEGIN
         s.credit := 0;
         s.window_start := clock;
         s.since := NULL;
-    ELSIF s.window_start - clock > window_us THEN -- keep the usage, from now on
+    ELSIF s.window_start - clock > window_us THEN -- the clock was set back, so the usage counts from now on
         s.window_start := clock;
         s.expires_at := clock + window_us;
         moved := true;
     END IF;
     t := greatest(clock, s.window_start);
-    IF s.count = 0 OR t - s.window_start >= window_us THEN -- a window begins
+    IF s.count = 0 OR t - s.window_start >= window_us THEN -- a new window begins
         s.count := 0;
         s.window_start := t;
         s.since := CASE WHEN s.credit > 0 THEN s.since END;
@@ -53,7 +53,7 @@ BEGIN
         WHEN s.remaining >= greatest(cost, 1) THEN 0
         ELSE ends - clock END;
     s.reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at WHEN s.count > 0 THEN ends ELSE clock END - clock;
-    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes nothing else
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes a moved row
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;
@@ -61,7 +61,8 @@ BEGIN
 END
 $$;
 
--- Whether units fit into a row at this time and for another 10 ms: into its window, or into a new one.
+-- _rate_limit_fixed_fits tells whether a row has room for units during the next 10 ms, in its window or in a new
+-- window.
 CREATE FUNCTION _rate_limit_fixed_fits(
     algorithm smallint, count bigint, window_start bigint, expires_at bigint, since bigint,
     units bigint, clock bigint, max_count bigint, window_us bigint
@@ -71,7 +72,7 @@ CREATE FUNCTION _rate_limit_fixed_fits(
             OR clock + 10000 < expires_at AND expires_at = window_start + window_us AND units <= max_count - count)
 $$;
 
--- Parameters and result are those of rate_limit_take_sliding_window.
+-- rate_limit_take_fixed_window has the parameters and the result of rate_limit_take_sliding_window.
 CREATE FUNCTION rate_limit_take_fixed_window(
     name text, keys text[], max_count bigint, window_us bigint,
     costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
@@ -79,21 +80,21 @@ CREATE FUNCTION rate_limit_take_fixed_window(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statement
 AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text;
     clock bigint;
     valid boolean;     -- whether the policy is valid
-    units bigint;      -- the units for the only key; NULL if something is invalid
-    units_of bigint[]; -- the units for each of several keys
+    units bigint;      -- the cost of all requests for the only key; NULL if an argument is invalid
+    units_of bigint[]; -- the cost of all requests for each of several keys
     taken_keys text[];
     taken bigint[];
 BEGIN
     IF durable THEN
         RETURN _rate_limit_take_fixed_window_durable(name, keys, max_count, window_us, costs, counts, false,
-            lock_timeout_ms, synchronous_commit, now_us); -- the same for rate_limit_durable; see twins.sql
+            lock_timeout_ms, synchronous_commit, now_us); -- twins.sql makes this function
     END IF;
     ignored := _rate_limit_set(lock_timeout_ms, synchronous_commit);
     clock := _rate_limit_now(now_us);
@@ -153,6 +154,6 @@ $$;
 COMMENT ON FUNCTION rate_limit_take_fixed_window IS
     'Takes from fixed windows of window_us microseconds, each of which admits max_count. '
     'A window starts at the first request after the previous window.
-It takes the costs and counts of each key, or denies them, '
-    'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
+It takes the costs and counts of each key or denies them, '
+    'and returns numbers for programs, which sql/sliding.sql explains. People call rate_limit_allow.
 Example: SELECT rate_limit_take_fixed_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';

@@ -1,4 +1,4 @@
--- This file loads everything into the first schema of search_path, as the migrations do:
+-- This file loads all files of sql/ into the first schema of search_path, as the migrations do:
 --
 --   psql -1 -f sql/install.sql
 \set ON_ERROR_STOP on

@@ -1,11 +1,12 @@
--- _rate_limit_left_ephemeral decides the keys that an algorithm's own statement left: those that are not in taken_keys.
--- It returns the statement's numbers, in the order of keys, and then fifteen numbers for each other key.
--- (rate_limit_take_sliding_window explains the numbers.)
+-- _rate_limit_left_ephemeral decides the keys that are not in taken_keys. A rate_limit_take_ function calls it if its
+-- statement has not taken from all keys. It returns the statement's numbers in the order of keys, and then fifteen
+-- numbers for each other key. rate_limit_take_sliding_window explains the numbers.
 --
--- valid says whether the arguments are valid. If there are several keys, the statement has already locked their rows in
--- the order of locking, so this function waits for no lock. began is the statement's clock.
+-- valid says whether the arguments are valid. began is the statement's reading of the clock. If there are several keys,
+-- the statement has already locked their rows, so this function does not wait for locks.
 --
--- It decides one key after another, as long as their rows exist. From the first missing row on, it calls
+-- While the rows of the keys exist, it decides one key after another. From the first missing row on, it calls
+-- rate_limit_all, which costs more than twice as much.
 -- rate_limit_all, which costs more than twice as much.
 CREATE FUNCTION _rate_limit_left_ephemeral(
     name text, keys text[], algorithm smallint, max_count bigint, span_us bigint, refill bigint, zone text,
@@ -13,7 +14,7 @@ CREATE FUNCTION _rate_limit_left_ephemeral(
     valid boolean, began bigint, taken_keys text[], taken bigint[]
 ) RETURNS bigint[]
 LANGUAGE plpgsql
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+SET enable_seqscan = off -- a plan must not depend on the table's size when it was made
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -21,21 +22,20 @@ DECLARE
     clock bigint;
     asked bigint;
     n integer := coalesce(cardinality(keys), 0);
-    places integer[]; -- of the keys that are left; NULL means all
+    places integer[]; -- the places of the undecided keys; NULL means all keys
     place integer;
-    done integer := 0; -- how many of these have been decided
+    done integer := 0; -- how many of places have been decided
     told bigint[];
     gone text[];
 BEGIN
     IF taken IS NOT NULL THEN
-        IF array_ndims(taken) = 1 THEN -- for the only key
+        IF array_ndims(taken) = 1 THEN -- there is only one key
             taken := ARRAY[taken];
             taken_keys := keys;
         END IF;
         IF _rate_limit_now(now_us) > began + 10000 THEN
-            -- A row made by this call begins at the first reading of the clock. That may be too early: another
-            -- transaction may have made the same row, and rolled back while this one waited. Then delete the row, and
-            -- decide again.
+            -- A row that the statement made begins at began. That may be too early, because another transaction may
+            -- have made the row and rolled back while the statement waited. So delete the row, and decide again.
             WITH d AS (
                 DELETE FROM rate_limit_ephemeral AS d
                 USING (
@@ -113,7 +113,7 @@ BEGIN
             a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at] || CASE WHEN n = 1 THEN a.log END)
         FROM rate_limit_all(
             places, array_fill(name, ARRAY[n]), keys,
-            array_fill('ephemeral' = 'durable', ARRAY[n]), -- false; twins.sql changes it to 'durable' = 'durable'
+            array_fill('ephemeral' = 'durable', ARRAY[n]), -- false; in the copy for rate_limit_durable it is true
             array_fill(algorithm, ARRAY[n]), array_fill(max_count, ARRAY[n]), array_fill(span_us, ARRAY[n]),
             array_fill(refill, ARRAY[n]), costs, counts, lock_timeout_ms, NULL::boolean,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',

@@ -1,14 +1,14 @@
--- Policies as data. A row of rate_limit_policy is a policy for one key, for all keys with a prefix, or for all keys. A
--- limiter of the Go package uses these rows if its Config.Policies is set. People write to the table, with psql or with
--- 'pgratelimit policy'. The triggers below check each change and record it.
+-- This file has the functions for policies in the database. A row of rate_limit_policy is a policy for one key, for all
+-- keys with a prefix, or for all keys. A limiter of the Go package uses the rows if its Config.Policies is set. People
+-- change the table with psql or with 'pgratelimit policy'. Triggers check and record each change.
 --
--- The order of precedence is: the row for the exact key, the row for the longest prefix, the row for all keys, and the
--- policy in the code. Of several rows for the same target, the one that began last counts, and of those the one with
--- the highest id. Only rows count that have begun and have not ended. Rows of the mode shadow are looked up separately,
--- in the same way.
+-- The policy of a key is the row for the exact key, else the row for the longest prefix, else the row for all keys,
+-- else the policy in the code. Of several rows for the same target, the row that began last counts, and of these the
+-- row with the highest id. Rows that have not begun or have ended do not count. Rows of the mode shadow are looked up
+-- separately in the same order.
 
--- _rate_limit_check_policy refuses a row that limiters could not read. It runs before the constraints, because the
--- message of a constraint shows the row, and a key is personal data.
+-- _rate_limit_check_policy refuses a row that limiters could not read. It runs before the constraints, because a
+-- constraint's message shows the row, and keys are personal data.
 CREATE FUNCTION _rate_limit_check_policy() RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -27,7 +27,7 @@ BEGIN
     END IF;
     SELECT c.name, c.hint INTO wrong, hint
     FROM (VALUES
-        -- 0 means no row. Above 2^53, many languages read the numbers of JSON inexactly.
+        -- 0 means that there is no row. In many languages, numbers in JSON are not exact above 2^53.
         ('id', NEW.id = OLD.id OR TG_OP = 'INSERT' AND NEW.id BETWEEN 1 AND 9007199254740992,
             'It comes by itself, from 1 to 9007199254740992 (2^53), and stays, because processes know the row by it.'),
         ('name', octet_length(NEW.name) BETWEEN 1 AND 128, 'It is the name of a limiter, of 1 to 128 bytes.'),
@@ -55,7 +55,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', HINT = hint, COLUMN = wrong;
     END IF;
     IF NEW.policy IS NOT NULL THEN
-        SELECT * INTO parts FROM _rate_limit_read_policy(NEW.policy COLLATE "C"); -- it raises the error
+        SELECT * INTO parts FROM _rate_limit_read_policy(NEW.policy COLLATE "C"); -- raises an error if it is invalid
         IF (octet_length(NEW.name) + CASE WHEN cardinality(parts.algorithms) > 1 THEN 2 ELSE 0 END
             + CASE WHEN NEW.mode = 'shadow' THEN 7 ELSE 0 END > 128)
         THEN
@@ -78,14 +78,13 @@ BEGIN
 END
 $$;
 
--- _rate_limit_note_policy writes the history, and notifies the listeners. Before a statement changes anything, it takes
--- a lock until the transaction ends. So the numbers of the history ascend in the order of the commits. A reader that
--- continues after the last number it has read misses nothing. The lock comes before row locks, so statements that
--- change policies cannot deadlock with each other.
+-- _rate_limit_note_policy writes the history and notifies listeners. Before a statement changes rows, it locks the
+-- history until the transaction ends. So the numbers of the history ascend in the order of the commits, and a reader
+-- that continues after the last number it has read misses nothing. The lock comes before row locks, so that statements
+-- that change policies cannot deadlock with each other.
 --
--- It ignores rows from logical replication, and must do so: the history is replicated too, and a number assigned here
--- could conflict with the same number when it arrives. Processes find such rows when they read all rows from time to
--- time.
+-- It ignores rows from logical replication, because the history is replicated too, and a number assigned here could
+-- conflict with a number that arrives later. Processes find such rows when they read all rows from time to time.
 CREATE FUNCTION _rate_limit_note_policy() RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -94,15 +93,15 @@ AS $$
 DECLARE
     ids regclass;
     versions regclass;
-    -- A number above this was written without the check. Leave room below 2^53, or the next id would be refused.
+    -- Numbers above this were written without the check. There must be room below 2^53 for the next ids.
     most CONSTANT bigint := 4503599627370496; -- 2^52
     id bigint;
     version bigint;
 BEGIN
     IF TG_LEVEL = 'STATEMENT' THEN
         LOCK TABLE rate_limit_policy_history IN SHARE UPDATE EXCLUSIVE MODE;
-        -- Logical replication copies rows, but does not advance the sequences. An id that is in the history is used up
-        -- too.
+        -- Logical replication copies rows and does not advance the sequences. Ids in the history must not be used
+        -- again.
         ids := pg_get_serial_sequence(format('%I.%I', TG_TABLE_SCHEMA, TG_TABLE_NAME), 'id');
         versions := pg_get_serial_sequence(format('%I.%I', TG_TABLE_SCHEMA, TG_TABLE_NAME || '_history'), 'version');
         id := (SELECT max(p.id) FROM rate_limit_policy AS p WHERE p.id <= most);
@@ -118,7 +117,7 @@ BEGIN
     VALUES (clock_timestamp(), session_user, lower(TG_OP), CASE TG_OP WHEN 'DELETE' THEN OLD.id ELSE NEW.id END,
         CASE WHEN TG_OP <> 'INSERT' THEN to_jsonb(OLD) END, CASE WHEN TG_OP <> 'DELETE' THEN to_jsonb(NEW) END);
     IF TG_OP <> 'INSERT' THEN
-        -- The counts belong to another policy. Lock the rows in the same order as rate_limit_report.
+        -- The counts belong to the old policy. Lock the rows in the same order as rate_limit_report.
         PERFORM FROM rate_limit_shadow AS s WHERE s.policy_id = OLD.id ORDER BY s.key FOR UPDATE;
         DELETE FROM rate_limit_shadow AS s WHERE s.policy_id = OLD.id;
     END IF;
@@ -127,18 +126,18 @@ BEGIN
 END
 $$;
 
--- rate_limit_policies returns the changes since a process last asked. It returns one row for each policy, or one row
--- with an id of NULL if there are none.
+-- rate_limit_policies returns the policies that have changed since a process last called it, one row for each policy.
+-- If there are none, it returns one row whose id is NULL.
 --
---   known, known_us      version and changed_us of the last answer. NULL asks for all rows that have not ended. (After
---                        a dump is restored, another change may have the same version.)
---   version, changed_us  the last change in the answer, and its time. The answer may already have changes that commit
---                        meanwhile. The next answer has them again
---   complete             whether these are all rows. Otherwise they are only the changed ones
---   removed              whether the row was deleted. Then only its id is set
+--   known, known_us      version and changed_us of the previous result. NULL returns all policies that have not ended.
+--                        (After a restore, another change may have the same version, but not the same time.)
+--   version, changed_us  the number and time of the last change. The result may also have later changes that committed
+--                        meanwhile. The next result has these changes again
+--   complete             whether the result has all policies; otherwise it has only changes
+--   removed              whether the row was deleted; if so, all columns except its id are NULL
 --   clock_us, from_us, until_us
---                        the database's clock, valid_from and valid_until, in microseconds since 1970 UTC. NULL if they
---                        are infinite, or after the year 9999
+--                        the database's clock, valid_from and valid_until, in microseconds since 1970 UTC. NULL means
+--                        infinite, or after the year 9999
 CREATE FUNCTION rate_limit_policies(
     known bigint DEFAULT NULL, known_us bigint DEFAULT NULL,
     OUT version bigint, OUT changed_us bigint, OUT complete boolean, OUT clock_us bigint,
@@ -160,7 +159,7 @@ BEGIN
     ORDER BY h.version DESC LIMIT 1;
     version := coalesce(version, 0);
     changed_us := coalesce(changed_us, 0);
-    -- Read afterwards. Otherwise a policy that begins when it is written could seem to begin later.
+    -- Read the clock after the version. Otherwise a policy that begins when it is written could seem to begin later.
     clock := clock_timestamp();
     clock_us := (extract(epoch FROM clock) * 1000000)::bigint;
     complete := known IS NULL;
@@ -168,12 +167,13 @@ BEGIN
         RETURN NEXT;
         RETURN;
     END IF;
-    -- The known version may be older than the history, or may come from another database that this one replaces. And
-    -- nothing says whether the history still has the changes after version 0.
+    -- Return all policies if the history does not have the known change. The history may have been shortened, or the
+    -- database replaced. It never has version 0.
     complete := NOT EXISTS (
         SELECT FROM rate_limit_policy_history AS h
         WHERE h.version = known AND (known_us IS NULL OR (extract(epoch FROM h.at) * 1000000)::bigint = known_us));
-    -- When all rows are returned, those written by people come first, for processes that cannot keep all.
+    -- If all policies are returned, those that people wrote come first, because a process may not have room for all
+    -- policies.
     RETURN QUERY
     SELECT version, changed_us, complete, clock_us, c.id, p.id IS NULL,
         p.name, p.key, p.key_prefix, p.mode, p.policy,
@@ -186,7 +186,7 @@ BEGIN
         UNION ALL
         SELECT DISTINCT h.policy_id FROM rate_limit_policy_history AS h WHERE NOT complete AND h.version > known
     ) AS c
-    LEFT JOIN LATERAL ( -- each by the index, for any estimate of the planner
+    LEFT JOIN LATERAL ( -- the planner must use the index, whatever it estimates
         SELECT p.* FROM rate_limit_policy AS p WHERE p.id = c.id OFFSET 0
     ) AS p ON true
     ORDER BY p.automatic, p.valid_until DESC, c.id;
@@ -197,13 +197,13 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_policies IS
-    'Returns the policies that have changed since the version in known. NULL returns all. '
-    'Processes listen on the channel rate_limit, or ask again from time to time.
+    'Returns the policies that have changed since the version in known, or all policies if known is NULL. '
+    'Processes listen on the channel rate_limit, or call this from time to time.
 Example: SELECT * FROM rate_limit_policies()';
 
--- rate_limit_ban denies everything to a key for a time; see the comment on it below. If the key is already banned, that
--- ban stays unchanged. lock_timeout_ms is the longest wait for others who are changing policies; NULL keeps the
--- session's lock_timeout.
+-- rate_limit_ban denies all requests of a key for a time, as the COMMENT below explains. If the key is already banned,
+-- the ban does not change. lock_timeout_ms is how long to wait for other changes of policies. NULL keeps the session's
+-- lock_timeout.
 CREATE FUNCTION rate_limit_ban(
     name text, key text, first interval, longest interval, forgiven_after interval, comment text,
     lock_timeout_ms integer DEFAULT NULL, OUT ends timestamptz, OUT made boolean
@@ -248,7 +248,7 @@ BEGIN
     FROM rate_limit_policy AS p
     WHERE p.name = name COLLATE "C" AND p.key = key COLLATE "C" AND p.mode = 'deny' AND p.automatic
     ORDER BY p.valid_until DESC LIMIT 1;
-    -- In seconds, because days differ in length.
+    -- Compute in seconds, because days differ in length.
     lasts := CASE WHEN last.valid_until + forgiven_after > clock
             AND isfinite(last.valid_from) AND isfinite(last.valid_until)
         THEN greatest(least(
@@ -256,8 +256,8 @@ BEGIN
             first)
         ELSE first END;
     ends := clock + lasts;
-    -- Ended bans are kept until they are forgiven. Each new ban deletes some forgiven ones, so they do not accumulate.
-    -- It skips locked rows, because their holders may be waiting for this transaction.
+    -- Ended bans are kept until they are forgiven. Each new ban deletes some forgiven bans, so that they do not
+    -- accumulate. It skips locked rows, because the sessions that lock them may be waiting for this transaction.
     ended := ARRAY(
         SELECT p.id FROM rate_limit_policy AS p
         WHERE p.name = name COLLATE "C" AND p.automatic AND p.valid_until < clock - forgiven_after
@@ -271,13 +271,13 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_ban IS
-    'Denies everything to a key for the time first, or for twice the length of its last ban, but at most for longest. '
-    'If forgiven_after has passed since the last ban, the next one lasts for first again. '
-    'Returns when the ban ends, and whether it is a new one.
+    'Denies all requests of a key for the time first, or for twice the length of its last ban, at most for longest. '
+    'If forgiven_after has passed since the last ban, the next ban lasts for first again. '
+    'Returns when the ban ends, and whether it is new.
 Example: SELECT * FROM rate_limit_ban(''login'', ''user:123'', ''1 hour'', ''1 week'', ''1 day'', ''too many'')';
 
--- rate_limit_report adds a process's counts to rate_limit_shadow: at most 10^12 each. The arrays have an element for
--- each row. A row with a negative number is skipped.
+-- rate_limit_report adds a process's counts to rate_limit_shadow, at most 10^12 each. The arrays have an element for
+-- each row. Rows with a negative number are skipped.
 CREATE FUNCTION rate_limit_report(
     policy_ids bigint[], keys text[], decided bigint[], denied bigint[], would_deny bigint[]
 ) RETURNS void
@@ -289,12 +289,12 @@ AS $$
 #variable_conflict use_variable
 DECLARE
     clock timestamptz := clock_timestamp();
-    most CONSTANT bigint := 1000000000000; -- far more than a process can decide in the 10 seconds between reports
+    most CONSTANT bigint := 1000000000000; -- far more than a process can decide between two reports, in 10 seconds
     id bigint;
     surplus tid[];
 BEGIN
-    -- A session that changes a policy has locked its row, and deletes its counts. A report skips such a policy, and
-    -- does not wait for these sessions. So it cannot deadlock with them.
+    -- A session that changes a policy locks its row and then deletes its counts. A report skips locked policies instead
+    -- of waiting, so that it cannot deadlock with such a session.
     WITH policy AS MATERIALIZED (
         SELECT p.id FROM rate_limit_policy AS p
         WHERE p.id = ANY (policy_ids) AND p.mode = 'shadow'
@@ -308,14 +308,14 @@ BEGIN
         AND EXISTS (SELECT FROM policy AS p WHERE p.id = e.policy_id)
         AND octet_length(e.key) <= 512
     ORDER BY e.policy_id, e.key COLLATE "C"
-    -- Stop at the largest number, or one report could make all others fail.
+    -- The sums stop at the largest bigint. Otherwise one report could make all later reports fail.
     ON CONFLICT (policy_id, key) DO UPDATE SET
         decided = s.decided + least(excluded.decided, 9223372036854775807 - s.decided),
         denied = s.denied + least(excluded.denied, 9223372036854775807 - s.denied),
         would_deny = s.would_deny + least(excluded.would_deny, 9223372036854775807 - s.would_deny),
         last_at = excluded.last_at;
     FOR id IN SELECT DISTINCT e FROM unnest(policy_ids) AS e ORDER BY e LOOP
-        -- Later rows are already locked, so this waits for nobody.
+        -- Locking the surplus rows cannot cause a deadlock, because SKIP LOCKED does not wait.
         surplus := ARRAY(
             SELECT s.ctid FROM rate_limit_shadow AS s
             WHERE s.policy_id = id AND s.key IN (

@@ -1,21 +1,22 @@
--- _rate_limit_read_policy reads a policy's text, such as "sliding 10/1m", or several separated by commas. It accepts
--- the same texts as ParsePolicy of the Go package: TestSQLReadsPoliciesAsGoDoes. It is internal, like all functions
--- whose names begin with _rate_limit_.
+-- _rate_limit_read_policy parses the text of a policy, such as "sliding 10/1m", or of several policies separated by
+-- commas. ParsePolicy of the Go package accepts the same texts (TestSQLReadsPoliciesAsGoDoes). Only other functions
+-- call it, as its name begins with _rate_limit_.
 CREATE FUNCTION _rate_limit_read_policy(
     policy text, OUT algorithms smallint[], OUT limits bigint[], OUT spans_us bigint[], OUT refills bigint[],
     OUT zones text[]
 ) LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
-    -- Convert the text to ASCII: each byte of another character in UTF-8 becomes a ~ and three octal digits. So the
-    -- result does not depend on the database's encoding. A ~ in the text becomes a !, which no valid policy has either.
+    -- The text is converted to ASCII, so that the result does not depend on the database's encoding. Each byte of
+    -- another character in UTF-8 becomes a ~ and three octal digits. A ~ becomes a !, which no valid policy contains
+    -- either.
     ascii text := translate(encode(convert_to(policy, 'UTF8'), 'escape'), chr(92) || '~', '~!');
     one text;
     words text[];   -- words of one policy: algorithm, capacity of a bucket, amount, duration or unit, time zone
     parts text[];   -- parts of the duration: days, and the rest
-    term text[];    -- of that rest: whole number, fraction, unit
-    unit bigint;    -- in nanoseconds
-    span numeric;   -- in nanoseconds
+    term text[];    -- one term of the duration: whole number, fraction, unit
+    unit bigint;    -- nanoseconds
+    span numeric;   -- nanoseconds
     fraction numeric;
     scale double precision;
     digit text;
@@ -28,8 +29,8 @@ DECLARE
     number CONSTANT text := '[+]?0*[0-9]{1,19}';
     terms CONSTANT text := '([0-9]+[.]?[0-9]*|[.][0-9]+)(ns|us|ms|s|m|h)';
 BEGIN
-    ascii := regexp_replace(ascii, '(~302~265|~316~274)s', 'us', 'g'); -- the micro sign, and the letter mu
-    -- White space is the same as in Go's unicode.IsSpace.
+    ascii := regexp_replace(ascii, '(~302~265|~316~274)s', 'us', 'g'); -- both characters for micro, in UTF-8
+    -- These white space characters are those of Go's unicode.IsSpace.
     ascii := regexp_replace(ascii, '([[:space:]]|~302~205|~302~240|~341~232~200'
         '|~342~200~2(0[0-7]|1[0-2]|5[017])|~342~201~237|~343~200~200)+', ' ', 'g');
     FOREACH one IN ARRAY regexp_split_to_array(coalesce(ascii, ''), ',') LOOP
@@ -66,8 +67,8 @@ BEGIN
                 WHEN 'ms' THEN 1000000 WHEN 'ns' THEN 1 ELSE 1000 END;
             span := span + CASE WHEN length(ltrim(term[1], '0')) > 19 THEN biggest * 1000
                 ELSE concat('0', term[1])::numeric * unit END;
-            -- Compute as time.ParseDuration does: in floating point, with as many digits as fit into an integer. Digits
-            -- after the first 40 are worth less than a nanosecond.
+            -- Compute the fraction in floating point, as time.ParseDuration does, with as many digits as fit into a
+            -- bigint. Digits after the 40th are less than a nanosecond.
             fraction := 0;
             scale := 1;
             FOREACH digit IN ARRAY regexp_split_to_array(left(term[2], 40), '') LOOP

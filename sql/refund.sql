@@ -1,7 +1,7 @@
--- Refunds, granted credit, and the leases of a bucket.
+-- Refunds, granted credit, and the leases of buckets.
 
--- _rate_limit_fixed_refund gives units back to a row if their window still lasts; also for a calendar window. rolled is
--- the row, rolled forward to now.
+-- _rate_limit_fixed_refund gives units back to a row of a fixed or calendar window, if the window in which they were
+-- taken has not ended. rolled is the row at the present time.
 CREATE FUNCTION _rate_limit_fixed_refund(s rate_limit_row, rolled rate_limit_row, units bigint, taken_in bigint)
 RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
@@ -14,8 +14,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_sliding_refund gives units back to a row if they were taken in its window or the previous one, even if
--- rolled, the row rolled forward to now, is one window later.
+-- _rate_limit_sliding_refund gives units back to a row if they were taken in the row's window or in the previous
+-- window. rolled is the row at the present time. It may be one window later than s.
 CREATE FUNCTION _rate_limit_sliding_refund(
     s rate_limit_row, rolled rate_limit_row, units bigint, taken_in bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
@@ -38,8 +38,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_log_refund gives units back to their log entry, if it still counts. Entries that have left the log do not
--- return, even if the row's time goes back.
+-- _rate_limit_log_refund gives units back to the log entry that counts them, if the entry is still in the log. Entries
+-- that have left the log do not come back, even if the clock is set back.
 CREATE FUNCTION _rate_limit_log_refund(
     s rate_limit_row, rolled rate_limit_row, clock bigint, units bigint, taken_in bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
@@ -52,7 +52,7 @@ DECLARE
     back bigint := CASE WHEN place > 0 THEN least(units, rolled.log[place] & 1023) ELSE 0 END;
     n integer;
 BEGIN
-    s.changed := back > 0 AND s.window_start - clock <= window_us; -- or the clock jumped back behind the row
+    s.changed := back > 0 AND s.window_start - clock <= window_us; -- false if the clock was set back by a window
     IF NOT s.changed THEN
         RETURN s;
     END IF;
@@ -75,8 +75,8 @@ BEGIN
 END
 $$;
 
--- The leases of a bucket: the start of the current period, the tokens leased in it, and those leased in the previous
--- one. No lease lasts longer than a period: 1/128 of the time in which the bucket fills.
+-- _rate_limit_bucket_leases returns the start of the current period, the tokens leased in it, and the tokens leased in
+-- the previous period. A period is 1/128 of the time in which the bucket fills. No lease lasts longer than a period.
 CREATE FUNCTION _rate_limit_bucket_leases(log bigint[], t bigint, period bigint)
 RETURNS bigint[] LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE
@@ -85,8 +85,8 @@ RETURNS bigint[] LANGUAGE sql IMMUTABLE AS $$
         ELSE ARRAY[least(log[1], t), log[2], log[3]] END
 $$;
 
--- _rate_limit_bucket_lend marks that many of the units just taken as leased, or as many as may be held. It returns the
--- row's log. See TokenBucket.Lend in internal/model.
+-- _rate_limit_bucket_lend returns the row's log with the last units leased, or with fewer if the bucket has no room for
+-- so many leases. See TokenBucket.Lend in internal/model.
 CREATE FUNCTION _rate_limit_bucket_lend(s rate_limit_row, units bigint) RETURNS bigint[] LANGUAGE plpgsql AS $$
 DECLARE
     period bigint := ((s.capacity * s.scale - 1) / s.refill + 1) / 128;
@@ -103,8 +103,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_bucket_refund gives back the units that have not been refilled yet, and those from granted credit. It
--- leaves room for unended leases. TokenBucket.Refund in internal/model explains why this is right.
+-- _rate_limit_bucket_refund gives back units that have not flowed in again yet, and units from granted credit. It
+-- leaves room for leases that have not ended. TokenBucket.Refund in internal/model explains why.
 CREATE FUNCTION _rate_limit_bucket_refund(
     s rate_limit_row, rolled rate_limit_row, clock bigint, units bigint, spent bigint, ended bigint,
     taken_since bigint, taken_in bigint, taken_at bigint
@@ -116,10 +116,10 @@ DECLARE
     period bigint := fill_us / 128;
     leases bigint[];
     kept bigint := 0;  -- the part of the bucket that stays empty for leases
-    need bigint;       -- the units' place in the queue of missing tokens
+    need bigint;       -- the position of the units in the queue of missing tokens
     back bigint := 0;
 BEGIN
-    IF s.window_start - clock > fill_us -- the clock jumped back behind the row
+    IF s.window_start - clock > fill_us -- the clock was set back
         OR (s.scale, s.capacity, s.refill) IS DISTINCT FROM (rolled.scale, rolled.capacity, rolled.refill)
         OR rolled.since IS DISTINCT FROM taken_since OR rolled.credit = full_credit AND rolled.count = 0
     THEN
@@ -134,7 +134,7 @@ BEGIN
     IF taken_in BETWEEN 0 AND t THEN
         leases := _rate_limit_bucket_leases(s.log, t, period);
         IF t - taken_in >= period THEN
-            NULL; -- its lease may no longer count
+            NULL; -- the lease of these units may no longer count
         ELSIF taken_in >= leases[1] THEN
             leases[2] := greatest(leases[2] - ended, 0);
         ELSE
@@ -155,7 +155,7 @@ BEGIN
     END IF;
     s.credit := s.credit + back;
     s.returned := s.returned + back;
-    IF s.returned > 2305843009213693952 THEN -- so that the sum never overflows
+    IF s.returned > 2305843009213693952 THEN -- prevent an overflow of the sum
         s.since := greatest(s.since + 1, t);
         s.returned := 0;
     END IF;
@@ -165,8 +165,8 @@ END
 $$;
 
 -- _rate_limit_give gives units back to a row, or grants credit up to 2^61. It returns the row to write. Only the units
--- change: the row is not rolled forward, and it does not end earlier, unless nothing in it counts. Callers with other
--- policies may still count usage that this policy no longer counts.
+-- change. The row keeps its times, because limiters with other policies may still count usage that this policy does
+-- not count. The row ends earlier only if nothing in it counts.
 CREATE FUNCTION _rate_limit_give(
     s rate_limit_row, algorithm smallint, clock bigint, units bigint, grants boolean, ended bigint,
     taken_since bigint, taken_in bigint, taken_at bigint, taken_spent bigint,
@@ -176,9 +176,9 @@ DECLARE
     most CONSTANT bigint := 2305843009213693952; -- 2^61
     rolled rate_limit_row := _rate_limit_step(
         s, algorithm, clock, 0::bigint, 1::bigint, 0::bigint, max_count, span_us, refill, zone);
-    spent bigint := least(greatest(coalesce(taken_spent, 0), 0), units); -- the units from credit; they go back first
+    spent bigint := least(greatest(coalesce(taken_spent, 0), 0), units); -- units from credit, which go back first
     since bigint := rolled.since;
-    until bigint; -- credit lasts until then
+    until bigint; -- credit lasts until this time
 BEGIN
     IF grants OR spent > 0 THEN
         until := greatest(clock, rolled.window_start)
@@ -210,7 +210,7 @@ BEGIN
             s := _rate_limit_fixed_refund(s, rolled, units, taken_in);
         END IF;
         spent := least(spent, most - rolled.credit);
-        IF spent > 0 AND since = taken_since THEN -- it is still the same row that the credit came from
+        IF spent > 0 AND since = taken_since THEN -- the credit came from this row
             s.credit := s.credit + spent;
             s.expires_at := greatest(s.expires_at, until);
             s.changed := true;

@@ -1,5 +1,5 @@
--- rate_limit_reset makes a key as good as new, for every algorithm, and returns whether there was a row. Its parameters
--- are those of the functions whose names begin with rate_limit_take_.
+-- rate_limit_reset makes a key as good as new, for every algorithm. It returns whether the key had a row.
+-- rate_limit_take_sliding_window explains the parameters.
 CREATE FUNCTION rate_limit_reset(
     name text, key text, durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL
@@ -12,12 +12,12 @@ AS $$
 DECLARE
     ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
 BEGIN
-    IF octet_length(name) > 128 OR octet_length(key) > 512 THEN -- in the encoding of the database
+    IF octet_length(name) > 128 OR octet_length(key) > 512 THEN -- lengths in the database's encoding
         RAISE EXCEPTION 'rate_limit: % is too long', CASE WHEN octet_length(name) > 128 THEN 'name' ELSE 'key' END
             USING ERRCODE = 'invalid_parameter_value', HINT = 'A name has 1 to 128 bytes, and a key 1 to 512.',
                 COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE 'key' END;
     END IF;
-    -- LOCK TABLE comes first, so that the error tells a locked table from a locked row.
+    -- LOCK TABLE comes first, so that an error shows whether the table or a row was locked.
     IF durable THEN
         LOCK TABLE rate_limit_durable IN ROW EXCLUSIVE MODE;
         DELETE FROM rate_limit_durable AS r WHERE r.prefix = name AND r.key = key;
@@ -30,5 +30,5 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_reset IS 'Makes a key as good as new, and returns whether it had a row.
-A policy of several parts has a row for each of them: reset those of name/2, name/3 and so on too.
+A policy of several parts has a row for each part. Reset the key for name/2, name/3 and so on too.
 Example: SELECT rate_limit_reset(''login'', ''user:123'')';

@@ -1,7 +1,7 @@
--- Only the owner has rights on the tables that this migration creates, despite ALTER DEFAULT PRIVILEGES: keys are
--- personal data, and a setval would break the users of the sequence. deploy/grants.sql grants rights later. On older
--- tables, SELECT and the rights to change policies stay. Nobody needs more. A role with the right TRIGGER on a table
--- can run code with the rights of everybody who writes to it. (access.sql says why this block is written with care.)
+-- Revoke the rights that ALTER DEFAULT PRIVILEGES has granted on the tables that this migration creates. Keys are
+-- personal data, and setval would break the sequence of ids. Run deploy/grants.sql later. On older tables, keep SELECT
+-- and the rights to change policies. Revoke all other rights: a role with the right TRIGGER on a table can run code
+-- with the rights of every role that writes to the table. (access.sql explains why names in this block have a schema.)
 DO $$
 DECLARE
     path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
@@ -15,7 +15,7 @@ BEGIN
         SELECT concat(CASE c.relkind WHEN 'S' THEN 'SEQUENCE ' ELSE 'TABLE ' END, c.oid::regclass), a.grantee,
             string_agg(DISTINCT a.privilege_type, ', ')
         FROM pg_class AS t
-        JOIN pg_class AS c ON c.oid = t.oid OR c.relkind = 'S' AND EXISTS ( -- of a column
+        JOIN pg_class AS c ON c.oid = t.oid OR c.relkind = 'S' AND EXISTS ( -- sequences of identity columns
             SELECT FROM pg_depend AS d
             WHERE d.objid = c.oid AND d.refobjid = t.oid AND d.deptype IN ('a', 'i')
                 AND d.classid = 'pg_class'::regclass AND d.refclassid = 'pg_class'::regclass)
@@ -26,7 +26,8 @@ BEGIN
                 'rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
                 'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow')
             AND a.grantee <> c.relowner
-            -- This transaction created it; or it is the first migration, and goose has already created its table.
+            -- Revoke all rights on tables of this transaction. goose has created its table shortly before the first
+            -- migration.
             AND (t.xmin = pg_current_xact_id()::xid OR t.relname = 'rate_limit_goose_version' AND NOT EXISTS (
                     SELECT FROM pg_proc AS p WHERE p.pronamespace = t.relnamespace AND p.proname = 'rate_limit_version')
                 OR a.privilege_type <> 'SELECT'

@@ -1,14 +1,13 @@
--- The sliding window counter. sliding.go defines it. These functions are tested against the model in
--- internal/model/sliding.go.
+-- Sliding windows. sliding.go defines them. Tests compare these functions with the model in internal/model/sliding.go.
 
--- _rate_limit_sliding decides about a row, with arguments like _rate_limit_fixed.
+-- _rate_limit_sliding decides requests for a row. _rate_limit_fixed explains the arguments.
 CREATE FUNCTION _rate_limit_sliding(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
-    t bigint;                -- the clock, or the row's own time if it is later
-    moved boolean := false;  -- the clock jumped back, and so the row was moved back
-    rest bigint;             -- how long this window still lasts, which is how much of the previous one still counts
+    t bigint;                -- the later time of clock and window_start
+    moved boolean := false;  -- whether the clock was set back, so that the row's times were set back too
+    rest bigint;             -- the rest of this window; the previous window counts for rest / window_us
     room bigint;
     free bigint;
 BEGIN
@@ -18,7 +17,7 @@ BEGIN
         s.credit := 0;
         s.window_start := clock;
         s.since := NULL;
-    ELSIF s.window_start - clock > window_us THEN -- keep the usage, from now on
+    ELSIF s.window_start - clock > window_us THEN -- the clock was set back, so the usage counts from now on
         s.window_start := clock;
         s.expires_at := clock + CASE WHEN s.count > 0 OR s.credit > 0 THEN 2 ELSE 1 END * window_us;
         moved := true;
@@ -26,18 +25,18 @@ BEGIN
     t := greatest(clock, s.window_start);
     IF t - s.window_start >= 2 * window_us
         OR s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us)
-    THEN -- a window begins
+    THEN -- a new window begins
         s.count := 0;
         s.prev_count := 0;
         s.window_start := t;
         s.since := CASE WHEN s.credit > 0 THEN s.since END;
-    ELSIF t - s.window_start >= window_us THEN -- the next window
+    ELSIF t - s.window_start >= window_us THEN -- the next window has begun
         s.prev_count := s.count;
         s.count := 0;
         s.window_start := s.window_start + window_us;
     END IF;
 
-    -- The previous window weighs prev_count * rest / window_us, rounded up.
+    -- The previous window counts for prev_count * rest / window_us units, rounded up.
     rest := s.window_start + window_us - t;
     room := greatest(max_count - s.count - CASE
         WHEN s.prev_count = 0 THEN 0
@@ -52,22 +51,23 @@ BEGIN
         s.expires_at := t + 2 * window_us;
     END IF;
 
-    free := greatest(cost, 1) - s.credit; -- the units that have to become free
+    free := greatest(cost, 1) - s.credit; -- how many units must become free
     s.retry_after_us := CASE
         WHEN s.granted = asked THEN 0
         WHEN cost > max_count THEN NULL
         WHEN s.remaining >= greatest(cost, 1) THEN 0
-        -- They fit into this window once prev_count * rest has fallen to the free part of max_count * window_us,
+        -- The units fit into this window as soon as prev_count * rest has fallen to the free part of max_count *
+        -- window_us,
         WHEN free <= max_count - s.count
             THEN least(t + rest - (max_count - s.count - free) * window_us / s.prev_count, s.expires_at) - clock
-        -- or only into the next window, where count becomes prev_count.
+        -- or into the next window, where prev_count has the value that count has now.
         ELSE least(t + rest + window_us - (max_count - free) * window_us / s.count, s.expires_at) - clock END;
     s.reset_after_us := CASE
         WHEN s.credit > 0 THEN s.expires_at
         WHEN s.count > 0 THEN least(s.window_start + 2 * window_us, s.expires_at)
         WHEN s.prev_count > 0 THEN least(s.window_start + window_us, s.expires_at)
         ELSE clock END - clock;
-    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes nothing else
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes a moved row
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;
@@ -75,8 +75,8 @@ BEGIN
 END
 $$;
 
--- Whether units fit into a row at this time and for another 10 ms: into its window, into the next one if it has begun,
--- or into a new one.
+-- _rate_limit_sliding_fits tells whether a row has room for units during the next 10 ms. The units may be in the row's
+-- window, in the next window if it has begun, or in a new window.
 CREATE FUNCTION _rate_limit_sliding_fits(
     algorithm smallint, count bigint, prev_count bigint, window_start bigint, expires_at bigint, since bigint,
     units bigint, clock bigint, ended bigint, max_count bigint, window_us bigint
@@ -95,33 +95,33 @@ $$;
 -- rate_limit_take_sliding_window decides requests that take from one key each. The Go package calls it.
 --
 --   name                the limiter's name, 1 to 128 bytes
---   keys                1 to 512 bytes each
---   max_count           the limit, in units of cost; max_count * window_us may reach 2^62
---   window_us           length of the window in microseconds, at most 2^51 (71 years)
---   costs, counts       for each key, the cost of one request, and the number of such requests. NULL means 1 each
+--   keys                the keys, 1 to 512 bytes each
+--   max_count           the limit, in units of cost; max_count * window_us may be up to 2^62
+--   window_us           the length of the window in microseconds, up to 2^51 (71 years)
+--   costs, counts       for each key, the cost of one request and the number of requests; NULL means 1 for each key
 --   durable             true for rows in rate_limit_durable, false for rows in rate_limit_ephemeral
---   lock_timeout_ms     longest wait for one row, for this transaction; NULL keeps the session's lock_timeout. -1 keeps
---                       it too, and says that the call is part of a caller's transaction, as with WithTx. A proxy for
---                       shards refuses -1, because it cannot undo what a shard has committed
---   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL keeps the session's setting
---   now_us              replaces the clock, for tests: microseconds since 1970 UTC
+--   lock_timeout_ms     the transaction's lock_timeout; NULL keeps the session's lock_timeout. -1 keeps it too. It says
+--                       that the call is part of a caller's transaction, as with WithTx. A proxy for shards refuses -1,
+--                       because it cannot roll back what a shard has committed
+--   synchronous_commit  the transaction's synchronous_commit; NULL keeps the session's setting
+--   now_us              the time in tests, in microseconds since 1970 UTC; otherwise NULL
 --
--- It returns one array, because rows with columns would cost more than the decision. For each key whose whole request
--- could be granted at once, it has nine numbers, in the order of the keys: the time of the decision, and the row's
--- count, prev_count, window_start, credit, scale, expires_at, since and returned. Remaining and ResetAfter follow from
--- these: see takenDecision in takes.go. Then it has fifteen numbers for each other key: its place in keys, what
--- rate_limit_all returns from granted to expires_at, and its taken_spent, taken_since and taken_at. For a single key,
--- its log comes last. (The array may have two dimensions. unnest returns the numbers in both cases.)
+-- The result is one array, because a result with columns would cost more than the decision. It begins with nine numbers
+-- for each key whose requests were all granted at once, in the order of the keys: the time of the decision, and the
+-- row's count, prev_count, window_start, credit, scale, expires_at, since and returned. takenDecision in takes.go
+-- computes the remaining units from them. For each other key, fifteen numbers follow: the key's place in keys, what
+-- rate_limit_all returns from granted to expires_at, and its taken_spent, taken_since and taken_at. If there is a
+-- single key, its log comes last. (The array may have two dimensions. unnest returns the same numbers.)
 --
--- One statement takes from existing rows and makes missing ones. There is a short one for a single key, and another for
--- several. Less common cases go to _rate_limit_left_ephemeral.
+-- One statement takes from existing rows and makes missing rows. There is a statement for a single key, and one for
+-- several keys. _rate_limit_left_ephemeral decides less common cases.
 --
--- The clock is read twice: before a row is locked, and with the lock. The decision uses the first reading, and only if
--- the next 10 ms would give the same one. If the second reading is later than that, the key goes to
--- _rate_limit_left_ephemeral. Otherwise the decision was right when the row was locked, and its time is the second
--- reading. A new window or bucket begins at the first reading. No other call can have decided by it since.
+-- The function reads the clock before a row is locked, and again after it is locked. The decision uses the first
+-- reading. It is valid if it would be the same at any time in the next 10 ms and if the second reading is in these 10
+-- ms. Otherwise _rate_limit_left_ephemeral decides. The time of the decision is the second reading. A new window or
+-- bucket begins at the first reading, because no other call can have used it since then.
 --
--- ON CONFLICT also locks a row that does not fit. So rows are always locked in the order of locking.
+-- ON CONFLICT also locks rows that have no room, so that all rows are locked in order.
 CREATE FUNCTION rate_limit_take_sliding_window(
     name text, keys text[], max_count bigint, window_us bigint,
     costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
@@ -129,21 +129,21 @@ CREATE FUNCTION rate_limit_take_sliding_window(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statement
 AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text;
     clock bigint;
-    ended bigint;      -- a window that began then, or before, has ended. NULL if the policy is invalid
-    units bigint;      -- the units for the only key; NULL if something is invalid
-    units_of bigint[]; -- the units for each of several keys
+    ended bigint;      -- windows that began at this time or before have ended; NULL if the policy is invalid
+    units bigint;      -- the cost of all requests for the only key; NULL if an argument is invalid
+    units_of bigint[]; -- the cost of all requests for each of several keys
     taken_keys text[];
     taken bigint[];
 BEGIN
     IF durable THEN
         RETURN _rate_limit_take_sliding_window_durable(name, keys, max_count, window_us, costs, counts, false,
-            lock_timeout_ms, synchronous_commit, now_us); -- the same for rate_limit_durable; see twins.sql
+            lock_timeout_ms, synchronous_commit, now_us); -- twins.sql makes this function
     END IF;
     ignored := _rate_limit_set(lock_timeout_ms, synchronous_commit);
     clock := _rate_limit_now(now_us);
@@ -212,6 +212,6 @@ COMMENT ON FUNCTION rate_limit_take_sliding_window IS
     'Takes from sliding windows of window_us microseconds, each of which admits max_count. '
     'The usage of a window is estimated from two counters: '
     'the previous window counts for the share that the sliding window still covers.
-It takes the costs and counts of each key, or denies them, '
-    'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
+It takes the costs and counts of each key or denies them, '
+    'and returns numbers for programs, which sql/sliding.sql explains. People call rate_limit_allow.
 Example: SELECT rate_limit_take_sliding_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';

@@ -1,24 +1,24 @@
--- The sliding window log. slidinglog.go defines it. These functions are tested against the model in
--- internal/model/slidinglog.go.
+-- Sliding window logs. slidinglog.go defines them. Tests compare these functions with internal/model/slidinglog.go.
 
--- Whether a policy is within the exact range.
+-- _rate_limit_valid_log tells whether the numbers of a log are in the range of exact arithmetic.
 CREATE FUNCTION _rate_limit_valid_log(max_count bigint, window_us bigint) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248
 $$;
 
--- The age of a log's entry at a time. An entry has 54 bits for its time, so the difference is taken modulo 2^53.
+-- _rate_limit_entry_age returns the age of a log entry at the time t, modulo 2^53, because an entry has 54 bits for its
+-- time.
 CREATE FUNCTION _rate_limit_entry_age(entry bigint, t bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT (t - (entry >> 10)) & 9007199254740991 $$;
 
--- _rate_limit_log decides about a row, with arguments like _rate_limit_fixed. An entry of the log is its time * 1024 +
--- its units.
+-- _rate_limit_log decides requests for a row. _rate_limit_fixed explains the arguments. A log entry is time * 1024 +
+-- units.
 CREATE FUNCTION _rate_limit_log(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
-    t bigint;                -- the clock, or the row's own time if it is later
-    moved boolean := false;  -- the clock jumped back, and so the row was moved back
-    n integer := 0;          -- of entries
+    t bigint;                -- the later time of clock and window_start
+    moved boolean := false;  -- whether the clock was set back, so that the row's times were set back too
+    n integer := 0;          -- a number of log entries
     room bigint;
     units bigint;
     log bigint[];
@@ -29,7 +29,7 @@ BEGIN
         s.window_start := clock;
         s.since := NULL;
         s.log := NULL;
-    ELSIF s.window_start - clock > window_us THEN -- keep the usage, from now on
+    ELSIF s.window_start - clock > window_us THEN -- the clock was set back, so the usage counts from now on
         s.log := ARRAY(
             SELECT (((e.entry >> 10) - s.window_start + clock) << 10) | (e.entry & 1023)
             FROM unnest(s.log) WITH ORDINALITY AS e (entry, place)
@@ -40,7 +40,7 @@ BEGIN
     END IF;
     t := greatest(clock, s.window_start);
     log := s.log;
-    WHILE n < cardinality(log) AND _rate_limit_entry_age(log[n + 1], t) >= window_us LOOP -- they leave
+    WHILE n < cardinality(log) AND _rate_limit_entry_age(log[n + 1], t) >= window_us LOOP -- the oldest entries leave
         n := n + 1;
         s.count := s.count - (log[n] & 1023);
     END LOOP;
@@ -63,7 +63,7 @@ BEGIN
         s.expires_at := t + window_us;
         IF units > 0 THEN
             n := coalesce(cardinality(log), 0);
-            IF _rate_limit_entry_age(log[n], t) = 0 THEN -- the newest entry has the same time
+            IF _rate_limit_entry_age(log[n], t) = 0 THEN -- the newest entry has the time t
                 units := units + (log[n] & 1023);
                 n := n - 1;
             END IF;
@@ -78,7 +78,7 @@ BEGIN
         WHEN cost > max_count THEN NULL
         WHEN s.remaining >= greatest(cost, 1) THEN 0 END;
     n := 0;
-    -- the request fits once enough of the oldest entries have left
+    -- The request fits as soon as enough of the oldest entries have left.
     IF s.retry_after_us IS NULL AND cost <= max_count THEN
         units := s.count - s.credit + greatest(cost, 1) - max_count;
         WHILE units > 0 LOOP
@@ -91,17 +91,17 @@ BEGIN
         WHEN s.credit > 0 THEN s.expires_at
         WHEN s.count > 0 THEN least(s.window_start + window_us, s.expires_at)
         ELSE clock END - clock;
-    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes nothing else
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes a moved row
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;
-    s.told_log := CASE WHEN n > 0 THEN log[1:least(n, 64)] END; -- 64 is maxDenialEntries
+    s.told_log := CASE WHEN n > 0 THEN log[1:least(n, 64)] END; -- maxDenialEntries in Go is also 64
     RETURN s;
 END
 $$;
 
--- Parameters and result are those of rate_limit_take_sliding_window, but max_count is at most 1000. It has no statement
--- of its own for the common case.
+-- rate_limit_take_sliding_log has the parameters and the result of rate_limit_take_sliding_window, but max_count is at
+-- most 1000. It leaves all decisions to _rate_limit_left_ephemeral.
 CREATE FUNCTION rate_limit_take_sliding_log(
     name text, keys text[], max_count bigint, window_us bigint,
     costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
@@ -109,7 +109,7 @@ CREATE FUNCTION rate_limit_take_sliding_log(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statement
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -133,6 +133,6 @@ $$;
 COMMENT ON FUNCTION rate_limit_take_sliding_log IS
     'Takes from sliding windows of window_us microseconds, any of which admits max_count, '
     'at most 1000. It is exact, because it keeps a log of all takes in the window.
-It takes the costs and counts of each key, or denies them, '
-    'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
+It takes the costs and counts of each key or denies them, '
+    'and returns numbers for programs, which sql/sliding.sql explains. People call rate_limit_allow.
 Example: SELECT rate_limit_take_sliding_log(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';

@@ -1,32 +1,30 @@
--- The sweeper. rate_limit_sweep deletes expired rows, a limited number in each call. The package cleanup calls it
--- repeatedly, each time in a short transaction of its own. pg_cron calls it once a minute, with the larger defaults.
+-- rate_limit_sweep deletes expired rows, a limited number in each call. The package cleanup calls it repeatedly, each
+-- time in a short transaction. pg_cron calls it once a minute, with the larger defaults.
 --
---   max_rows       how many rows this call may delete. They stay locked until the call commits
---   max_pages      how many pages of 8 kB it may read
---   names          the limiters that still exist. All rows of other limiters are deleted, expired or not. NULL keeps
---                  them until they expire
---   sweeper        the caller's id. A pass may take several calls, and it belongs to this sweeper: for others, skipped
---                  is true until the pass has reached the end, or has had no call for 10 s. NULL means that this call
---                  is the whole pass
---   at_most_every  the shortest time between the end of a pass and the next one; before that, skipped is true
---   now            replaces the clock, for tests
+--   max_rows       how many rows this call may delete. The rows stay locked until the call commits
+--   max_pages      how many pages of 8 kB this call may read
+--   names          the limiters that still exist. All rows of other limiters are deleted, expired or not. NULL means
+--                  that only expired rows are deleted
+--   sweeper        the caller's id. A pass through the tables may take several calls, and belongs to one sweeper. For
+--                  other sweepers, skipped is true until the pass has ended, or has had no call for 10 s. NULL means
+--                  that this call is a whole pass
+--   at_most_every  the shortest time between the end of a pass and the next pass. Until then, skipped is true
+--   now            the time in tests; otherwise NULL
 --
--- Why this changes no decision: an expired row means the same as no row. After locking a row, the sweeper checks again
--- whether it has expired, by the row and the clock at that moment. A call that waits for that lock finds no row, and
--- makes it again. A row that is being made is not visible yet, and a locked row is skipped.
+-- Sweeping changes no decision, because an expired row means the same as no row. After locking a row, the sweeper
+-- checks again whether the row has expired. A call that waits for the lock finds no row, and makes the row again. The
+-- sweeper does not see rows that are being made, and skips locked rows.
 --
--- Until the transaction ends, synchronous_commit is off. A row that comes back after a crash is still expired.
+-- synchronous_commit is off until the transaction ends. A row that comes back after a crash is still expired.
 --
--- If the clock steps back, a row that was expired may no longer be expired at the next decision. So a row is kept for
--- another minute, and a clock that steps back by up to a minute changes nothing. If it steps back further, the keys
--- whose rows were swept in between are as good as new, once. The minute also keeps rows of keys that soon return: an
--- UPDATE is cheaper than an INSERT.
+-- Rows are kept for a minute after they have expired. So if the clock is set back by up to a minute, no decision
+-- changes. If it is set back by more, the keys of rows that were deleted too early are as good as new, once. The minute
+-- also keeps rows of keys that soon return, because an UPDATE is cheaper than an INSERT.
 --
--- The tables are read in their order on disk, by ranges of ctid (a TID range scan, from Postgres 14 on). That needs no
--- index. A pass continues where the last one stopped, even if another sweeper made that one: rate_limit_sweeper stores
--- the place. It also stores whose turn it is. An advisory lock could not do that. In PgBouncer's transaction mode, a
--- session's lock can be lost or left behind, and a transaction's lock is free for others in the pause between two
--- batches.
+-- The sweeper reads the tables in their order on disk by ranges of ctid (a TID range scan, from Postgres 14 on), so it
+-- needs no index. A pass continues where the previous call stopped, even if another sweeper made that call.
+-- rate_limit_sweeper stores the place and the sweeper. Advisory locks would not work through PgBouncer in transaction
+-- mode: a session's lock can be lost or left behind, and a transaction's lock is free between two calls.
 CREATE FUNCTION rate_limit_sweep(
     max_rows integer DEFAULT 50000, max_pages integer DEFAULT 50000, names text[] DEFAULT NULL,
     sweeper text DEFAULT NULL, at_most_every interval DEFAULT NULL, now timestamptz DEFAULT NULL,
@@ -35,8 +33,8 @@ CREATE FUNCTION rate_limit_sweep(
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET enable_nestloop = on
-SET enable_seqscan = off -- otherwise a small table would get a plan that scans it all, and keep the plan when it grows
-SET lock_timeout = '1s'  -- for a table that is being altered; it waits for no row
+SET enable_seqscan = off -- a plan for a small table must not scan the whole table after it has grown
+SET lock_timeout = '1s'  -- for tables that are being altered; the sweeper does not wait for rows
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -44,12 +42,12 @@ DECLARE
     clock timestamptz;
     page_bytes bigint := current_setting('block_size')::bigint;
     expired bigint; -- rows that expired before this time are deleted
-    sizes bigint[]; -- the sizes of the two tables, in pages
-    size bigint;    -- the size of the current table
-    first tid;      -- the part of it to read next
+    sizes bigint[]; -- the sizes of both tables, in pages
+    size bigint;    -- the size of the current table, in pages
+    first tid;      -- the sweeper reads next from first to past
     past tid;
     past_page bigint;
-    tids tid[];     -- the rows to delete in that part
+    tids tid[];     -- the rows between first and past to delete
     room bigint;    -- how many rows may still be deleted
     n bigint;
     ignored text;
@@ -63,13 +61,13 @@ BEGIN
     END IF;
     ignored := set_config('synchronous_commit', 'off', true);
     SELECT false, 0, 0, 0, 0 INTO complete, scanned, deleted, page, pages;
-    -- Without this check each INSERT would wait for the session that has locked the row.
+    -- Without this check, each INSERT would wait for the session that has locked the row.
     IF NOT EXISTS (SELECT FROM rate_limit_sweeper AS w WHERE w.one) THEN
         INSERT INTO rate_limit_sweeper DEFAULT VALUES ON CONFLICT (one) DO NOTHING;
     END IF;
     SELECT * INTO s FROM rate_limit_sweeper AS w WHERE w.one FOR UPDATE SKIP LOCKED;
     clock := coalesce(now, clock_timestamp()); -- after the lock; an earlier reading could be older than the row
-    -- BETWEEN, so that a clock that steps back does not make a turn longer.
+    -- BETWEEN prevents that a clock that is set back makes a turn longer.
     skipped := (NOT found
         OR s.held_by IS DISTINCT FROM sweeper AND clock BETWEEN s.held_at AND s.held_at + interval '10 seconds'
         OR NOT s.durable AND s.next_page = 0
@@ -120,7 +118,7 @@ BEGIN
         GET DIAGNOSTICS n = ROW_COUNT;
         deleted := deleted + n;
 
-        IF cardinality(tids) = room THEN -- there may be more rows on the last page
+        IF cardinality(tids) = room THEN -- the last page may have more rows to delete
             past_page := least((tids[room]::text::point)[0]::bigint, past_page);
             scanned := scanned + past_page - s.next_page;
             s.next_page := past_page;
@@ -149,10 +147,10 @@ $$;
 
 COMMENT ON FUNCTION rate_limit_sweep IS
     'Deletes rows that expired a minute ago or more: at most max_rows of them, from at most max_pages pages. '
-    'The next call continues where this one stopped. It waits for no row, and changes no decision.
+    'The next call continues where this one stopped. It does not wait for rows, and changes no decision.
 It returns skipped (another sweeper is at work, so nothing was done), '
     'complete (it reached the end of both tables), scanned (how many pages it read), deleted (how many rows), '
-    'and page and pages (how far it is, and of how many).
+    'and page and pages (the page that it has reached, and the number of pages).
 Example: SELECT * FROM rate_limit_sweep()
 With pg_cron, every minute: SELECT cron.schedule(''rate_limit_sweep'', ''* * * * *'', ''SELECT rate_limit_sweep()'')
 names => ARRAY[''login'', ''api''] deletes the rows of all other limiters too, EXPIRED OR NOT.';

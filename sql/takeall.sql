@@ -1,7 +1,6 @@
--- Many requests for several keys each; see rate_limit_take_all.
+-- Functions for many requests that take from several keys each.
 
--- _rate_limit_steps returns the next state of the rows if all have room for their units without granted credit, else
--- NULL.
+-- _rate_limit_steps returns the next state of all rows. It returns NULL if a row has no room without granted credit.
 CREATE FUNCTION _rate_limit_steps(
     rows rate_limit_row[], algorithms smallint[], clock bigint, units bigint[], limits bigint[], spans_us bigint[],
     refills bigint[], zones text[]
@@ -22,12 +21,12 @@ BEGIN
 END
 $$;
 
--- _rate_limit_take_all_ephemeral takes the units from all of the rows, and returns nine numbers for each. If one of
--- them has no room, it takes nothing and returns NULL.
+-- _rate_limit_take_all_ephemeral takes units from all rows, and returns nine numbers for each row. If a row has no
+-- room, it takes nothing and returns NULL.
 --
--- It locks the rows in the given order. If one is missing or has no room, it releases the locks, because rows before it
--- may have to be made and locked. If rows are missing and all the others have room, it makes the missing ones and locks
--- the others, in that order. Then it starts again. So a request that the visible rows deny makes no row.
+-- It locks the rows in the given order. If a row is missing or has no room, it releases the locks. If rows are missing
+-- and the existing rows have room, it makes missing rows and locks existing rows in the given order, and starts again.
+-- So a request that the existing rows deny makes no row.
 CREATE FUNCTION _rate_limit_take_all_ephemeral(
     names text[], keys text[], algorithms smallint[], limits bigint[], spans_us bigint[], refills bigint[],
     zones text[], units bigint[], lock_timeout_ms integer, now_us bigint
@@ -56,7 +55,7 @@ BEGIN
                         OR NOT _rate_limit_give_up(began, lock_timeout_ms, now_us))
                 FOR UPDATE
             ) AS d ON true;
-            clock := _rate_limit_now(now_us); -- after the locks
+            clock := _rate_limit_now(now_us); -- read the clock after locking
             rows := _rate_limit_steps(rows, algorithms, clock, units, limits, spans_us, refills, zones);
             IF NOT missing AND rows IS NOT NULL THEN
                 UPDATE rate_limit_ephemeral AS d SET
@@ -77,27 +76,27 @@ BEGIN
         INSERT INTO rate_limit_ephemeral AS d (prefix, key)
         SELECT e.name, e.key
         FROM unnest(names, keys) AS e (name, key)
-        ON CONFLICT (prefix, key) -- this also locks existing rows, so that all are locked in order
+        ON CONFLICT (prefix, key) -- ON CONFLICT also locks existing rows, so that all rows are locked in order
         DO UPDATE SET count = d.count WHERE _rate_limit_give_up(began, lock_timeout_ms, now_us);
     END LOOP;
     RETURN NULL;
 END
 $$;
 
--- rate_limit_take_all makes the same decisions as rate_limit_all at a lower cost. It is for many requests that all
--- take, from several rows of the same table each. The Go package calls it.
+-- rate_limit_take_all makes the same decisions as rate_limit_all, at lower cost. It is for many requests that each take
+-- from several rows of one table. The Go package calls it.
 --
---   names, keys         the rows in the order of locking, each once
+--   names, keys         the rows in the order of locking, each row once
 --   durable             true for rows in rate_limit_durable, false for rows in rate_limit_ephemeral
 --   algorithms, limits, spans_us, refills, zones
---                       for each row, as in rate_limit_all
+--                       the policy of each row, as in rate_limit_all
 --   units               the units that all requests together take from each row
 --   requests, row_of, costs, counts
---                       for each part: its request, the place of its row, and the others as in rate_limit_all
+--                       the request of each part, its row's place in keys, its cost, and the number of its requests
 --
--- If every row has room for its units, all requests are granted. Then it returns nine numbers for each row, as the
--- rate_limit_take_ functions do. Otherwise rate_limit_all decides the parts, and fifteen numbers for each are returned.
--- That costs more than twice as much (measured with 32 requests for three existing rows each).
+-- If every row has room for its units, all requests are granted, and the result has nine numbers for each row, like the
+-- result of rate_limit_take_sliding_window. Otherwise rate_limit_all decides, and the result has fifteen numbers for
+-- each part. This costs more than twice as much (measured with 32 requests for three existing rows each).
 CREATE FUNCTION rate_limit_take_all(
     names text[], keys text[], durable boolean, algorithms smallint[], limits bigint[], spans_us bigint[],
     refills bigint[], zones text[], units bigint[], requests integer[], row_of integer[], costs bigint[],
@@ -106,17 +105,17 @@ CREATE FUNCTION rate_limit_take_all(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statement
 SET enable_nestloop = on
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+SET enable_seqscan = off -- a plan must not depend on the table's size when it was made
 AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
     taken bigint[];
 BEGIN
-    -- Otherwise the order of locking would be violated. (Lengths may differ in the caller's encoding.) Or an argument
-    -- is invalid, and rate_limit_all says which.
+    -- Take from the rows only if the arguments are valid and the rows are in the order of locking. Lengths may differ
+    -- in the caller's encoding. Otherwise rate_limit_all decides, or raises an error for an invalid argument.
     IF names[cardinality(names)] IS NOT NULL AND keys[cardinality(names)] IS NOT NULL
         AND cardinality(names) = ALL (ARRAY[cardinality(keys), cardinality(algorithms), cardinality(limits),
             cardinality(spans_us), cardinality(refills), cardinality(units)])
@@ -160,7 +159,7 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_take_all IS
-    'Takes as rate_limit_all does, for less. It returns an array of numbers, for programs: see sql/takeall.sql.
+    'Takes as rate_limit_all does, at lower cost. It returns numbers for programs, which sql/takeall.sql explains.
 Example: SELECT rate_limit_take_all(ARRAY[''user'', ''everybody''], ARRAY[''user:123'', ''all''], false, '
     'ARRAY[2, 2]::smallint[], ARRAY[20, 1000], ARRAY[60000000, 60000000], ARRAY[0, 0], NULL, ARRAY[1, 1], '
     'ARRAY[1, 1], ARRAY[1, 2], NULL, NULL) '

@@ -1,14 +1,13 @@
--- The token bucket. tokenbucket.go defines it. These functions are tested against the model in
--- internal/model/tokenbucket.go.
+-- Token buckets. tokenbucket.go defines them. Tests compare these functions with internal/model/tokenbucket.go.
 
--- Whether a policy is within the exact range.
+-- _rate_limit_valid_bucket tells whether the numbers of a bucket are in the range of exact arithmetic.
 CREATE FUNCTION _rate_limit_valid_bucket(capacity bigint, refill bigint, every_us bigint)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248
         AND capacity <= 4611686018427387904 / every_us AND (capacity * every_us - 1) / refill < 2251799813685248
 $$;
 
--- _rate_limit_bucket decides about a row, with arguments like _rate_limit_fixed.
+-- _rate_limit_bucket decides requests for a row. _rate_limit_fixed explains the arguments.
 CREATE FUNCTION _rate_limit_bucket(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, capacity bigint, every_us bigint,
     refill bigint
@@ -16,8 +15,8 @@ CREATE FUNCTION _rate_limit_bucket(
 DECLARE
     full_credit CONSTANT bigint := capacity * every_us;
     fill_us CONSTANT bigint := (full_credit - 1) / refill + 1;
-    t bigint;                -- the clock, or the row's own time if it is later
-    moved boolean := false;  -- the clock jumped back, and so the row was moved back
+    t bigint;                -- the later time of clock and window_start
+    moved boolean := false;  -- whether the clock was set back, so that the row's times were set back too
     room bigint;
 BEGIN
     IF clock >= s.expires_at THEN
@@ -25,19 +24,19 @@ BEGIN
         s.credit := full_credit;
         s.window_start := clock;
     ELSE
-        -- an older take can no longer be given back
+        -- Takes by another policy can no longer be refunded.
         IF s.scale <> every_us OR s.capacity <> capacity OR s.refill <> refill THEN
             s.since := greatest(s.since + 1, s.window_start, clock);
             s.returned := 0;
         END IF;
-        IF s.scale <> every_us THEN -- keep whole tokens, and round the partial one down
+        IF s.scale <> every_us THEN -- keep whole tokens, and round the rest down
             s.credit := CASE WHEN s.credit / s.scale >= capacity THEN full_credit
                 ELSE s.credit / s.scale * every_us
-                    -- the product may need 128 bits
+                    -- The product may need 128 bits.
                     + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
         END IF;
         s.credit := least(s.credit, full_credit);
-        IF s.credit = full_credit AND s.count = 0 THEN -- the capacity is lower now, so the row is as good as new
+        IF s.credit = full_credit AND s.count = 0 THEN -- the capacity became smaller, so the row is as good as new
             s.window_start := clock;
             s.expires_at := clock;
         ELSIF s.window_start - clock > fill_us THEN
@@ -53,12 +52,12 @@ BEGIN
     s.capacity := capacity;
     s.refill := refill;
     t := greatest(clock, s.window_start);
-    -- This divides, because the product would overflow after a long time.
+    -- The comparison divides, because the product would overflow after a long time.
     IF s.credit < full_credit AND t - s.window_start <= (full_credit - s.credit - 1) / refill THEN
         s.credit := s.credit + (t - s.window_start) * refill;
-    ELSE -- it is full
+    ELSE -- the bucket is full
         s.credit := full_credit;
-        IF s.count = 0 THEN -- as good as new
+        IF s.count = 0 THEN -- the row is as good as new
             s.since := t;
             s.returned := 0;
         END IF;
@@ -86,7 +85,7 @@ BEGIN
         WHEN s.credit < full_credit
             THEN least(t + _rate_limit_ceil_div(full_credit - s.credit, refill), s.expires_at)
         ELSE clock END - clock;
-    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes nothing else
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes a moved row
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;
@@ -95,7 +94,8 @@ BEGIN
 END
 $$;
 
--- Whether a bucket is not full yet at this time, and how much it has.
+-- _rate_limit_bucket_runs tells whether a bucket is not full at the time clock. _rate_limit_bucket_level returns its
+-- credit.
 CREATE FUNCTION _rate_limit_bucket_runs(
     credit bigint, window_start bigint, clock bigint, full_credit bigint, refill bigint
 ) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$ SELECT clock - window_start <= (full_credit - credit - 1) / refill $$;
@@ -107,7 +107,8 @@ CREATE FUNCTION _rate_limit_bucket_level(
         THEN credit + greatest(clock - window_start, 0) * refill ELSE full_credit END
 $$;
 
--- Whether a bucket has enough at this time, and will not become full within 10 ms.
+-- _rate_limit_bucket_fits tells whether a bucket has the credit need at the time clock and does not become full in the
+-- next 10 ms.
 CREATE FUNCTION _rate_limit_bucket_fits(
     algorithm smallint, count bigint, window_start bigint, credit bigint, scale bigint, capacity bigint, refill bigint,
     need bigint, clock bigint, full_credit bigint, tokens bigint, inflow bigint, every_us bigint
@@ -120,11 +121,11 @@ CREATE FUNCTION _rate_limit_bucket_fits(
             ELSE clock - window_start > (full_credit - credit - 1) / inflow END
 $$;
 
--- Parameters and result are those of rate_limit_take_sliding_window, except:
+-- rate_limit_take_token_bucket has the parameters and the result of rate_limit_take_sliding_window, except:
 --
---   capacity  tokens in a full bucket; capacity * every_us may reach 2^62
---   refill    tokens that flow in evenly during every_us; at least 1
---   every_us  in microseconds, from 1 to 2^51. Filling an empty bucket may take 2^51 microseconds (71 years)
+--   capacity  the tokens in a full bucket; capacity * every_us may be up to 2^62
+--   refill    the tokens that flow in evenly during every_us; at least 1
+--   every_us  microseconds, from 1 to 2^51. Filling an empty bucket may take up to 2^51 microseconds (71 years)
 CREATE FUNCTION rate_limit_take_token_bucket(
     name text, keys text[], capacity bigint, refill bigint, every_us bigint,
     costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
@@ -132,21 +133,21 @@ CREATE FUNCTION rate_limit_take_token_bucket(
 ) RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would be planned
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statement
 AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text;
     clock bigint;
     full_credit bigint; -- the credit of a full bucket; NULL if the policy is invalid
-    units bigint;      -- the units for the only key; NULL if something is invalid
-    units_of bigint[]; -- the units for each of several keys
+    units bigint;      -- the cost of all requests for the only key; NULL if an argument is invalid
+    units_of bigint[]; -- the cost of all requests for each of several keys
     taken_keys text[];
     taken bigint[];
 BEGIN
     IF durable THEN
         RETURN _rate_limit_take_token_bucket_durable(name, keys, capacity, refill, every_us, costs, counts, false,
-            lock_timeout_ms, synchronous_commit, now_us); -- the same for rate_limit_durable; see twins.sql
+            lock_timeout_ms, synchronous_commit, now_us); -- twins.sql makes this function
     END IF;
     ignored := _rate_limit_set(lock_timeout_ms, synchronous_commit);
     clock := _rate_limit_now(now_us);
@@ -222,7 +223,7 @@ $$;
 COMMENT ON FUNCTION rate_limit_take_token_bucket IS
     'Takes from token buckets. '
     'A bucket holds capacity tokens, starts full, and gets refill tokens, evenly, over every_us microseconds.
-It takes the costs and counts of each key, or denies them, '
-    'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
+It takes the costs and counts of each key or denies them, '
+    'and returns numbers for programs, which sql/sliding.sql explains. People call rate_limit_allow.
 Example: SELECT rate_limit_take_token_bucket(''api'', ARRAY[''user:123''], 20, 5, 10000000) '
     'takes one token from a bucket of 20 that gets 5 more every 10 seconds.';

@@ -1,6 +1,6 @@
--- Each function for rate_limit_ephemeral has a twin for rate_limit_durable. The twin's text differs only in the name of
--- the table. The twin of rate_limit_take_fixed_window is _rate_limit_take_fixed_window_durable, and so on. It uses the
--- rights and settings of the first function, which calls it. (access.sql says why this block is written with care.)
+-- Each function for rate_limit_ephemeral gets a copy for rate_limit_durable. Only the table's name differs. For
+-- example, rate_limit_take_fixed_window calls _rate_limit_take_fixed_window_durable, which has the rights and settings
+-- of its caller. (access.sql explains why names in this block have a schema.)
 DO $$
 DECLARE
     path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
@@ -8,7 +8,7 @@ DECLARE
     texts pg_catalog.text[];
 BEGIN
     PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
-    PERFORM set_config('quote_all_identifiers', 'off', true); -- or definitions would be quoted differently
+    PERFORM set_config('quote_all_identifiers', 'off', true); -- otherwise more names may be quoted
     texts := ARRAY(
         SELECT replace(replace(
             regexp_replace(pg_get_functiondef(p.oid), replace('| SECURITY DEFINER(| SET [^|]*)*', '|', chr(10)), ''),

@@ -1,7 +1,8 @@
--- The types of the functions that decide, and short expressions. The planner inlines such an expression into its
--- caller, so it costs nothing. It cannot do so if a costly argument is used twice: TestExpressionsAreInlined.
+-- This file has the types of the functions that decide, and short functions. Postgres inlines most of these functions
+-- into their callers, so they cost nothing. It does not inline a function that uses a costly argument twice: see
+-- TestExpressionsAreInlined.
 
--- A row of the tables as an algorithm sees it, followed by the algorithm's decision.
+-- rate_limit_row is a row of the tables as an algorithm sees it, with the algorithm's decision.
 CREATE TYPE rate_limit_row AS (
     tid tid,               -- the row's place in the table; NULL if there is no row
     algorithm smallint,
@@ -10,62 +11,62 @@ CREATE TYPE rate_limit_row AS (
     window_start bigint,
     credit bigint,
     scale bigint,
-    expires_at bigint,     -- 0 (long past) if there is no row, or it belongs to another algorithm
+    expires_at bigint,     -- 0 if there is no row, or the row belongs to another algorithm
     since bigint,
     capacity bigint,
     refill bigint,
     returned bigint,
     log bigint[],
-    granted bigint,        -- how many of the requests were granted
-    remaining bigint,      -- the largest cost that would be granted next
-    retry_after_us bigint, -- microseconds until the others can be granted; 0 if there is room; NULL if never
+    granted bigint,        -- how many requests were granted
+    remaining bigint,      -- the largest cost that fits now
+    retry_after_us bigint, -- microseconds until the denied requests may fit; 0 if they fit now; NULL if they never fit
     reset_after_us bigint, -- microseconds until the key is as good as new
-    spent bigint,          -- how many of the units taken came out of granted credit
-    taken_at bigint,       -- bucket: where its units end in the queue of missing tokens
+    spent bigint,          -- how many of the granted units were paid with granted credit
+    taken_at bigint,       -- bucket: the position of the last unit in the queue of missing tokens
     told_log bigint[],     -- log: the entries that determine a denial's retry_after_us, at most 64
-    changed boolean,       -- the row has to be written
-    durable boolean        -- into rate_limit_durable
+    changed boolean,       -- whether the row must be written
+    durable boolean        -- whether the row is in rate_limit_durable
 );
 
--- No row. Another algorithm's row counts as none.
+-- _rate_limit_no_row returns the state of a key without a row. A row of another algorithm counts as no row.
 CREATE FUNCTION _rate_limit_no_row(tid tid, algorithm smallint) RETURNS rate_limit_row LANGUAGE sql IMMUTABLE AS $$
     SELECT ROW(tid, algorithm, 0, 0, 0, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL,
         0, 0, 0, 0, 0, NULL, NULL, false, NULL)::rate_limit_row
 $$;
 
--- The columns that rate_limit_all returns for each part.
+-- rate_limit_decision has the columns that rate_limit_all returns for each part of a request.
 CREATE TYPE rate_limit_decision AS (
-    ord bigint,             -- the part's place in the request, counted from 1
-    granted bigint,         -- these four are as in rate_limit_row
+    ord bigint,             -- the part's number, counted from 1
+    granted bigint,         -- this column and the next three are as in rate_limit_row
     remaining bigint,
     retry_after_us bigint,
     reset_after_us bigint,
-    decided_at timestamptz, -- the database's clock at the decision; the two columns above count from it
-    -- The key's state, as in the table.
+    decided_at timestamptz, -- the time of the decision, from which retry_after_us and reset_after_us count
+    -- These columns are the key's row after the decision.
     count bigint,
     prev_count bigint,
     window_start bigint,
     credit bigint,
     scale bigint,
     expires_at bigint,
-    log bigint[],           -- only the entries that have to leave until retry_after_us; or a bucket's leases
-    -- Data that a refund of the last request needs.
+    log bigint[],           -- the log entries that must leave before retry_after_us, or a bucket's leases
+    -- These columns are data that a refund of the last request needs.
     taken_since bigint,     -- the row's since
-    taken_in bigint,        -- the row's window_start: the window, the log's entry or the bucket's time
-    taken_at bigint,        -- where its units end in the bucket's queue: see TokenBucket.Refund in internal/model
-    taken_spent bigint      -- how many units of these requests came out of granted credit
+    taken_in bigint,        -- the row's window_start: the time of the window, the log entry or the bucket
+    taken_at bigint,        -- the last unit's position in the bucket's queue: see TokenBucket.Refund in internal/model
+    taken_spent bigint      -- how many units were paid with granted credit
 );
 
 COMMENT ON TYPE rate_limit_decision IS
-    'What the rate_limit_ functions decided for one key. The comments on the functions explain it.';
+    'The decision for one key. sql/types.sql explains the columns.';
 
--- The database's clock in microseconds since 1970, unless a test replaces it. date_part is exact until 2106. (With an
--- integer million, Postgres would look through all operators, for 6 % of a session's first call.)
+-- _rate_limit_now returns the database's time in microseconds since 1970, or now_us if a test sets it. date_part is
+-- exact until 2106. (With an integer million, looking for the operator would take 6 % of a session's first call.)
 CREATE FUNCTION _rate_limit_now(now_us bigint) RETURNS bigint LANGUAGE sql AS $$
     SELECT coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
 $$;
 
--- The transaction's settings; see the rate_limit_take_ functions.
+-- _rate_limit_set sets lock_timeout and synchronous_commit until the end of the transaction.
 CREATE FUNCTION _rate_limit_set(lock_timeout_ms integer, synchronous_commit boolean) RETURNS text LANGUAGE sql AS $$
     SELECT concat(
         CASE WHEN lock_timeout_ms <> -1 THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
@@ -73,18 +74,19 @@ CREATE FUNCTION _rate_limit_set(lock_timeout_ms integer, synchronous_commit bool
             THEN set_config('synchronous_commit', synchronous_commit::text, true) END)
 $$;
 
--- a / b rounded up, for a >= 0. It cannot overflow.
+-- _rate_limit_ceil_div returns a / b, rounded up, for a >= 0. It cannot overflow.
 CREATE FUNCTION _rate_limit_ceil_div(a bigint, b bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT CASE WHEN a > 0 THEN (a - 1) / b + 1 ELSE 0 END $$;
 
--- The units for a key, or NULL if the arguments are invalid or ask for more than the limit. It divides, because the
--- product could overflow.
+-- _rate_limit_units returns cost * asked. It returns NULL if the arguments are invalid or the product is above the
+-- limit. The comparison divides, because the product could overflow.
 CREATE FUNCTION _rate_limit_units(cost bigint, asked bigint, max_count bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE WHEN cost BETWEEN 1 AND max_count AND asked BETWEEN 1 AND max_count / cost THEN cost * asked END
 $$;
 
--- The same for a call's only key, but it may return more than the limit.
+-- _rate_limit_units_of_one returns cost * count of a call's only key, or max_count + 1 if the product is above the
+-- limit.
 CREATE FUNCTION _rate_limit_units_of_one(costs bigint[], counts bigint[], max_count bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE
@@ -92,7 +94,7 @@ RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
             THEN CASE WHEN counts[1] <= max_count / costs[1] THEN costs[1] * counts[1] ELSE max_count + 1 END END
 $$;
 
--- The same for each of several keys, or NULL if something is invalid.
+-- _rate_limit_units_of_each returns cost * count of each key, or NULL if an argument is invalid.
 CREATE FUNCTION _rate_limit_units_of_each(keys text[], costs bigint[], counts bigint[], max_count bigint)
 RETURNS bigint[] LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
@@ -100,7 +102,7 @@ DECLARE
     n integer := cardinality(keys);
     units bigint[];
 BEGIN
-    IF keys[1] IS NULL OR keys[n] IS NULL THEN -- or they are not counted from 1
+    IF keys[1] IS NULL OR keys[n] IS NULL THEN -- also if the array does not begin at 1
         RETURN NULL;
     ELSIF num_nonnulls(costs, counts) = 0 THEN
         RETURN array_fill(1::bigint, ARRAY[n]);
@@ -116,7 +118,7 @@ BEGIN
 END
 $$;
 
--- The valid keys in the order of locking, each once: longer ones first, then by bytes.
+-- _rate_limit_in_order returns each valid key once, in the order of locking: longer keys first, then by bytes.
 CREATE FUNCTION _rate_limit_in_order(keys text[], units_of bigint[])
 RETURNS TABLE (key text, units bigint) LANGUAGE sql IMMUTABLE AS $$
     SELECT DISTINCT ON (octet_length(e.key), e.key COLLATE "C") e.key, e.units
@@ -125,8 +127,8 @@ RETURNS TABLE (key text, units bigint) LANGUAGE sql IMMUTABLE AS $$
     ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.place
 $$;
 
--- _rate_limit_late ends a statement that has waited too long in total. lock_timeout alone cannot do that, because it
--- begins again for each row.
+-- _rate_limit_late raises an error that ends a statement after several waits for rows. lock_timeout alone cannot end
+-- it, because it counts the wait for each row separately.
 CREATE FUNCTION _rate_limit_late() RETURNS boolean LANGUAGE plpgsql AS $$
 BEGIN
     RAISE EXCEPTION 'rate_limit: too many rows are held, one after the other'
@@ -134,8 +136,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_give_up calls it if a statement that began at the given time has waited too long; otherwise it returns
--- false.
+-- _rate_limit_give_up returns false, or raises an error if a statement that began at clock has waited 25 times
+-- lock_timeout_ms.
 CREATE FUNCTION _rate_limit_give_up(clock bigint, lock_timeout_ms integer, now_us bigint)
 RETURNS boolean LANGUAGE plpgsql AS $$
 BEGIN
