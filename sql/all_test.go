@@ -26,8 +26,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// The test compares rate_limit_all with the models. Its requests are random, and calls with a single model.Rules use
-// the same rows. After each statement, every column of every row is compared.
+// TestAllEqualsModels compares rate_limit_all with the models. It sends random requests, and decides the same rows with
+// the models. After each statement, it compares every column of every row.
 func TestAllEqualsModels(t *testing.T) {
 	t.Parallel()
 
@@ -118,7 +118,7 @@ func TestAllEqualsModels(t *testing.T) {
 	}
 }
 
-// The test compares rate_limit_take_all with the models, mostly for requests in the form that it needs.
+// TestTakesFromAllEqualModels compares rate_limit_take_all with the models.
 func TestTakesFromAllEqualModels(t *testing.T) {
 	t.Parallel()
 
@@ -133,8 +133,8 @@ func TestTakesFromAllEqualModels(t *testing.T) {
 }
 
 // tellTakes sends requests of several parts to rate_limit_take_all, sometimes for rows with granted credit. It returns
-// how many calls were decided, how many were left to rate_limit_all, and the first difference from the models. Policies
-// are mostly of the given algorithms, or of any if none are given.
+// how many calls rate_limit_take_all decided, how many it left to rate_limit_all, and the first difference from the
+// models. Most policies have one of the given algorithms. If none is given, policies have any algorithm.
 func tellTakes(
 	t *testing.T, pool *pgxpool.Pool, r *rand.Rand, story uint64, mostly []int16,
 ) (taken, left int, err error) {
@@ -169,7 +169,7 @@ func tellTakes(
 			for j := range q.Parts {
 				p := &q.Parts[j]
 				p.Durable, p.ID.Key = durable, "{"+space+"}"+[...]string{"x", "ä"}[r.IntN(2)]
-				if limit := p.Policy.Numbers().Limit; p.Cost > 0 && r.IntN(4) > 0 { // otherwise it would seldom fit
+				if limit := p.Policy.Numbers().Limit; p.Cost > 0 && r.IntN(4) > 0 { // otherwise the cost would seldom fit
 					p.Cost = 1 + r.Int64N(max(limit/4, 1))
 				}
 			}
@@ -187,7 +187,7 @@ func tellTakes(
 				goals = append(goals, clock+p.Decision.ResetAfter)
 			}
 		}
-		if from == nil { // for example, a grant
+		if from == nil { // rate_limit_take_all cannot decide the request, for example a grant
 			compareAll(t, pool, space, requests, clock, false)
 			continue
 		}
@@ -247,14 +247,14 @@ func randomRequest(
 		) {
 			request.Parts = append(request.Parts, p)
 		}
-		if p.Cost > 1<<58 { // the product of cost and count has to fit
+		if p.Cost > 1<<58 { // the product of cost and count must fit into a bigint
 			request.Ahead = 0
 		}
 	}
 	return request
 }
 
-// allZones returns the time zones of the parts.
+// allZones returns the time zones of all parts.
 func allZones(requests []modeltest.Request) (zones []string) {
 	for _, request := range requests {
 		for _, p := range request.Parts {
@@ -264,7 +264,7 @@ func allZones(requests []modeltest.Request) (zones []string) {
 	return zones
 }
 
-// allRefunds returns the arguments from $14 on.
+// allRefunds returns the arguments of rate_limit_all from $14 on.
 func allRefunds(requests []modeltest.Request) []any {
 	var parts []modeltest.Part
 	for _, request := range requests {
@@ -279,7 +279,7 @@ func allRefunds(requests []modeltest.Request) []any {
 	return []any{refunds.Since, refunds.In, refunds.At, refunds.Spent}
 }
 
-// allLeased returns the leases that the parts take, and those that end.
+// allLeased returns the leased units of each part, or the units whose lease ends.
 func allLeased(requests []modeltest.Request) (leased []int64) {
 	for _, request := range requests {
 		for _, p := range request.Parts {
@@ -293,10 +293,10 @@ func allLeased(requests []modeltest.Request) (leased []int64) {
 	return leased
 }
 
-// compareOne decides a part alone, by the function of its algorithm, and compares the decision.
+// compareOne decides a part with the function of the part's algorithm, and compares the decision.
 func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modeltest.Part, clock int64, asModel modeltest.Rows) {
 	t.Helper()
-	if p.Refund != nil { // this function cannot report the end of a lease
+	if p.Refund != nil { // the function of the algorithm cannot report the end of a lease
 		k := p.Refund[0]
 		k.Ended = 0
 		p.Refund = []model.Take{k}
@@ -319,7 +319,7 @@ func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modeltest.Part
 	require.Equal(t, want, got, "%s: %v", title, one)
 }
 
-// compareAll compares every decision.
+// compareAll decides requests with rate_limit_all, and compares every decision.
 func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []modeltest.Request, clock int64, skip bool) {
 	t.Helper()
 	got := map[int64]model.Decision{}
@@ -343,7 +343,7 @@ func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []model
 }
 
 // rowSetOfModel returns the rows that requests take from, and their parts. It returns nil if rate_limit_take_all cannot
-// decide them.
+// decide the requests.
 func rowSetOfModel(requests []modeltest.Request) (*engine.RowSet, []*engine.Part) {
 	var asked []*engine.Request
 	var into []*engine.Part
@@ -364,8 +364,8 @@ func rowSetOfModel(requests []modeltest.Request) (*engine.RowSet, []*engine.Part
 	return engine.RowSetOf(asked, into, counts), into
 }
 
-// takesDiffer decides requests by rate_limit_take_all, and compares every decision. left tells whether the requests
-// were left to rate_limit_all.
+// takesDiffer decides requests with rate_limit_take_all, and compares every decision. left tells whether
+// rate_limit_take_all called rate_limit_all.
 func takesDiffer(
 	ctx context.Context, pool *pgxpool.Pool, requests []modeltest.Request, clock int64, from *engine.RowSet, into []*engine.Part,
 ) (left bool, err error) {
@@ -425,8 +425,8 @@ func rowsDiffer(t *testing.T, pool *pgxpool.Pool, space string, asModel modeltes
 	return nil
 }
 
-// Before rate_limit_all makes missing rows, it reads all parts without locks. If nothing refuses a request then, the
-// locked rows decide it. A refused request gets an answer from that first read, and waits for no lock.
+// rate_limit_all first reads rows without locks if a row is missing. If the rows deny a request, the request is denied
+// without a lock. Otherwise all of its rows are locked before the decision.
 func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -437,9 +437,9 @@ func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 	}
 	in := func(d time.Duration) *int64 { return new(d.Microseconds()) }
 	for name, change := range map[string]struct {
-		take         int64 // taken from a limit of 10 beforehand
+		take         int64 // what was taken before from a limit of 10
 		inTx         func(ctx context.Context, tx pgx.Tx, limiter *ratelimit.Limiter) error
-		locked, seen told // the answers to a take of three more
+		locked, seen told // the results of a take of 3 units
 	}{
 		"less room": {8, func(ctx context.Context, tx pgx.Tx, limiter *ratelimit.Limiter) error {
 			_, err := limiter.WithTx(tx).Allow(ctx, "key")
@@ -453,7 +453,7 @@ func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 			return limiter.WithTx(tx).Reset(ctx, "key")
 		}, told{Granted: 1, Remaining: 7, RetryAfter: in(0)}, told{Granted: 0, Remaining: 0, RetryAfter: in(limitertest.Year)}},
 	} {
-		for _, together := range []bool{false, true} { // both rows, the existing and the new one, belong to one request
+		for _, together := range []bool{false, true} { // whether one request has both rows, the existing row and the new row
 			t.Run(fmt.Sprintf("%s, together %t", name, together), func(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
@@ -471,7 +471,7 @@ func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 				holder, caller := pgtest.Begin(t, db), pgtest.Begin(t, db)
 				require.NoError(t, change.inTx(t.Context(), holder, limiter))
 
-				answer := testkit.Later(func() ([]told, error) { // the new row's key is longer, so it comes first
+				answer := testkit.Later(func() ([]told, error) { // the new row's key is longer, so the new row comes first
 					rows, err := caller.Query(context.Background(), `SELECT granted, remaining, retry_after_us
 						FROM rate_limit_all(ARRAY[1, CASE WHEN $1 THEN 1 ELSE 2 END], '{known,new}', '{key,longer key}', '{f,f}',
 							'{1,1}', '{10,10}', ARRAY[$2::bigint, $2], '{0,0}', '{3,1}', now => $3)
@@ -501,12 +501,12 @@ func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 	}
 }
 
-// The test compares units leased from a bucket, and refunds beside them, with the model.
+// TestLeasesOfABucketInSQL compares leases and refunds of a bucket with the model.
 func TestLeasesOfABucketInSQL(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.New(t).Pool
 	seed := limitertest.Seed(t)
-	kept := 0 // refunds that left room for leases
+	kept := 0 // the number of refunds that left room for leases
 	for story := range uint64(20 * limitertest.Rounds(t)) {
 		r := rand.New(rand.NewPCG(seed, story))
 		bucket := model.TokenBucket{Capacity: 100 + r.Int64N(3000), Refill: 1 + r.Int64N(50), Every: model.Duration(1 + r.Int64N(2e7))}
@@ -544,7 +544,7 @@ func TestLeasesOfABucketInSQL(t *testing.T) {
 				request.Count += request.Ahead
 			}
 			title := fmt.Sprintf("%s=%d, story %d, step %d", modeltest.SeedVariable, seed, story, step)
-			// the function of buckets, which does not change the notes of leases
+			// rate_limit_take_token_bucket does not change leases.
 			if request.Ahead == 0 && r.IntN(2) == 0 {
 				compareOne(t, pool, title, *p, clock, asModel)
 			} else {
@@ -561,7 +561,7 @@ func TestLeasesOfABucketInSQL(t *testing.T) {
 	require.Greater(t, kept, 5*limitertest.Rounds(t))
 }
 
-// The function also refuses arguments that Go refuses earlier.
+// rate_limit_all also refuses arguments that the Go package never sends.
 func TestAllFunctionRefusesBadParts(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")

@@ -46,8 +46,8 @@ func peekSQL(t testing.TB, db pgtest.Querier, name, policy string, durable bool)
 	return askSQL(t, db, "rate_limit_peek($1, 'key', $2, $3)", name, policy, durable)
 }
 
-// A limiter and the functions for people take from the same limits, and decide alike. The clock also runs during a
-// transaction, so the times of the later call may be shorter, but not longer.
+// A limiter and rate_limit_allow take from the same rows, and decide alike. The clock runs between two calls, so the
+// times in the second result may be shorter, but not longer.
 func TestSQLAllowsAsALimiterDoes(t *testing.T) {
 	t.Parallel()
 
@@ -66,7 +66,7 @@ func TestSQLAllowsAsALimiterDoes(t *testing.T) {
 			config.Name = fmt.Sprint("go ", i)
 			limiter := limitertest.New(t, db.Pool, config)
 			config.Name = fmt.Sprint("sql ", i)
-			same := limitertest.New(t, db.Pool, config) // shares its rows with the function
+			same := limitertest.New(t, db.Pool, config) // the limiter uses the same rows as the function
 			denied := 0
 			for range 20 {
 				cost := 1 + r.Int64N(4)
@@ -94,7 +94,7 @@ func TestSQLAllowsAsALimiterDoes(t *testing.T) {
 	}
 }
 
-// requireAlike compares two decisions made up to a minute apart, in either order.
+// requireAlike compares two decisions. The second decision may be up to a minute earlier or later.
 func requireAlike(t *testing.T, want ratelimit.Result, got answer) {
 	t.Helper()
 	require.Equal(t, want.Allowed, got.Allowed)
@@ -105,13 +105,13 @@ func requireAlike(t *testing.T, want ratelimit.Result, got answer) {
 	}
 }
 
-// Without a policy argument, the policy row in force decides, as it does for limiters with policies.
+// If policy is NULL, the row of rate_limit_policy in force decides, as it does for a limiter with Config.Policies.
 func TestSQLAllowsUnderThePolicyInForce(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 
 	db := pgtest.New(t)
-	// Without a row, the error says what is wrong and what to do.
+	// If no row is in force, the error says what to do.
 	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, policy, comment) VALUES ('n', 'other', 'fixed 1/1d', 'why')`)
 	for _, call := range []string{"allow('n', 'secret')", "peek('n', 'secret')", "allow('m', 'other')", "allow('n', 'secret', NULL)"} {
 		_, err := db.Pool.Exec(t.Context(), "SELECT rate_limit_"+call)
@@ -144,7 +144,7 @@ func TestSQLAllowsUnderThePolicyInForce(t *testing.T) {
 		_, err := db.Pool.Exec(t.Context(), "SELECT rate_limit_allow('n', $1, cost => $2)", key, remaining+1)
 		require.ErrorContains(t, err, "the policy can never allow it")
 	}
-	// Mode off allows and mode deny denies, and neither counts anything.
+	// The modes off and deny count nothing.
 	rows := pgtest.Scalar[int64](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral")
 	require.Equal(t, answer{true, math.MaxInt64, 0, 0}, askSQL(t, db.Pool, "rate_limit_allow('n', 'off', cost => 1000)"))
 	for _, call := range []string{"rate_limit_allow('n', 'banned', cost => 1000)", "rate_limit_peek('n', 'banned')"} {
@@ -163,7 +163,7 @@ func TestSQLAllowsUnderThePolicyInForce(t *testing.T) {
 	}
 }
 
-// Rows written with the triggers off are ignored if limiters would skip them.
+// rate_limit_allow and limiters ignore the same rows. Such rows can only be written without the triggers.
 func TestSQLPassesOverWhatLimitersPassOver(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -191,7 +191,7 @@ func TestSQLPassesOverWhatLimitersPassOver(t *testing.T) {
 	require.ErrorContains(t, err, "key is NULL, empty or too long")
 }
 
-// The header Retry-After needs whole seconds. After that time the request is allowed.
+// retry_after_seconds is a whole number for the header Retry-After. After this time, the request is allowed.
 func TestSQLRoundsRetryAfterUp(t *testing.T) {
 	t.Parallel()
 
@@ -202,7 +202,7 @@ func TestSQLRoundsRetryAfterUp(t *testing.T) {
 	} {
 		const seconds = "SELECT retry_after_seconds FROM rate_limit_allow($1, 'k', $1)"
 		require.Zero(t, pgtest.Scalar[int64](t, db.Pool, seconds, policy), policy)
-		for { // until it is denied
+		for { // until a request is denied
 			var allowed, rounded bool
 			var retry int64
 			require.NoError(t, db.Pool.QueryRow(t.Context(), `SELECT allowed, retry_after_seconds, retry_after_seconds
@@ -217,7 +217,7 @@ func TestSQLRoundsRetryAfterUp(t *testing.T) {
 	}
 }
 
-// The error for a bad argument names it and says what would be right, without showing the key.
+// The error for a wrong argument names the argument and says what is right. It does not contain the key.
 func TestSQLNamesTheArgumentThatItRefuses(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -295,13 +295,13 @@ func TestSQLNamesTheArgumentThatItRefuses(t *testing.T) {
 	require.Len(t, pgtest.StoredRows(t, db.Pool, false), 1)
 }
 
-// A role with EXECUTE on rate_limit_allow needs nothing else, and cannot call the helpers.
+// A role that has EXECUTE on rate_limit_allow needs no other right, and cannot call internal functions.
 func TestSQLForPeopleNeedsNothingButExecute(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
-	pool := pgtest.Application(t, db, "..") // with decoys in its search_path and in pg_temp
+	pool := pgtest.Application(t, db, "..") // search_path and pg_temp have decoys
 	const call, look = "public.rate_limit_allow('n', 'key', 'fixed 2/1h, log 1/1h')", "public.rate_limit_peek('n', 'key', 'fixed 2/1h')"
 	for _, sql := range []string{"SELECT * FROM " + call, "SELECT * FROM " + look} {
 		pgtest.Refused(t, pool, sql, sql, "42501")
@@ -318,7 +318,7 @@ func TestSQLForPeopleNeedsNothingButExecute(t *testing.T) {
 	}
 }
 
-// A peek writes nothing, so it works on a standby; a take does not.
+// rate_limit_peek writes nothing, so it works on a standby. rate_limit_allow does not.
 func TestSQLPeeksWhereNothingCanBeWritten(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
@@ -332,7 +332,7 @@ func TestSQLPeeksWhereNothingCanBeWritten(t *testing.T) {
 	require.ErrorContains(t, err, "25006")
 }
 
-// The caller's collation of an argument changes nothing.
+// The collation of the caller's arguments does not matter.
 func TestSQLAllowsUnderEveryCollation(t *testing.T) {
 	t.Parallel()
 
@@ -347,13 +347,13 @@ func TestSQLAllowsUnderEveryCollation(t *testing.T) {
 	require.True(t, askSQL(t, db.Pool, `(SELECT 'n' COLLATE "C" AS n, 'key' COLLATE loose AS k) AS t, rate_limit_allow(t.n, t.k, 'fixed 1/1h')`).Allowed)
 }
 
-// The list of functions that psql shows fits on a screen.
+// The list of functions in psql has only the functions that people and programs call.
 func TestHelpersAreOutOfSight(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
-	// The query is that of psql's \df rate_limit_*.
+	// This is the query of psql's \df rate_limit_*.
 	names := pgtest.Scalar[[]string](t, db.Pool, `
 		SELECT array_agg(proname::text ORDER BY proname) FROM pg_proc
 		WHERE pronamespace = 'public'::regnamespace AND proname ~ '^(rate_limit_.*)$'`)

@@ -13,7 +13,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// Anybody may call the functions from psql. Invalid calls fail with a clear message, and change nothing.
+// Invalid calls from psql fail with a clear message, and change no row.
 func TestSQLRefusesBadArguments(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -117,7 +117,7 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 		require.Empty(t, pgtest.StoredRows(t, db.Pool, durable))
 	}
 
-	// Costs and counts that are NULL, below 1 or in arrays of another shape are refused, whether or not the key has a
+	// Costs and counts that are NULL, less than 1 or in arrays of another shape are refused, whether or not the key has a
 	// row.
 	for name, call := range calls {
 		for _, durable := range []string{"", ", durable => true"} {
@@ -145,11 +145,11 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 		"fixed_window(repeat('n', 128), ARRAY[repeat('k', 512)], 1, 1)",
 		"calendar_window('n', ARRAY['a'], 4611686018427387904, 2678400000000, 'America/Argentina/ComodRivadavia')",
 	} {
-		// A take returns nine numbers. If an answer is longer, its second number is the count of granted requests.
+		// A granted take returns nine numbers. If the result is longer, its second number is the number of granted requests.
 		taken := pgtest.Scalar[[]int64](t, db.Pool, "SELECT array_remove(rate_limit_take_"+call+", NULL)")
 		require.True(t, len(taken) <= 9 || taken[1] == 1, "%s: %v", call, taken)
 	}
-	require.EqualValues(t, 1, pgtest.Scalar[int64](t, db.Pool, // the default zone is UTC
+	require.EqualValues(t, 1, pgtest.Scalar[int64](t, db.Pool, // the default time zone is UTC
 		"SELECT granted FROM rate_limit_all('{1}', '{n}', '{b}', '{f}', '{5}', '{10}', '{3600000000}', '{0}')"))
 }
 
@@ -169,7 +169,7 @@ func TestNullMeansTheDefaultInSQL(t *testing.T) {
 	require.Empty(t, pgtest.StoredRows(t, db.Pool, true))
 }
 
-// The statement after "Example:" in each function's comment works as written.
+// The statement after "Example:" in each function's comment works.
 func TestExamplesInCommentsWork(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -226,7 +226,7 @@ func TestExamplesInCommentsWork(t *testing.T) {
 			continue
 		}
 		if f.Name == "rate_limit_reset" {
-			// It runs after rate_limit_allow, and its example has the same key.
+			// rate_limit_reset runs after rate_limit_allow with the same key, so the key has a row.
 			require.Equal(t, true, values[0]["rate_limit_reset"])
 		}
 	}
@@ -247,7 +247,8 @@ func closing(text string) int {
 	})
 }
 
-// For existing rows, the take functions check few arguments. Even so, they refuse invalid ones, and take nothing.
+// If all rows exist, the take functions check only some arguments. Nevertheless, they refuse invalid arguments, and
+// take nothing.
 func TestTakesFromRowsRefuseBadArguments(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -263,7 +264,7 @@ func TestTakesFromRowsRefuseBadArguments(t *testing.T) {
 	require.Len(t, before, 15)
 	const most = "9223372036854775807"
 	for _, call := range []string{
-		// Arrays whose first index is not 1.
+		// These arrays do not begin at 1.
 		"fixed_window('fixed', '[0:2]={aaa,bb,c}', 3, 60000000)",
 		"fixed_window('fixed', '[-1:1]={aaa,bb,c}', 3, 60000000)",
 		"fixed_window('fixed', '[0:7]={aaa,w2,w3,w4,w5,w6,w7,w8}', 3, 60000000)",
@@ -273,7 +274,7 @@ func TestTakesFromRowsRefuseBadArguments(t *testing.T) {
 		"token_bucket('bucket', '[0:2]={aaa,bb,c}', 3, 1, 60000000)",
 		"sliding_log('log', '[0:2]={aaa,bb,c}', 3, 60000000)",
 		"calendar_window('calendar', '[0:2]={aaa,bb,c}', 3, 2678400000000, 'UTC')",
-		// Policies outside the exact range.
+		// These policies are outside the range of exact arithmetic.
 		"fixed_window('fixed', '{c}', " + most + ", 60000000)",
 		"fixed_window('fixed', '{c}', " + most + ", 60000000, '{4611686018427387904}', '{1}')",
 		"fixed_window('fixed', '{c}', -" + most + " - 1, 60000000)",
@@ -298,7 +299,7 @@ func TestTakesFromRowsRefuseBadArguments(t *testing.T) {
 	}
 }
 
-// A row that another transaction is inserting is skipped. The other requests of the call are stored.
+// A row that another transaction is inserting is skipped. The other requests of the call are decided.
 func TestRowsBeingMadeSpoilNoOthers(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -314,8 +315,8 @@ func TestRowsBeingMadeSpoilNoOthers(t *testing.T) {
 	require.EqualValues(t, 12, pgtest.Scalar[int64](t, db.Pool, "SELECT count FROM rate_limit_ephemeral WHERE key = 'a'"))
 }
 
-// A read without locks sees all rows at the same moment: this holds for a peek, and for a request that this read
-// refuses. Here every take counts the same in two rows, so their counts are always equal.
+// rate_limit_all sees all rows at the same moment when it reads rows without locks. In this test, every take counts in
+// both rows, so their counts must always be equal.
 func TestLooksSeeOneMoment(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -345,7 +346,7 @@ func TestLooksSeeOneMoment(t *testing.T) {
 			}
 		default:
 		}
-		// the missing row ccc never fits its cost of 1000001
+		// The missing row ccc never fits its cost of 1000001.
 		for _, costs := range []string{"{0,0,0}", "{1,1,1000001}"} {
 			counts := pgtest.Scalar[[]int64](t, db.Pool, `SELECT array_agg(count ORDER BY ord) FROM rate_limit_all(
 				'{1,1,1}', '{n,n,n}', '{bb,a,ccc}', '{f,t,f}', '{1,1,1}', '{1000000,1000000,1000000}',
@@ -355,7 +356,7 @@ func TestLooksSeeOneMoment(t *testing.T) {
 	}
 }
 
-// A limit of 2^62 admits a cost of 2^62, once. Two such requests exceed a bigint.
+// A limit of 2^62 admits a cost of 2^62 once. The sum of two such requests is too large for a bigint.
 func TestLargestTakes(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -380,14 +381,14 @@ func TestLargestTakes(t *testing.T) {
 	}
 }
 
-// rate_limit_take_all leaves some calls to rate_limit_all: calls with repeated or reordered rows, with parts that do
-// not belong together, or with requests that would never fit. So no row loses more units than it has room for.
+// rate_limit_take_all leaves calls with odd arguments to rate_limit_all. So no row loses more units than it has. For
+// example, rows are repeated or in another order, parts do not belong to the rows, or requests never fit.
 func TestTakesOfSetsAskedBadly(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
-	// now_us is a clock that does not advance while the call waits.
+	// now_us is a clock that stands still while the call waits.
 	const good = `'{n,n,n}', '{ccc,bb,a}', false, '{1,2,3}', '{3,3,3}', '{60000000,60000000,60000000}', '{0,0,1}', NULL,
 		'{1,1,1}', '{1,1,1}', '{1,2,3}', NULL, NULL, now_us => 1800000000000000`
 	ask := func(oldNew ...string) (numbers []int64, err error) {
@@ -396,7 +397,7 @@ func TestTakesOfSetsAskedBadly(t *testing.T) {
 		require.NoError(t, err)
 		return pgx.CollectOneRow(rows, pgx.RowTo[[]int64])
 	}
-	leaveOne := func() { // each of the rows has 1 of its 3 units left
+	leaveOne := func() { // each row has 1 of its 3 units left
 		pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_ephemeral")
 		for range 2 {
 			numbers, err := ask()
@@ -405,7 +406,7 @@ func TestTakesOfSetsAskedBadly(t *testing.T) {
 		}
 	}
 	for _, bad := range [][]string{
-		{"{ccc,bb,a}", "{bb,ccc,a}", "{1,2,3}', '{3", "{2,1,3}', '{3"}, // in another order
+		{"{ccc,bb,a}", "{bb,ccc,a}", "{1,2,3}', '{3", "{2,1,3}', '{3"}, // rows in another order
 		{"{ccc,bb,a}", "[0:2]={ccc,bb,a}"},
 		{"{n,n,n}", "[0:2]={n,n,n}"},
 		{"{1,1,1}', '{1,1,1}", "{2,1,1}', '{1,1,1}", "'{1,2,3}', NULL", "'{1,2,3}', '{2,1,1}'"}, // more than is left

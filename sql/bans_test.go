@@ -40,12 +40,12 @@ func TestBansBecomeLonger(t *testing.T) {
 	require.True(t, ban(t, db.Pool, "another").Made)
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE key = 'another'")
 
-	for _, want := range []time.Duration{2 * time.Hour, 3 * time.Hour, 3 * time.Hour} { // and at most 3 hours
+	for _, want := range []time.Duration{2 * time.Hour, 3 * time.Hour, 3 * time.Hour} { // a repeated ban lasts longer
 		pgtest.AgeBans(t, db.Pool, "4h")
 		next := ban(t, db.Pool, "k")
 		require.True(t, next.Made)
 		require.Equal(t, want, pgtest.BanLasts(t, db.Pool, "k"))
-		// The new ban replaces the last one.
+		// The new ban replaces the previous ban.
 		require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy"))
 	}
 	require.True(t, pgtest.Scalar[bool](t, db.Pool, `SELECT mode = 'deny' AND policy IS NULL AND automatic
@@ -55,7 +55,7 @@ func TestBansBecomeLonger(t *testing.T) {
 	require.True(t, ban(t, db.Pool, "k").Made)
 	require.Equal(t, time.Hour, pgtest.BanLasts(t, db.Pool, "k"))
 
-	// If a ban was shortened by hand, the next one is at least as long as a first ban.
+	// If a person has shortened a ban, the next ban is at least as long as a first ban.
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_until = clock_timestamp()")
 	require.True(t, ban(t, db.Pool, "k").Made)
 	require.Equal(t, time.Hour, pgtest.BanLasts(t, db.Pool, "k"))
@@ -63,7 +63,7 @@ func TestBansBecomeLonger(t *testing.T) {
 	require.True(t, ban(t, db.Pool, "k").Made)
 	require.Equal(t, time.Hour, pgtest.BanLasts(t, db.Pool, "k"))
 
-	// The same holds for a ban without an end that a later row overrides.
+	// If a person has set a ban to infinity and overridden it, the next ban is also as long as a first ban.
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_until = 'infinity'")
 	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, mode, comment) VALUES ('n', 'k', 'off', 'why')")
 	require.True(t, ban(t, db.Pool, "k").Made)
@@ -71,7 +71,7 @@ func TestBansBecomeLonger(t *testing.T) {
 	require.Equal(t, time.Hour, pgtest.BanLasts(t, db.Pool, "k"))
 }
 
-// A key that a person has banned gets no second ban. Rows written by people, and rows of other limiters, do not change.
+// A key that a person has banned gets no second ban. Rows of people and of other limiters do not change.
 func TestBansByPeopleStay(t *testing.T) {
 	t.Parallel()
 
@@ -93,7 +93,7 @@ func TestBansByPeopleStay(t *testing.T) {
 		"SELECT ends = 'infinity' AND NOT made FROM rate_limit_ban('n', 'ever', '1h', '1h', '1h', 'why')"))
 }
 
-// However many processes ban a key at once, there is one ban.
+// If many processes ban a key at once, there is one ban.
 func TestConcurrentBansOfAKey(t *testing.T) {
 	t.Parallel()
 
@@ -112,7 +112,7 @@ func TestConcurrentBansOfAKey(t *testing.T) {
 	require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy"))
 }
 
-// Each ban deletes a few forgiven bans, and no others.
+// Each ban deletes up to ten forgiven bans, and no other rows.
 func TestForgivenBansAreClearedAway(t *testing.T) {
 	t.Parallel()
 
@@ -123,10 +123,10 @@ func TestForgivenBansAreClearedAway(t *testing.T) {
 		FROM generate_series(1, 28) AS n`)
 	count := func() int { return pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy") }
 	ban(t, db.Pool, "a")
-	require.Equal(t, 19, count()) // ten deleted, and one added
+	require.Equal(t, 19, count()) // ten bans were deleted, and one was added
 	locked := pgtest.Begin(t, db)
 	pgtest.Exec(t, locked, "SELECT FROM rate_limit_policy FOR UPDATE")
-	ban(t, db.Pool, "b") // does not wait for a locked row
+	ban(t, db.Pool, "b") // rate_limit_ban does not wait for a locked row
 	require.Equal(t, 20, count())
 	require.NoError(t, locked.Rollback(t.Context()))
 	ban(t, db.Pool, "c")
@@ -135,7 +135,7 @@ func TestForgivenBansAreClearedAway(t *testing.T) {
 		pgtest.Scalar[[]string](t, db.Pool, "SELECT array_agg(key ORDER BY key) FROM rate_limit_policy"))
 }
 
-// A ban waits for a transaction that changes policies, up to its lock_timeout. It never deadlocks.
+// A ban waits up to lock_timeout for a transaction that changes policies. It never deadlocks with such a transaction.
 func TestBansWaitForWriters(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -151,7 +151,7 @@ func TestBansWaitForWriters(t *testing.T) {
 	pgtest.Refused(t, conn, "the session's", "SELECT rate_limit_ban('n', 'k', '1h', '1h', '1h', 'why', NULL)", "55P03")
 	waiting := testkit.Later(func() (banned, error) { return ban(t, db.Pool, "k"), nil })
 	pgtest.WaitUntilBlocked(t, db.Pool, 1)
-	// the waiting call is going to lock this row
+	// The waiting call will lock this row.
 	pgtest.Exec(t, person, "DELETE FROM rate_limit_policy WHERE key = 'k'")
 	require.NoError(t, person.Commit(t.Context()))
 	answer, err := waiting()
@@ -177,7 +177,7 @@ func TestBansThatMakeNoSense(t *testing.T) {
 	require.Zero(t, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy"))
 }
 
-// The caller's collation of an argument changes nothing.
+// The collation of the caller's arguments does not matter.
 func TestBansUnderEveryCollation(t *testing.T) {
 	t.Parallel()
 

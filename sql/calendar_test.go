@@ -13,8 +13,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// calendarSamples returns times within fifty years, at which windows of a time zone are compared: both sides of every
-// clock change that this process knows, and one time in each year.
+// calendarSamples returns times within fifty years: the times before and after every clock change of a time zone, and
+// one time in each year.
 func calendarSamples(zone *time.Location) (times []int64) {
 	from, to := time.Date(1987, 1, 1, 0, 0, 0, 0, time.UTC), time.Date(2037, 1, 1, 0, 0, 0, 0, time.UTC)
 	for year := from; year.Before(to); year = year.AddDate(1, 0, 0) {
@@ -25,7 +25,7 @@ func calendarSamples(zone *time.Location) (times []int64) {
 		if end.IsZero() || end.After(to) {
 			return times
 		}
-		if !end.After(t) { // Go's own time zone data has such an end on the last day of leap years
+		if !end.After(t) { // Go's data has an end before t on the last day of leap years
 			t = t.Add(24 * time.Hour)
 			continue
 		}
@@ -34,10 +34,9 @@ func calendarSamples(zone *time.Location) (times []int64) {
 	}
 }
 
-// compareCalendars compares the windows that a database finds for samples with the database's own date_trunc. No
-// boundary lies between the sample and the window's end, and a window starts there. It returns a description of the
-// mistakes. agree counts the zones that have the same offsets in the database and in this process. For these, the model
-// must find the same ends.
+// compareCalendars compares the windows of sample times with Postgres's date_trunc. The window of a sample must contain
+// no boundary of date_trunc, and must end at one. compareCalendars returns a description of all mistakes. For zones
+// whose offsets are the same in Postgres and Go, the model must find the same ends. agree is the number of these zones.
 func compareCalendars(t *testing.T, db pgtest.Executor, zones []string) (wrong []string, agree int) {
 	t.Helper()
 	for chunk := range slices.Chunk(zones, 50) {
@@ -47,7 +46,7 @@ func compareCalendars(t *testing.T, db pgtest.Executor, zones []string) (wrong [
 		for _, name := range chunk {
 			zone, err := time.LoadLocation(name)
 			if err != nil {
-				zone = time.UTC // the server has samples, too
+				zone = time.UTC // the server also has samples
 			}
 			for _, clock := range calendarSamples(zone) {
 				_, offset := time.UnixMicro(clock).In(zone).Zone()
@@ -77,11 +76,11 @@ func compareCalendars(t *testing.T, db pgtest.Executor, zones []string) (wrong [
 			SELECT w.zone, bool_and(w.same_offset),
 				array_agg(concat_ws(' ', w.zone, w.unit, w.instant, 'until', w.ends_at)) FILTER (WHERE (
 					w.instant < w.ends_at
-					-- Up to its last microsecond it is the same window. By date_trunc, the minute between two midnights is in
-					-- the day that has still to come, and the hour behind it in the one before.
+					-- All times up to the last microsecond of a window have the same date_trunc. If midnight occurs twice, date_trunc
+					-- of the minute in between is the next day, and of the hour after it the day before.
 					AND CASE WHEN w.label <= w.instant THEN w.last IN (w.label, w.ends_at)
 						ELSE w.label = w.ends_at AND (w.last <= w.instant OR w.last = w.ends_at) END
-					-- Then another one starts. An hour may start within one of an earlier offset.
+					-- At the end, another window starts. An hour may start within an hour of the previous offset.
 					AND (w.label = w.ends_at OR date_trunc(w.unit, w.ends_at, w.zone) > w.label)
 					AND (w.unit IN ('minute', 'hour') OR date_trunc(w.unit, w.ends_at, w.zone) = w.ends_at)
 				) IS NOT TRUE),
@@ -106,7 +105,7 @@ func compareCalendars(t *testing.T, db pgtest.Executor, zones []string) (wrong [
 	return wrong, agree
 }
 
-// serverZones returns the database's time zones that a policy may have.
+// serverZones returns the time zones of the database that a policy can have.
 func serverZones(t *testing.T, db pgtest.Executor) []string {
 	t.Helper()
 	rows, err := db.Query(t.Context(), `
@@ -117,8 +116,8 @@ func serverZones(t *testing.T, db pgtest.Executor) []string {
 	return zones
 }
 
-// The windows equal those of Postgres's date_trunc, in all time zones of the server, around every clock change in fifty
-// years.
+// Calendar windows are those of Postgres's date_trunc, in all time zones of the server, around every clock change in
+// fifty years.
 func TestCalendarWindowsAreThoseOfThePostgresCalendar(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -134,16 +133,16 @@ func TestCalendarWindowsAreThoseOfThePostgresCalendar(t *testing.T) {
 	require.Equal(t, len(steady), agree)
 }
 
-// Negative control: the comparison notices windows that end at another time.
+// The comparison notices windows that end at another time.
 func TestMistakesInTheCalendarAreSeen(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
 	for right, wrong := range map[string]string{
-		"window_us / 2 * 3":               "window_us / 2 * 5",     // the window after the next one
+		"window_us / 2 * 3":               "window_us / 2 * 5",     // the end of the next window
 		"ELSE window_us / 2":              "ELSE window_us / 3",    // a day of 25 hours, a month of 31 days
 		"window_us - 1000000":             "window_us + 1000000",   // the next hour may begin within this window
 		"ends := begins;":                 "ends := ends;",         // the second midnight
-		"begins + window_us *":            "instant + window_us *", // not according to the calendar
+		"begins + window_us *":            "instant + window_us *", // not a calendar window
 		"date_trunc(unit, instant, zone)": "date_trunc(unit, instant, 'UTC')",
 		"date_trunc(unit, later, zone)":   "begins + window_us * interval '1 microsecond'", // 24 hours, 31 days
 	} {
@@ -151,7 +150,7 @@ func TestMistakesInTheCalendarAreSeen(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
 			pgtest.Rewrite(t, db.Pool, "_rate_limit_window_end", right, wrong,
-				// this check would see one of these mistakes
+				// This check would notice one of these mistakes.
 				"IF ends <= instant THEN\n        RAISE", "IF false THEN\n        RAISE")
 			seen, _ := compareCalendars(t, db.Pool, []string{"Europe/Berlin", "America/St_Johns", "Australia/Lord_Howe"})
 			require.NotEmpty(t, seen)

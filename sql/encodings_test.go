@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// Databases with an encoding other than UTF-8 can be migrated, and decide. So can sessions in which a backslash in a
-// literal is an escape.
+// Migrations and decisions work in databases that do not use UTF-8, and in sessions where a backslash in a literal is
+// an escape.
 func TestEncodingsAndLiterals(t *testing.T) {
 	t.Parallel()
 

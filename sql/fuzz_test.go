@@ -23,10 +23,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// These fuzz targets need a database. make fuzz runs them with fewer inputs. The models' own targets are in
-// internal/model.
+// These fuzz targets need a database. "make fuzz" runs them with fewer inputs than the fuzz targets in internal/model.
 
-// hostile holds texts with a special meaning for something between the caller and the table.
+// hostile returns texts that could have a special meaning between the caller and the table.
 func hostile() []string {
 	return []string{
 		"", "user:123", " ", "\x00", "a\x00b", "\xff", "\xc0\x80", "\xed\xa0\x80", "ключ", "\u00a0", "\ufeff", "\U0010ffff", "\n\t\r",
@@ -39,7 +38,7 @@ func hostile() []string {
 	}
 }
 
-// textPool is a pool that sends values inside the statement's text, protected only by quotes.
+// textPool returns a pool that sends arguments as literals in the statement's text.
 func textPool(f *testing.F, db *pgtest.DB) *pgxpool.Pool {
 	f.Helper()
 	return db.NewPool(
@@ -48,8 +47,8 @@ func textPool(f *testing.F, db *pgtest.DB) *pgxpool.Pool {
 	)
 }
 
-// FuzzDatabaseKeys: any name and key are either refused without a statement, or stored and found again. No other row
-// changes, in any mode of sending.
+// FuzzDatabaseKeys checks any name and key in all query modes. The limiter refuses them without a statement, or stores
+// and finds them. No other row changes.
 func FuzzDatabaseKeys(f *testing.F) {
 	for _, text := range hostile() {
 		f.Add("name", text)
@@ -110,7 +109,7 @@ func FuzzDatabaseKeys(f *testing.F) {
 	})
 }
 
-// FuzzDatabaseSchemas: any text given as a schema is only ever used as the name of a schema.
+// FuzzDatabaseSchemas checks that a schema's name is never used as anything else.
 func FuzzDatabaseSchemas(f *testing.F) {
 	for _, text := range hostile() {
 		f.Add(text)
@@ -140,8 +139,8 @@ func FuzzDatabaseSchemas(f *testing.F) {
 	})
 }
 
-// FuzzDatabaseNumbers: with any numbers, a function either refuses with its own message or decides as the model does.
-// It never overflows.
+// FuzzDatabaseNumbers checks functions with any numbers. A function must refuse them, or decide as the model does. It
+// must not overflow.
 func FuzzDatabaseNumbers(f *testing.F) {
 	for _, n := range []int64{math.MinInt64, -1, 0, 1, 10, 1 << 31, model.MaxSpan, model.MaxSpan + 1, model.MaxProduct, model.MaxProduct + 1, math.MaxInt64} {
 		f.Add(n, int64(1000), int64(1), int64(1), int64(1))
@@ -167,11 +166,11 @@ func FuzzDatabaseNumbers(f *testing.F) {
 			model.CalendarWindow{Limit: limit, Span: length, Zone: "Europe/Berlin"},
 		} {
 			if cost > 0 && min(limit/cost, count) > 1000 {
-				count = 1000 // the model decides requests one by one
+				count = 1000 // the model would decide more requests one by one
 			}
 			name := fmt.Sprint(calls.Add(1))
 			args := limitertest.ArgumentsOfAll(name, []string{"key"}, policy.Numbers())
-			args[6] = []int64{span} // any microseconds, also those too large for a Duration
+			args[6] = []int64{span} // any number of microseconds, even too many for a time.Duration
 			args[8], args[9], args[12] = []int64{cost}, []int64{count}, time.UnixMicro(clock)
 			var got model.Decision
 			err := queryDecisions(

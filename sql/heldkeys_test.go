@@ -16,7 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// While the functions skip held rows, they decide the others as the model does.
+// If skip_held is true, requests for rows that are not held are decided as the model decides them.
 func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -83,8 +83,7 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 						if d.Granted == engine.Locked {
 							continue
 						}
-						// If rows are missing, the function first reads without locks. A request that is refused then
-						// stays refused.
+						// If a row is missing, rate_limit_all first reads rows without locks. A request that is denied then stays denied.
 						one := *s
 						one.Elements = []modeltest.Element{e}
 						asModel.Decide(one)
@@ -111,7 +110,7 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 	require.Less(t, refused, passed/2)
 }
 
-// rate_limit_all skips a request with a held part, and takes nothing for it. The others are decided.
+// rate_limit_all skips a request if one of its rows is held, and takes nothing for it. It decides all other requests.
 func TestAllSkipsRequestsWithAHeldPart(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")

@@ -11,8 +11,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// The planner inlines our SQL expressions at each call. It does not inline one if a costly argument is used twice.
-// Without inlining, a decision takes a third longer.
+// Postgres must inline the short SQL functions, because otherwise a decision takes a third longer. Postgres does not
+// inline a function that uses a costly argument twice.
 func TestExpressionsAreInlined(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -46,7 +46,6 @@ func TestExpressionsAreInlined(t *testing.T) {
 		}
 		require.False(t, called(e.Name, columns, args), e.Name)
 	}
-	// A volatile argument must not be evaluated twice, so this one is not inlined. This shows that the test would
-	// notice.
+	// Check that the test notices a function that is not inlined. Postgres must not evaluate a volatile argument twice.
 	require.True(t, called("_rate_limit_ceil_div", []string{"1::bigint AS a"}, []string{"(random() * a)::bigint", "a"}))
 }

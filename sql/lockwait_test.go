@@ -13,9 +13,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// A calendar window may end while a call waits for a row's lock, or for another transaction that inserts the row. The
-// units then count in the window that contains the time of the lock. The test catches variants that begin a window by
-// the first reading of the clock although it ends soon.
+// A calendar window may end while a call waits for a row. Then the units count in the window that contains the time of
+// the lock. Check that the test notices functions that always use the window of the clock's first reading.
 func TestWindowsOfTheCalendarThatEndDuringAWaitAreOver(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -27,11 +26,11 @@ func TestWindowsOfTheCalendarThatEndDuringAWaitAreOver(t *testing.T) {
 				if broken {
 					pgtest.Rewrite(t, db.Pool, "rate_limit_take_calendar_window", "clock + 10000 < window_end", "clock < window_end")
 				}
-				// The minute ends 4 ms after the first reading of the clock, and 2 ms before the second.
+				// The minute ends 4 ms after the first reading of the clock, and 2 ms before the second reading.
 				const ends = int64(1_800_000_000_000_000)
 				pgtest.Rewrite(t, db.Pool, "rate_limit_take_calendar_window", "IF cardinality(keys) = 1 THEN",
 					"now_us := now_us + 6000; IF cardinality(keys) = 1 THEN")
-				if there { // rows that have ended
+				if there { // rows of the previous window
 					pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_ephemeral (prefix, key, algorithm, count, window_start, scale, expires_at)
 						SELECT 'n', k, 5, 10, $2::bigint - 180000000, 60000000, $2::bigint - 120000000 FROM unnest($1::text[]) AS k`, keys, ends)
 				}
@@ -43,8 +42,7 @@ func TestWindowsOfTheCalendarThatEndDuringAWaitAreOver(t *testing.T) {
 	}
 }
 
-// A window that begins in an existing row, and a bucket as good as new, begin at a single reading of the clock. All
-// their columns show that same reading.
+// If a row gets a new window or a full bucket, all its columns show the same reading of the clock.
 func TestNewWindowsBeginAtOneReadingOfTheClock(t *testing.T) {
 	t.Parallel()
 
@@ -64,8 +62,8 @@ func TestNewWindowsBeginAtOneReadingOfTheClock(t *testing.T) {
 	}
 }
 
-// A call without its own lock_timeout waits as long as necessary. After the wait, the rules of rate_limit_all decide. A
-// call with a lock_timeout for many keys gives up after 25 times as long. In a variant, it gives up after a second.
+// A call without lock_timeout waits as long as necessary, and then decides. A call with a lock_timeout gives up after
+// 25 times lock_timeout. In a changed function, the call without lock_timeout gives up after a second.
 func TestCallsWithoutALockTimeoutWait(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")

@@ -1,5 +1,5 @@
-// Package sql_test tests the SQL in this folder. TestSQLEqualsModel compares its decisions with the model. Other tests
-// call it as people and other programs do.
+// Package sql_test tests the SQL in this folder. TestSQLEqualsModel compares decisions with the model. Other tests call
+// the functions as people and other programs do.
 package sql_test
 
 import (

@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// askLimiter asks a limiter that reads the time from clock.
+// askLimiter returns a function that calls a limiter whose time is clock.
 func askLimiter(t *testing.T, l *ratelimit.Limiter, clock *time.Time) func(p model.Rules, at, n int64) (*modeltest.Taken, error) {
 	return func(p model.Rules, at, n int64) (*modeltest.Taken, error) {
 		*clock = time.UnixMicro(at)
@@ -41,8 +41,8 @@ func TestRefundsMintNothingOnAServer(t *testing.T) {
 	}
 }
 
-// mintsOnAServer takes and refunds at random, with a limiter of a kind. It returns an error if a refund has minted
-// units.
+// mintsOnAServer takes and refunds at random with a limiter. It returns an error if a refund gave back more units than
+// were taken.
 func mintsOnAServer(t *testing.T, d modeltest.Dice, pool *pgxpool.Pool, kind int64, name string) error {
 	t.Helper()
 	var clock time.Time
@@ -71,7 +71,7 @@ func TestMistakesInRefundsMintOnAServer(t *testing.T) {
 		{4, "_rate_limit_fixed_refund", ofTheSameWindow, ofAny},
 		{2, "_rate_limit_log_refund", "= taken_in << 10", "<> 0 LIMIT 1"},
 		{3, "_rate_limit_bucket_refund", "s.returned := s.returned + back;", ""},
-		// A take decided in one statement returns its place in the bucket's queue.
+		// A take that one statement decides returns the last unit's position in the bucket's queue.
 		{3, "rate_limit_take_token_bucket", "d.since, d.returned]", "d.since, d.returned + capacity * every_us]"},
 	} {
 		db := pgtest.New(t)
@@ -84,7 +84,7 @@ func TestMistakesInRefundsMintOnAServer(t *testing.T) {
 	}
 }
 
-// The attack that refunds by key alone would allow: many takes over time are given back together.
+// An attacker takes for a long time, and then refunds all takes together. Only takes that still count are given back.
 func TestHoardedTakesGiveNothingBack(t *testing.T) {
 	t.Parallel()
 	const limit = 5

@@ -24,13 +24,13 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// Negative controls: each of these functions has a mistake, and a test notices it. So the other tests can notice such
-// mistakes. Controls for a single test are beside that test: TestClockIsReadAfterTheLockWait,
-// TestLockingInTheOrderGivenDeadlocks, TestRowsAreMadeAndLockedInOneOrder, TestPlansWithoutTheirSettingScanTheTable,
+// The tests in this file make mistakes in functions, and check that other tests would notice them. Mistakes for a
+// single test are beside the test: TestClockIsReadAfterTheLockWait, TestLockingInTheOrderGivenDeadlocks,
+// TestRowsAreMadeAndLockedInOneOrder, TestPlansWithoutTheirSettingScanTheTable,
 // TestFunctionsWithoutTheirSearchPathTakeDecoys, TestPgBouncerHandsNoSettingsOn and TestFunctionsPassPlpgsqlCheck.
 
-// A control of TestSQLEqualsModel: off-by-one mistakes in places that few requests reach. A difference counts if it is
-// in a step of the algorithm with the mistake.
+// The comparison with the model notices small mistakes in code that few requests reach. A difference counts only if it
+// is in a step of the mistake's algorithm.
 func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -47,7 +47,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		fixed: "rate_limit_take_fixed_window", sliding: "rate_limit_take_sliding_window", bucket: "rate_limit_take_token_bucket",
 		log: "rate_limit_take_sliding_log", calendar: "rate_limit_take_calendar_window",
 	}
-	// Steps for mistakes that random stories reach too rarely.
+	// These steps find mistakes that random stories find too rarely.
 	rare := map[int]func() []modeltest.Step{sliding: roundingStory, bucket: changedBuckets, log: refundBehindTheClock, calendar: calendarBehindTheClock, all: refundOfTheWindowBefore}
 	type mistake struct {
 		algorithm    int
@@ -80,7 +80,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 			concerned := func(s modeltest.Step) bool {
 				return c.algorithm == all || s.Policy.Numbers().Algorithm == int16(c.algorithm)
 			}
-			// mostly of that algorithm, because otherwise three times as many steps are needed
+			// Most policies have the mistake's algorithm, because otherwise three times as many steps are needed.
 			mostly := func(r *rand.Rand) model.Rules {
 				p := modeltest.RandomPolicy(r)
 				for c.algorithm != all && p.Numbers().Algorithm != int16(c.algorithm) && r.IntN(10) > 0 {
@@ -106,7 +106,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		})
 	}
 
-	// Mistakes in the rules of a row, and in refunds.
+	// These mistakes are in the rules of a row, or in refunds.
 	for _, c := range []mistake{
 		{algorithm: fixed, function: "_rate_limit_fixed", right: "clock >= s.expires_at OR", wrong: "clock > s.expires_at OR"},
 		{algorithm: fixed, function: "_rate_limit_fixed", right: "s.window_start - clock > window_us", wrong: "s.window_start - clock >= window_us"},
@@ -163,7 +163,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		check("the rules", c)
 	}
 
-	// Mistakes in deciding one key.
+	// These mistakes are in deciding a single key.
 	for _, c := range []mistake{
 		{algorithm: all, function: pgtest.Left, right: "AND d.algorithm = algorithm\n", wrong: "\n"},
 		{algorithm: bucket, function: pgtest.Left, right: "scale = s.scale, ", wrong: ""},
@@ -175,8 +175,8 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	} {
 		check("for one key", c)
 	}
-	// Mistakes in code shared by the statements for one key and for several. Here, these statements decide all
-	// requests.
+	// These mistakes are in code that the statements for one key and for several keys share. Here, these statements decide
+	// all requests.
 	window := func(algorithm int, fits string) []mistake {
 		take := functions[algorithm]
 		return []mistake{
@@ -245,12 +245,12 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		check("for several keys", c, limitertest.AlwaysArrays)
 	}
 
-	// A function may be wrong for only one of the tables.
+	// A function for only one of the two tables may have a mistake.
 	for algorithm := fixed; algorithm <= calendar; algorithm++ {
 		for _, left := range []string{pgtest.Left, "_rate_limit_left_durable"} {
 			check("in a table", mistake{algorithm: algorithm, function: left, right: "WHERE d.ctid = s.tid", wrong: "WHERE d.ctid = s.tid AND false"})
 		}
-		if algorithm != log { // a log has no such statement
+		if algorithm != log { // the function for logs has no such statement
 			for _, take := range []string{functions[algorithm], "_" + functions[algorithm] + "_durable"} {
 				check("in a table", mistake{algorithm: algorithm, function: take, right: "SELECT name, keys[1], ", wrong: "SELECT name, keys[1] || '?', "})
 				check("in a table", mistake{algorithm: algorithm, function: take, right: "SELECT name, e.key, ", wrong: "SELECT name, e.key || '?', "}, limitertest.AlwaysArrays)
@@ -259,7 +259,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	}
 }
 
-// The same for rate_limit_take_all. It shares the rules of the functions above, so these mistakes are in its own code.
+// The comparison with the models notices mistakes in the code of rate_limit_take_all.
 func TestMistakesInTakingFromAllDifferFromTheModels(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -269,7 +269,7 @@ func TestMistakesInTakingFromAllDifferFromTheModels(t *testing.T) {
 		function     string
 		right, wrong string
 	}{
-		{rows, "EXIT WHEN attempt = 2 OR NOT missing OR rows IS NULL", "EXIT WHEN attempt = 2 OR NOT missing"}, // a denial makes rows
+		{rows, "EXIT WHEN attempt = 2 OR NOT missing OR rows IS NULL", "EXIT WHEN attempt = 2 OR NOT missing"}, // denials make rows
 		{rows, "algorithm = n.algorithm", "algorithm = d.algorithm"},
 		{rows, "bool_or(d.ctid IS NULL)", "false"},
 		{rows, "d.algorithm = e.algorithm", "d.algorithm > 0"},
@@ -297,8 +297,8 @@ func TestMistakesInTakingFromAllDifferFromTheModels(t *testing.T) {
 	}
 }
 
-// A control of the concurrency tests, which compare the granted units with the limit and with the rows. A variant
-// admits too many if it decides from an unlocked row, or from the row as it was before the lock.
+// The concurrency tests compare the granted units with the limit and with the rows. They notice functions that decide
+// from an unlocked row, or from a row as it was before the lock. Such functions admit too many requests.
 func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -311,7 +311,7 @@ func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 	}{
 		"sliding log": {ratelimit.SlidingLog{Limit: 10, Window: limitertest.Year}, "", nil, 7},
 		"sliding log, without locks": {
-			// The 6 are lost.
+			// The take of 6 units is lost.
 			ratelimit.SlidingLog{Limit: 10, Window: limitertest.Year}, pgtest.Left, []string{"FOR UPDATE", ""}, 7,
 		},
 		"fixed window": {ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year}, "", nil, 7},
@@ -338,21 +338,21 @@ func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 			first, err := limiter.WithTx(somebody).AllowN(t.Context(), "key", 6)
 			require.NoError(t, err)
 			require.True(t, first.Allowed)
-			other := pgtest.Begin(t, db) // it waits as long as necessary, and asks once
+			other := pgtest.Begin(t, db) // waits without a lock_timeout, and calls once
 			second := testkit.Later(func() (ratelimit.Result, error) { return limiter.WithTx(other).AllowN(context.Background(), "key", 6) })
 			pgtest.WaitUntilBlocked(t, db.Pool, 1)
 			require.NoError(t, somebody.Commit(t.Context()))
 			result, err := second()
 			require.NoError(t, err)
 			require.NoError(t, other.Commit(t.Context()))
-			require.Equal(t, broken, result.Allowed) // 13 of 10
+			require.Equal(t, broken, result.Allowed) // 13 of 10 units are taken
 			require.Equal(t, variant.taken, limitertest.Taken(t, db.Pool, config, "key"))
 		})
 	}
 }
 
-// Another control of the concurrency tests. This variant locks a row and updates it by its ctid in one statement. After
-// a wait for the lock, the statement's snapshot does not show the new row, so the take is lost.
+// The concurrency tests notice a function that locks a row and updates it by ctid in one statement. After a wait for
+// the lock, the statement's snapshot does not have the new row, so the take is lost.
 func TestUpdatingByTidInTheStatementOfTheLockIsLost(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -393,21 +393,20 @@ func TestUpdatingByTidInTheStatementOfTheLockIsLost(t *testing.T) {
 		require.EqualValues(t, 3, result.Remaining)
 		want := int64(7)
 		if broken {
-			want = 3 // the 4 are lost
+			want = 3 // the take of 4 units is lost
 		}
 		require.Equal(t, want, limitertest.Taken(t, db.Pool, config, "key"))
 	}
 }
 
-// A control of TestRowDeletedWhileWeWaitForIt and TestSweeperAtFullSpeed: without the loop, a call fails if its row
-// vanishes.
+// Without the loop in rate_limit_all, a call fails if its row is deleted meanwhile. TestRowDeletedWhileWeWaitForIt and
+// TestSweeperAtFullSpeed notice this.
 func TestRowThatVanishesIsMissedWithoutTheLoop(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	db := pgtest.New(t)
-	// The function tries only once to make and lock the row. This looks as if the row had been seen and had then
-	// vanished.
+	// The changed function tries only once to make and lock the row, so it fails as if the row had been deleted.
 	pgtest.Rewrite(t, db.Pool, "rate_limit_all",
 		"FOR attempt IN 1 .. 5 LOOP", "FOR attempt IN 1 .. 1 LOOP", "missing := making AND (rows[i]).tid IS NULL;", "missing := false;")
 	limiter := limitertest.New(
@@ -424,7 +423,7 @@ func TestRowThatVanishesIsMissedWithoutTheLoop(t *testing.T) {
 	require.Equal(t, "55000", pgErr.Code)
 }
 
-// A control of TestDenialsWriteNothing.
+// TestDenialsWriteNothing notices a denial that writes.
 func TestDenialThatWritesIsSeen(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -445,8 +444,8 @@ func TestDenialThatWritesIsSeen(t *testing.T) {
 	}
 }
 
-// Updates of the same keys are HOT, so the index does not grow and the table stays small. An index on expires_at would
-// prevent that, because nearly every update changes it.
+// Updates of the same keys are HOT, so the index does not grow and the table stays small. With an index on expires_at,
+// they would not be HOT, because nearly every update changes expires_at.
 func TestUpdatesAreHOT(t *testing.T) {
 	t.Parallel()
 
@@ -454,8 +453,7 @@ func TestUpdatesAreHOT(t *testing.T) {
 	for _, indexed := range []bool{false, true} {
 		t.Run(fmt.Sprintf("index on expires_at: %v", indexed), func(t *testing.T) {
 			t.Parallel()
-			// The test has its own server. Transactions of other tests, even in other databases, would keep old rows
-			// alive.
+			// Start another server, because transactions of other tests, even in other databases, would keep old rows.
 			server := pgtest.Server(t, pgserver.Config{})
 			pool, err := pgxpool.New(t.Context(), server.URL())
 			require.NoError(t, err)
@@ -490,7 +488,7 @@ func TestUpdatesAreHOT(t *testing.T) {
 				}
 			}
 
-			pool.Reset() // otherwise the statistics of its sessions might not be reported yet
+			pool.Reset() // otherwise the sessions might not have reported their statistics
 			var updated, hot int64
 			testkit.WaitUntil(t, func() bool {
 				row := pool.QueryRow(
@@ -498,7 +496,7 @@ func TestUpdatesAreHOT(t *testing.T) {
 					"SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'rate_limit_ephemeral'",
 				)
 				require.NoError(t, row.Scan(&updated, &hot))
-				return updated >= 5*(updates-keys) // the first take of a key makes its row
+				return updated >= 5*(updates-keys) // the first take of a key inserts its row
 			})
 			if indexed {
 				require.Less(t, hot, updated/2)

@@ -27,7 +27,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/shardkey"
 )
 
-// queryDecisions runs a statement that decides, and passes on each decision with its place.
+// queryDecisions runs a statement, and calls each with every decision and its place.
 func queryDecisions(ctx context.Context, db ratelimit.DBTX, sql string, args []any, each func(ord int64, d model.Decision)) error {
 	const none = -9
 	parts := make([]*engine.Part, 1000)
@@ -44,11 +44,11 @@ func queryDecisions(ctx context.Context, db ratelimit.DBTX, sql string, args []a
 	return err
 }
 
-// The test compares the SQL functions with the models: after each random request, it compares every column of the
-// answer and every row.
+// TestSQLEqualsModel compares the SQL functions with the models. After each random request, it compares every column of
+// the result and of every row.
 func TestSQLEqualsModel(t *testing.T) {
 	t.Parallel()
-	// Each way of deciding must give the same answers, even for requests that it is not meant for.
+	// Each function must give the same results, even for requests that it leaves to another function.
 	for name, prepare := range map[string]func(t *testing.T, db pgtest.Executor){
 		"as it comes":                  func(*testing.T, pgtest.Executor) {},
 		"all takes by one statement":   limitertest.AlwaysArrays,
@@ -69,8 +69,8 @@ func TestSQLEqualsModel(t *testing.T) {
 	}
 }
 
-// roundingStory asks for one unit too many, where 4.5 of the 10 units of the previous window still count and round up.
-// It does so in a window that goes on and in a new one.
+// roundingStory takes one unit too many while 4.5 of the 10 units of the previous window still count. 4.5 is rounded up
+// to 5. The story does this in the window that counts them and in a new window.
 func roundingStory() []modeltest.Step {
 	ask := func(key string, after, cost int64) modeltest.Step {
 		return modeltest.Step{
@@ -89,7 +89,7 @@ func roundingStory() []modeltest.Step {
 	}
 }
 
-// changedBuckets takes from buckets under a policy with one changed number.
+// changedBuckets takes from buckets with policies that differ in one number.
 func changedBuckets() []modeltest.Step {
 	ask := func(key string, after int64, policy model.TokenBucket) modeltest.Step {
 		return modeltest.Step{Policy: policy, Name: "a", Clock: limitertest.C0 + after, Elements: []modeltest.Element{{Key: key, Cost: 1, Count: 1}}}
@@ -107,8 +107,8 @@ func changedBuckets() []modeltest.Step {
 	}
 }
 
-// refundOfTheWindowBefore gives back the newest take, which is of the previous window. The units of the window before
-// that no longer count, but they stay in the row, and the row's expiry does not change.
+// refundOfTheWindowBefore refunds the newest take, which is in the previous window. The units of older windows no
+// longer count. They stay in the row, and the row's expiry does not change.
 func refundOfTheWindowBefore() []modeltest.Step {
 	policy := model.SlidingWindow{Limit: 3, Window: time.Minute}
 	return []modeltest.Step{
@@ -120,8 +120,8 @@ func refundOfTheWindowBefore() []modeltest.Step {
 	}
 }
 
-// calendarBehindTheClock moves the clock back before calendar windows. In one, all units were given back. In another,
-// the key has credit, and some of it is given back.
+// calendarBehindTheClock sets the clock back to a time before calendar windows. In one window, all units were refunded.
+// In another window, the key has credit, and some of it is refunded.
 func calendarBehindTheClock() []modeltest.Step {
 	ask := func(key string, clock, cost int64, refund []model.Take) modeltest.Step {
 		return modeltest.Step{
@@ -140,8 +140,8 @@ func calendarBehindTheClock() []modeltest.Step {
 	}
 }
 
-// refundBehindTheClock gives back the newest entry of a log, under a shorter window and after the clock has stepped
-// back behind the entry. At the time of that entry, the one before it no longer counted. It does not come back.
+// refundBehindTheClock refunds the newest entry of a log with a shorter window, after the clock was set back to a time
+// before the entry. The entry before it had already left the log, and does not come back.
 func refundBehindTheClock() []modeltest.Step {
 	long, short := model.SlidingLog{Limit: 3, Window: 2 * time.Microsecond}, model.SlidingLog{Limit: 1, Window: time.Microsecond}
 	return []modeltest.Step{
@@ -153,16 +153,16 @@ func refundBehindTheClock() []modeltest.Step {
 	}
 }
 
-// requireModel decides random stories by the functions of a database and by the models, and requires equal results.
+// requireModel decides random stories with the functions and with the models, and requires equal results.
 func requireModel(t *testing.T, db *pgtest.DB) {
 	t.Helper()
 
 	const (
 		workers  = 4
-		stepsOf  = 40 // requests in a story
+		stepsOf  = 40 // how many requests a story has
 		perBatch = 10
 	)
-	enough := int64(5_000) // elements
+	enough := int64(5_000) // how many elements are enough
 	if limitertest.Rounds(t) > 1 {
 		enough = 10_000 * int64(limitertest.Rounds(t))
 	}
@@ -202,20 +202,20 @@ func requireModel(t *testing.T, db *pgtest.DB) {
 	require.GreaterOrEqual(t, elements.Load(), enough)
 }
 
-// difference is a step whose result differs from the model's decisions in steps.
+// difference is a step whose result differs from the model's.
 type difference struct {
-	step, element int // element is -1 for an error, or a row of another key
+	step, element int // -1 for an error, or for a row of a key that is not in the step
 	text          string
 }
 
 func (d *difference) Error() string { return d.text }
 
-// replay runs steps on a pool and compares, after each of them, every decision and every row. It stops at the first
-// difference. space is the prefix of all names, and must be new.
+// replay runs steps, and compares every decision and every row after each step. It stops at the first difference. space
+// is a prefix for all names that no other call uses.
 func replay(ctx context.Context, pool *pgxpool.Pool, space string, steps []modeltest.Step, perBatch int) error {
 	model := modeltest.NewRows()
 	if pgtest.Shards() > 0 {
-		perBatch = 1 // all statements of a transaction see the shards' rows unchanged
+		perBatch = 1 // a transaction does not see its own changes of the shards' rows
 	}
 	for first := 0; first < len(steps); first += perBatch {
 		chunk := steps[first:min(first+perBatch, len(steps))]
@@ -230,7 +230,7 @@ func replay(ctx context.Context, pool *pgxpool.Pool, space string, steps []model
 	return nil
 }
 
-// takes tells whether the function that only takes can decide the step. With a proxy, all keys have to be on one shard.
+// takes tells whether a rate_limit_take_ function can decide the step. With a proxy, all keys must be on one shard.
 func takes(s modeltest.Step) bool {
 	_, log := s.Policy.(model.SlidingLog)
 	shards := max(pgtest.Shards(), 1)
@@ -239,12 +239,12 @@ func takes(s modeltest.Step) bool {
 	})
 }
 
-// timeRead is the time of a decision as the statement of rate_limit_all returns it.
+// timeRead returns the time of a decision as rate_limit_all returns it.
 func timeRead(clock int64) time.Time {
 	return time.UnixMicro(int64(math.RoundToEven(float64(clock) / 1e6 * 1e6))).UTC()
 }
 
-// callOf returns the call of a step.
+// callOf returns the call that decides a step.
 func callOf(space string, s modeltest.Step) engine.Call {
 	keys, costs, counts := make(
 		[]string,
@@ -286,7 +286,7 @@ func callOf(space string, s modeltest.Step) engine.Call {
 	c.Args[3] = slices.Repeat([]bool{s.Durable}, len(keys))
 	c.Args[8], c.Args[9], c.Args[12] = costs, counts, time.UnixMicro(s.Clock)
 	c.Args[13], c.Args[14], c.Args[15], c.Args[16] = refunds.Since, refunds.In, refunds.At, refunds.Spent
-	c.Args[17] = s.Skip && pgtest.Shards() == 0 // only for keys of one shard
+	c.Args[17] = s.Skip && pgtest.Shards() == 0 // skip_held only works for keys of one shard
 	return c
 }
 
@@ -368,7 +368,7 @@ func compare(results pgx.BatchResults, space string, steps []modeltest.Step, fir
 	return nil
 }
 
-// describe shows a failing story, after leaving out all elements that the failure does not need.
+// describe describes a failing story. It leaves out all elements that are not necessary for the failure.
 func describe(ctx context.Context, pool *pgxpool.Pool, steps []modeltest.Step, err error, title string) string {
 	tries := 0
 	failing := func(steps []modeltest.Step) error {
@@ -401,8 +401,8 @@ func describe(ctx context.Context, pool *pgxpool.Pool, steps []modeltest.Step, e
 	return text.String()
 }
 
-// A crash or a rollback can lose a take. A refund of such a take gives nothing to a row that is ahead of the clock. The
-// model's test with the same name says so, too.
+// A crash or a rollback can lose a take. The refund of such a take gives nothing to a row that is ahead of the clock.
+// The model's test has the same name.
 func TestRefundToABucketThatTheClockHasLeftBehind(t *testing.T) {
 	t.Parallel()
 	const later = limitertest.C0 + limitertest.Minute

@@ -9,8 +9,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// All SQL is plain ASCII, which is part of every encoding. It has no backslash, because a setting decides what that
-// means in an ordinary literal. Lines have at most 120 columns, except in files that an administrator runs by hand.
+// All SQL is ASCII, which is part of every encoding. It has no backslash, because a setting decides what a backslash in
+// a literal means. Lines have at most 120 columns, except in scripts for administrators.
 func TestSQLIsPlain(t *testing.T) {
 	t.Parallel()
 
@@ -26,7 +26,7 @@ func TestSQLIsPlain(t *testing.T) {
 		for _, file := range files {
 			content, err := os.ReadFile(file)
 			require.NoError(t, err)
-			if file != "install.sql" { // install.sql is for psql
+			if file != "install.sql" { // psql reads install.sql, and needs backslashes
 				require.Empty(t, odd.FindString(string(content)), file)
 			}
 			if pattern != "../deploy/*.sql" {

@@ -10,8 +10,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// The test runs plpgsql_check on the functions. It also checks paths that no call takes. The test is skipped if the
-// server does not have that extension, unless RATELIMIT_TEST_PLPGSQL_CHECK is set.
+// plpgsql_check finds no mistake in the functions, even on paths that no call takes. If the extension is missing, the
+// test is skipped, or fails if RATELIMIT_TEST_PLPGSQL_CHECK is set.
 func TestFunctionsPassPlpgsqlCheck(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -41,7 +41,7 @@ func TestFunctionsPassPlpgsqlCheck(t *testing.T) {
 	}
 	require.Empty(t, findings())
 
-	// Negative control: a missing column on a path that no call takes.
+	// plpgsql_check notices a missing column on a path that no call takes.
 	pgtest.Exec(t, db.Pool, `
 		CREATE FUNCTION rate_limit_broken() RETURNS bigint LANGUAGE plpgsql AS $$
 		BEGIN

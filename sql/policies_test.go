@@ -19,14 +19,14 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// policyReader reads policies as a process does: first all of them, then only changes.
+// policyReader reads policies as a process does: first all policies, then only changes.
 type policyReader struct {
 	known *int64
-	told  int               // ids in the last answer
-	rows  map[int64]*string // the policies by id; nil for rows without one
+	told  int               // how many ids the last result had
+	rows  map[int64]*string // the policies by id; nil for a row without a policy
 }
 
-// read asks once, and returns whether the answer was complete.
+// read calls rate_limit_policies once, and returns whether the result was complete.
 func (r *policyReader) read(t *testing.T, db pgtest.Querier) (complete bool) {
 	t.Helper()
 	rows, err := db.Query(t.Context(), "SELECT version, complete, id, removed, policy FROM rate_limit_policies($1)", r.known)
@@ -68,8 +68,8 @@ func (r *policyReader) policies() []string {
 
 const addPolicySQL = "INSERT INTO rate_limit_policy (name, key, policy, comment) VALUES ('n', $1, $2, 'why')"
 
-// A row that limiters could not read is refused. The error says what is wrong and what would be right, and shows no
-// part of a key.
+// A row that limiters could not read is refused. The error says what is wrong and what is right. It contains no part of
+// a key.
 func TestPoliciesThatNobodyCouldRead(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -144,7 +144,7 @@ func TestPoliciesThatNobodyCouldRead(t *testing.T) {
 	require.Equal(t, 6, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy_history"))
 }
 
-// Bans still work after somebody gives a large id to a row, both while the row exists and after it is deleted.
+// Bans still work after a person has given a large id to a row, even after the row is deleted.
 func TestLargeIDsLeaveRoomForBans(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -152,7 +152,7 @@ func TestLargeIDsLeaveRoomForBans(t *testing.T) {
 	for _, id := range []string{"4503599627370496", "9007199254740991", "9007199254740992", "9223372036854775807"} {
 		db := pgtest.New(t)
 		tx := pgtest.Begin(t, db)
-		if id == "9223372036854775807" { // written with the triggers off
+		if id == "9223372036854775807" { // written without the triggers
 			pgtest.Exec(t, tx, "SET LOCAL session_replication_role = replica")
 		}
 		pgtest.Exec(t, tx, `INSERT INTO rate_limit_policy (id, name, key, mode, comment) OVERRIDING SYSTEM VALUE
@@ -172,7 +172,7 @@ func TestLargeIDsLeaveRoomForBans(t *testing.T) {
 	}
 }
 
-// refusedPolicy runs a statement that the database must refuse for a column. The error must not show the key.
+// refusedPolicy runs a statement that the database must refuse because of a column. The error must not contain the key.
 func refusedPolicy(t *testing.T, db pgtest.Executor, sql, column string) {
 	t.Helper()
 	_, err := db.Exec(t.Context(), sql)
@@ -185,7 +185,7 @@ func refusedPolicy(t *testing.T, db pgtest.Executor, sql, column string) {
 	require.NotContains(t, pgErr.Message+pgErr.Detail+pgErr.Hint, "secr", sql)
 }
 
-// No constraint's error shows a key, and nobody can empty the table without a trace.
+// No error of a constraint contains a key, and nobody can truncate the table.
 func TestPoliciesAreNotTruncated(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -206,8 +206,7 @@ func TestPoliciesAreNotTruncated(t *testing.T) {
 	require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy"))
 }
 
-// The history has each change, with the row before and after it. Its author is the role that logged in, even after SET
-// ROLE.
+// The history has each change, with the row before and after it. It names the role that logged in, even after SET ROLE.
 func TestHistoryOfPolicies(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -276,20 +275,21 @@ func TestProcessesReadWhatHasChanged(t *testing.T) {
 	for _, key := range []string{"a", "b", "c"} {
 		pgtest.Exec(t, db.Pool, addPolicySQL, key, "fixed 1/1h")
 	}
-	require.True(t, reader.read(t, db.Pool)) // the reader does not know whether the history is complete since version 0
+	require.True(t, reader.read(t, db.Pool)) // the reader cannot know whether the history has all changes since version 0
 	require.Equal(t, []string{"fixed 1/1h", "fixed 1/1h", "fixed 1/1h"}, reader.policies())
 	require.Equal(t, 3, reader.told)
 	require.False(t, reader.read(t, db.Pool))
-	require.Zero(t, reader.told) // nothing new
+	require.Zero(t, reader.told) // nothing has changed
 
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET policy = 'fixed 2/1h' WHERE key = 'a'")
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET policy = 'fixed 3/1h' WHERE key = 'a'")
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE key = 'b'")
 	require.False(t, reader.read(t, db.Pool))
 	require.Equal(t, []string{"fixed 1/1h", "fixed 3/1h"}, reader.policies())
-	require.Equal(t, 2, reader.told) // each row once
+	require.Equal(t, 2, reader.told) // each row is reported once
 
-	// A row that came and went between two reads is reported as removed. A row that has ended is reported unchanged.
+	// A row that was inserted and deleted between two reads is reported as removed. A row that has ended is reported
+	// unchanged.
 	pgtest.Exec(t, db.Pool, addPolicySQL, "d", "fixed 4/1h")
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE key = 'd'")
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_until = clock_timestamp() WHERE key = 'c'")
@@ -297,13 +297,13 @@ func TestProcessesReadWhatHasChanged(t *testing.T) {
 	require.Equal(t, []string{"fixed 1/1h", "fixed 3/1h"}, reader.policies())
 	require.Equal(t, 2, reader.told)
 
-	// A read of everything leaves out rows that have ended and rows that begin later.
+	// If all rows are read, rows that have ended are left out, and rows that begin later are not.
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_from = now() + interval '1 day' WHERE key = 'a'")
 	var all policyReader
 	require.True(t, all.read(t, db.Pool))
 	require.Equal(t, []string{"fixed 3/1h"}, all.policies())
 
-	// If the history lacks the known version, or has not reached it yet, everything is read again.
+	// If the history does not have the known version, all rows are read again.
 	for _, known := range []int64{*all.known - 1, *all.known + 100} {
 		pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy_history WHERE version < $1", *all.known)
 		old := policyReader{known: &known, rows: reader.rows}
@@ -318,7 +318,7 @@ func TestProcessesReadWhatHasChanged(t *testing.T) {
 	require.True(t, all.read(t, db.Pool))
 	require.Equal(t, []string{"fixed 3/1h", "fixed 5/1h"}, all.policies())
 
-	// The process last saw an empty history, and the history has been deleted since.
+	// The process last saw an empty history, and the history was deleted later.
 	none := policyReader{known: &[]int64{0}[0], rows: map[int64]*string{}}
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy_history")
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET comment = 'other' WHERE key = 'e'")
@@ -326,7 +326,7 @@ func TestProcessesReadWhatHasChanged(t *testing.T) {
 	require.Equal(t, []string{"fixed 3/1h", "fixed 5/1h"}, none.policies())
 	require.Equal(t, []string{"fixed 3/1h", "fixed 5/1h"}, all.policies())
 
-	// Rows written by people come first, and bans that end soon come last.
+	// Rows that people wrote come first, and bans that end soon come last.
 	pgtest.Exec(t, db.Pool, "SELECT rate_limit_ban('n', 'x', '1h', '1h', '1h', 'why')")
 	pgtest.Exec(t, db.Pool, "SELECT rate_limit_ban('n', 'y', '2h', '2h', '1h', 'why')")
 	pgtest.Exec(t, db.Pool, addPolicySQL, "f", "fixed 6/1h")
@@ -334,8 +334,8 @@ func TestProcessesReadWhatHasChanged(t *testing.T) {
 		"SELECT array_agg(p.key) FROM rate_limit_policies() AS p"))
 }
 
-// A process that reads meanwhile misses no change, whatever the order of commits. Without the lock, it would miss
-// changes of a long transaction.
+// A process that reads while others write misses no change, in whatever order they commit. Without the lock, it would
+// miss changes of a long transaction.
 func TestInterleavedWritersOfPolicies(t *testing.T) {
 	t.Parallel()
 
@@ -374,8 +374,8 @@ func TestInterleavedWritersOfPolicies(t *testing.T) {
 	}
 }
 
-// Two people change the same policies, in different orders. One waits for the other before it locks a row, so they do
-// not deadlock. They would if the first changed row took the lock.
+// Two people change the same policies in different orders. One waits for the other before it locks a row, so they do
+// not deadlock. If the first changed row took the lock, they would deadlock.
 func TestWritersOfPoliciesDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -412,7 +412,7 @@ func TestWritersOfPoliciesDoNotDeadlock(t *testing.T) {
 	}
 }
 
-// Many writers and readers run at once, and each reader ends up with exactly the rows of the table.
+// After many concurrent changes, each reader has exactly the rows of the table.
 func TestReadersOfPoliciesUnderWriters(t *testing.T) {
 	t.Parallel()
 
@@ -448,7 +448,7 @@ func TestReadersOfPoliciesUnderWriters(t *testing.T) {
 	}
 }
 
-// Each transaction that changes policies wakes up the processes once.
+// Each transaction that changes policies notifies the processes once.
 func TestPoliciesWakeUpProcesses(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -473,7 +473,7 @@ func TestPoliciesWakeUpProcesses(t *testing.T) {
 	require.Equal(t, "last", notification.Payload)
 }
 
-// The application needs only EXECUTE on each function, and no right to the tables. Its decoys change nothing.
+// The application needs only EXECUTE on each function, and no right on the tables. Decoys change nothing.
 func TestPoliciesNeedNothingButExecute(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -502,7 +502,7 @@ func TestPoliciesNeedNothingButExecute(t *testing.T) {
 	}
 }
 
-// A schema may have any name.
+// The schema may have any name.
 func TestPoliciesInASchemaWithAnOddName(t *testing.T) {
 	t.Parallel()
 
@@ -522,8 +522,8 @@ func TestPoliciesInASchemaWithAnOddName(t *testing.T) {
 	require.Len(t, reader.rows, 1)
 }
 
-// A plan made while the tables were small causes no scan after they have grown. Negative control: it does if a function
-// may scan the table.
+// A plan that was made while the tables were small does not scan them after they have grown. If a function may use
+// sequential scans, the plan does.
 func TestPlansOfPolicies(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
@@ -563,7 +563,7 @@ func TestPlansOfPolicies(t *testing.T) {
 	}
 }
 
-// Without the triggers, rows would be neither checked nor reported. The tests above would notice that.
+// Without the triggers, rows are neither checked nor reported. The tests above would notice this.
 func TestPoliciesWithoutTriggers(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -579,7 +579,7 @@ func TestPoliciesWithoutTriggers(t *testing.T) {
 	require.ErrorContains(t, err, "23502")
 }
 
-// With the triggers off, a row may have any time that Postgres allows. Such a row is reported, too.
+// Without the triggers, a row may have any time that Postgres allows. Such a row is reported too.
 func TestFarTimesOfPoliciesAreTold(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -602,7 +602,7 @@ func TestBansBesideOtherPolicies(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, mode, comment) VALUES ('n', 'k', 'deny', 'why')")
 	require.False(t, pgtest.Scalar[bool](t, db.Pool, ban))
 	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, mode, policy, comment)
-		VALUES ('n', 'k', 'shadow', 'fixed 1/1h', 'why')`) // a shadow policy overrides nothing
+		VALUES ('n', 'k', 'shadow', 'fixed 1/1h', 'why')`) // a shadow policy does not override a ban
 	require.False(t, pgtest.Scalar[bool](t, db.Pool, ban))
 	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, policy, comment) VALUES ('n', 'k', 'fixed 1/1h', 'why')")
 	require.True(t, pgtest.Scalar[bool](t, db.Pool, ban))
@@ -614,8 +614,8 @@ func TestBansBesideOtherPolicies(t *testing.T) {
 	}
 }
 
-// A policy that begins when it is written has begun for every process that reads it, even if the read began earlier.
-// Negative control: it has not begun if the function reads the clock before the rows.
+// A policy that begins when it is written has begun for every process that reads it, even if the read began earlier. If
+// the function read the clock before the rows, the policy would not have begun.
 func TestPoliciesThatAreReadHaveBegun(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")

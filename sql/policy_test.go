@@ -18,8 +18,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// readPolicies returns the numbers that the database reads from policies. For policies that it correctly refuses, they
-// are nil.
+// readPolicies returns the numbers that the database reads from policies. The numbers are nil for policies that the
+// database refuses.
 func readPolicies(t testing.TB, db pgtest.Executor, texts []string) [][]algorithm.Numbers {
 	t.Helper()
 	rows, err := db.Query(t.Context(), `
@@ -47,7 +47,7 @@ func readPolicies(t testing.TB, db pgtest.Executor, texts []string) [][]algorith
 	return all
 }
 
-// withReadPolicy makes a function that returns NULL for a policy that is refused with a hint.
+// withReadPolicy creates a function that returns NULL for a policy that is refused with a hint.
 func withReadPolicy(t testing.TB, db pgtest.Executor) {
 	t.Helper()
 	pgtest.Exec(t, db, `
@@ -60,11 +60,11 @@ func withReadPolicy(t testing.TB, db pgtest.Executor) {
 		EXCEPTION WHEN invalid_parameter_value THEN
 			GET STACKED DIAGNOSTICS "column" = COLUMN_NAME, hint = PG_EXCEPTION_HINT, message = MESSAGE_TEXT;
 			ASSERT "column" = 'policy' AND hint <> '' AND message LIKE 'rate_limit: policy %', message;
-			ASSERT length(policy) < 9 OR strpos(message, policy) = 0, message; -- somebody may mix up policy and key
+			ASSERT length(policy) < 9 OR strpos(message, policy) = 0, message; -- the policy may be a key by mistake
 		END $$`)
 }
 
-// readAlike counts the texts that ParsePolicy accepts, and returns the first one that the database reads differently.
+// readAlike counts the texts that ParsePolicy accepts, and returns the first text that the database reads differently.
 func readAlike(t testing.TB, db pgtest.Executor, texts []string) (accepted int, difference string) {
 	t.Helper()
 	for i, got := range readPolicies(t, db, texts) {
@@ -82,7 +82,7 @@ func readAlike(t testing.TB, db pgtest.Executor, texts []string) (accepted int, 
 	return accepted, difference
 }
 
-// edgesOfPolicies are texts at the edge of what is accepted.
+// edgesOfPolicies returns texts that are just valid or just invalid.
 func edgesOfPolicies() []string {
 	return slices.Concat(seedsOfPolicies(), []string{
 		"fixed 1/26062d", "fixed 1/26063d", "fixed 1/1d0", "fixed 1/1d00", "fixed 1/1d+0", "fixed 1/1d+1h", "fixed 1/0d1h", "fixed 1/000001d", "fixed 1/0000000000001d",
@@ -120,7 +120,7 @@ func edgesOfPolicies() []string {
 	})
 }
 
-// spacesInPolicies returns texts with every white space, and with similar characters, between and around words.
+// spacesInPolicies returns texts that have white space, or similar characters, between and around words.
 func spacesInPolicies() (texts []string) {
 	for r := rune(1); r < 0x3100; r++ {
 		texts = append(texts, "fixed"+string(r)+"1/1s", string(r)+"fixed 1/1s"+string(r))
@@ -128,7 +128,7 @@ func spacesInPolicies() (texts []string) {
 	return texts
 }
 
-// seedsOfPolicies are the texts that the tests of ParsePolicy read.
+// seedsOfPolicies returns the texts that the tests of ParsePolicy use.
 func seedsOfPolicies() []string {
 	var texts []string
 	for text := range limitertest.PolicyTexts() {
@@ -147,7 +147,7 @@ func seedsOfPolicies() []string {
 	return append(texts, limitertest.FuzzedPolicyTexts()...)
 }
 
-// The database's parser accepts the same texts as ParsePolicy, and reads the same numbers.
+// The database accepts the same texts as ParsePolicy, and reads the same numbers.
 func TestSQLReadsPoliciesAsGoDoes(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -171,7 +171,7 @@ func TestSQLReadsPoliciesAsGoDoes(t *testing.T) {
 	require.Less(t, accepted, len(texts)-many)
 }
 
-// Negative control: the texts at the edges reveal each of these mistakes.
+// edgesOfPolicies reveals each of these mistakes.
 func TestMistakesInTheReaderOfPoliciesAreSeen(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -216,7 +216,7 @@ func TestMistakesInTheReaderOfPoliciesAreSeen(t *testing.T) {
 	require.Empty(t, difference)
 }
 
-// mutatePolicy changes a character or two of a text.
+// mutatePolicy changes one or two characters of a text.
 func mutatePolicy(r *rand.Rand, text string) string {
 	runes := []rune(text)
 	const alphabet = "0123456789 dhmsnuµμ./+-,fixedlogbucktverywnUTCB_\t\\~!"
@@ -235,7 +235,7 @@ func mutatePolicy(r *rand.Rand, text string) string {
 	return string(runes)
 }
 
-// randomSpan is a policy with a duration of random terms.
+// randomSpan returns a policy whose duration has random terms.
 func randomSpan(r *rand.Rand) string {
 	text := "sliding 1/"
 	for range 1 + r.IntN(3) {
@@ -249,7 +249,7 @@ func randomSpan(r *rand.Rand) string {
 	return text
 }
 
-// textsIn returns the edge texts whose characters an encoding has. Other texts cannot reach the function.
+// textsIn returns the texts whose characters an encoding has. A database with this encoding cannot receive other texts.
 func textsIn(encoding string) []string {
 	highest := map[string]rune{"UTF8": utf8.MaxRune, "SQL_ASCII": utf8.MaxRune, "LATIN1": 0xff, "EUC_JP": 0x7f}[encoding]
 	return slices.DeleteFunc(append(edgesOfPolicies(), spacesInPolicies()[:0x200]...), func(text string) bool {
@@ -257,7 +257,7 @@ func textsIn(encoding string) []string {
 	})
 }
 
-// FuzzDatabasePolicies compares the parser in the database with ParsePolicy.
+// FuzzDatabasePolicies compares _rate_limit_read_policy with ParsePolicy.
 func FuzzDatabasePolicies(f *testing.F) {
 	pgtest.NotThroughProxy(f, "what a migrated database has")
 	for _, text := range seedsOfPolicies() {
@@ -266,7 +266,7 @@ func FuzzDatabasePolicies(f *testing.F) {
 	db := pgtest.New(f)
 	withReadPolicy(f, db.Pool)
 	f.Fuzz(func(t *testing.T, text string) {
-		if utf8.ValidString(text) && !strings.ContainsRune(text, 0) { // other texts cannot reach the parser
+		if utf8.ValidString(text) && !strings.ContainsRune(text, 0) { // the database cannot receive other texts
 			_, difference := readAlike(t, db.Pool, []string{text})
 			require.Empty(t, difference)
 		}

@@ -14,8 +14,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// Batches with takes of new keys and refunds of old ones lock rows in one order, so they do not deadlock. Without that
-// order, they do.
+// Batches with takes of new keys and refunds of old keys lock rows in one order, so they do not deadlock. Without this
+// order, they deadlock.
 func TestCrossingRefundsDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")

@@ -8,8 +8,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// A row of the year 294247, the last that a bigint of microseconds reaches, is ahead of the clock, and all functions
-// pull it back.
+// A row of the year 294247, the last year that a bigint of microseconds can have, is ahead of the clock. All functions
+// set its times back.
 func TestRowsOfTheLastYear(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")

@@ -12,7 +12,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// TestSQLEqualsModel has only short logs. Postgres stores logs of more than 250 entries in another way.
+// Postgres stores a log of more than 250 entries outside of its row. TestSQLEqualsModel has only short logs.
 func TestLongLogsEqualTheModel(t *testing.T) {
 	t.Parallel()
 	const window = 1000
@@ -22,7 +22,7 @@ func TestLongLogsEqualTheModel(t *testing.T) {
 		ask := func(p model.Rules, clock int64, elements ...modeltest.Element) {
 			steps = append(steps, modeltest.Step{Policy: p, Durable: durable, Name: "a", Clock: clock, Elements: elements})
 		}
-		for i := range int64(window + 20) { // after the first 1000, each is taken when another one leaves
+		for i := range int64(window + 20) { // each take after the first 1000 fits because an older entry leaves
 			ask(policy, limitertest.C0+i, modeltest.Element{Key: "x", Cost: 1, Count: 1})
 		}
 		for i := range int64(window / 2) {
@@ -39,18 +39,18 @@ func TestLongLogsEqualTheModel(t *testing.T) {
 			limitertest.C0+2*window,
 			modeltest.Element{Key: "x", Cost: 3, Count: 1},
 			modeltest.Element{Key: "x", Cost: 0, Count: 1},
-		) // the clock steps back
+		) // the clock is set back
 		ask(
 			policy,
 			limitertest.C0-window,
 			modeltest.Element{Key: "x", Cost: 3, Count: 1},
 			modeltest.Element{Key: "x", Cost: 1, Count: 1},
-		) // the clock jumps
+		) // the clock jumps ahead
 		ask(
 			model.SlidingLog{Limit: 500, Window: model.Duration(window)},
 			limitertest.C0-window+200,
 			modeltest.Element{Key: "x", Cost: 100, Count: 1},
-		) // it does not fit yet
+		) // the request does not fit yet
 		ask(policy, limitertest.C0-window+200, modeltest.Element{Key: "x", Cost: 100, Count: 3})
 		ask(
 			model.SlidingLog{Limit: model.MaxLogLimit, Window: model.Duration(window / 4)},
@@ -68,7 +68,7 @@ func TestLongLogsEqualTheModel(t *testing.T) {
 	}
 }
 
-// Cases that the stories of TestSQLEqualsModel reach too rarely for their controls.
+// These steps of a log are too rare in the stories of TestSQLEqualsModel.
 func TestRareStepsOfLogsEqualTheModel(t *testing.T) {
 	t.Parallel()
 	policy := model.SlidingLog{Limit: 10, Window: time.Minute}

@@ -13,7 +13,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// examples/trigger/orders.sql works as its comments say, for a role with the rights that they name.
+// examples/trigger/orders.sql works as its comments say, for a role with the rights that the comments name.
 func TestTriggerExample(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -35,7 +35,7 @@ func TestTriggerExample(t *testing.T) {
 	}
 	orders := func() int { return pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM orders") }
 
-	// A rollback and a refused statement take nothing.
+	// A rollback or a refused statement takes nothing.
 	tx, err := shop.Begin(t.Context())
 	require.NoError(t, err)
 	pgtest.Exec(t, tx, order, "alice", 10)
