@@ -13,7 +13,8 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// hardening is what some platforms do to each new table: they enable row-level security and audit changes.
+// hardening is SQL that does what some platforms do to each new table: it enables row-level security and audits
+// changes.
 const hardening = `
 	CREATE SCHEMA platform;
 	CREATE TABLE platform.log (who text, what text);
@@ -37,12 +38,12 @@ const hardening = `
 	ALTER DEFAULT PRIVILEGES GRANT USAGE ON TYPES TO pg_read_all_stats;
 	GRANT USAGE ON SCHEMA limits TO pg_monitor, pg_read_all_data`
 
-// A platform's hardening stops no command, whether a superuser or the owner runs it.
+// Every command works in a hardened database, whether a superuser or the owner runs it.
 func TestHardenedDatabase(t *testing.T) {
 	t.Parallel()
 
 	for _, owner := range []string{"", "pg_monitor"} {
-		for _, late := range []bool{false, true} { // the tables are older than the platform's rule
+		for _, late := range []bool{false, true} { // whether the tables exist before the platform hardens the database
 			db := pgtest.Empty(t)
 			pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC; "+hardening)
 			url := urlWith(t, db, "search_path=limits")
@@ -79,7 +80,7 @@ func TestHardenedDatabase(t *testing.T) {
 			require.Contains(t, found.Do, "`DROP TRIGGER audit ON limits.rate_limit_ephemeral`")
 			require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT count(*) > 0 FROM platform.log WHERE what = 'rate_limit_policy'"))
 
-			// Another tool has migrated, and Up adopts its records.
+			// Another tool has migrated the database, and Up adopts its migrations.
 			pgtest.Exec(t, db.Pool, "DROP TABLE limits.rate_limit_goose_version")
 			pool := db.OwnerPool(t, func(config *pgxpool.Config) {
 				config.ConnConfig.RuntimeParams["search_path"] = "limits"
@@ -93,9 +94,8 @@ func TestHardenedDatabase(t *testing.T) {
 	}
 }
 
-// An ordinary audit trigger runs with the rights of the role that changes rows. It does not affect commands that only
-// read, or that change rows through our functions, which run as the owner. Commands that would change rows as another
-// role are refused.
+// An audit trigger runs with the rights of the role that changes rows. Commands that only read, or that change rows by
+// the functions, which run as the owner, still work. Commands that would change rows as another role are refused.
 func TestAuditByTheOwner(t *testing.T) {
 	t.Parallel()
 
@@ -145,7 +145,7 @@ func TestAuditByTheOwner(t *testing.T) {
 	}
 }
 
-// If row-level security hides all rows from a role, the command says so, and does not say that there are none.
+// If row-level security hides all rows from a role, the command says so.
 func TestRoleThatRowSecurityBinds(t *testing.T) {
 	t.Parallel()
 

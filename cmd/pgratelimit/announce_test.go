@@ -11,8 +11,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// Every command that gives something to a key tells processes to drop remembered denials of the key, even if a function
-// resets it because the role may not delete. Nothing else does.
+// Every command that gives units to a key tells processes to drop remembered denials of the key. It does this even if a
+// function resets the key because the role may not delete. Other commands tell processes nothing.
 func TestProcessesAreToldToForget(t *testing.T) {
 	t.Parallel()
 
@@ -67,7 +67,7 @@ func TestProcessesAreToldToForget(t *testing.T) {
 	require.Contains(t, invoke(t, urlWith(t, db, "role=pg_monitor"), "reset", "login", "--all", "--yes").done(t), "reset 3")
 	told("a", "b", "c")
 
-	// Given credit is a success even if the notification fails, or the user would give it again.
+	// A grant succeeds even if the notification fails. After an error, the user would grant the credit again.
 	pgtest.Exec(t, db.Pool, "REVOKE EXECUTE ON FUNCTION pg_notify FROM PUBLIC")
 	o := invoke(t, urlWith(t, db, "role=pg_monitor"), "grant", "login", "secret", policy, "--cost", "1")
 	require.Zero(t, o.code)

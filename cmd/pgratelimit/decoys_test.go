@@ -11,7 +11,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// A superuser manages a database in which another role can create in public and in the schema of the functions.
+// A superuser runs commands in a database where another role can create objects in public and in the functions' schema.
 func TestNothingThatOthersCreateIsRun(t *testing.T) {
 	t.Parallel()
 
@@ -35,13 +35,13 @@ func TestNothingThatOthersCreateIsRun(t *testing.T) {
 		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "limits, public" },
 	)
 	_, err := pool.Exec(t.Context(), "SELECT cardinality(ARRAY['a'])")
-	require.ErrorContains(t, err, "decoy limits.cardinality(text[]) was run by") // this shows that they work
+	require.ErrorContains(t, err, "decoy limits.cardinality(text[]) was run by") // the decoys work
 
 	for _, schema := range [][]string{nil, {"--schema", "limits"}} {
 		for _, policy := range []string{"fixed 100/1h", "sliding 100/1h", "log 100/1h", "bucket 100 1/1h"} {
 			for _, more := range [][]string{nil, {"--durable"}} {
 				if (more != nil || schema != nil) && policy != "log 100/1h" {
-					continue // only one argument each, and the same for all policies
+					continue // one policy is enough for each of these flags
 				}
 				more = append(more, schema...)
 				for _, args := range [][]string{{"take", "login", "a"}, {"take", "login", "b"}, {"peek", "login", "a"}, {"top", "login"}} {

@@ -44,7 +44,7 @@ func TestDemoOnAServerOfItsOwn(t *testing.T) {
 	pgtest.OwnServer(t)
 
 	cmd := command(t, "", "demo")
-	tempDir := testkit.OpenDir(t) // so that the server's user can reach it
+	tempDir := testkit.OpenDir(t) // the server's user must be able to enter the folder
 	cmd.Env = append(cmd.Env, "TMPDIR="+tempDir)
 	out, err := cmd.Output()
 	require.NoError(t, err)
@@ -57,7 +57,7 @@ func TestServeAndInterrupt(t *testing.T) {
 	pgtest.OwnServer(t)
 
 	cmd := command(t, "", "demo", "--serve")
-	tempDir := testkit.OpenDir(t) // so that the server's user can reach it
+	tempDir := testkit.OpenDir(t) // the server's user must be able to enter the folder
 	cmd.Env = append(cmd.Env, "TMPDIR="+tempDir)
 	process := start(t, cmd)
 	process.readTo("psql 'postgres")
@@ -77,7 +77,7 @@ func TestServeAndInterrupt(t *testing.T) {
 	require.Empty(t, process.stderr.String())
 	requireStory(t, process.out.String())
 	requireServerGone(t, process.out.String(), tempDir)
-	_, err = http.PostForm(address, nil) //nolint:bodyclose // there is none
+	_, err = http.PostForm(address, nil) //nolint:bodyclose // the response is nil
 	require.Error(t, err, "the web server still answers")
 }
 
@@ -97,7 +97,7 @@ func TestInterruptAtAnyTime(t *testing.T) {
 				require.ErrorAs(t, err, &exit)
 				require.Equal(t, 1, exit.ExitCode())
 				require.Equal(t, "pgratelimit demo: interrupted\n", process.stderr.String())
-			} else { // it was quicker
+			} else { // the demo ended before the interrupt
 				require.Contains(t, process.out.String(), "\n6. ")
 				require.Empty(t, process.stderr.String())
 			}
@@ -110,7 +110,7 @@ func TestInterruptWhileTheServerStarts(t *testing.T) {
 	t.Parallel()
 
 	cmd := command(t, "", "demo")
-	tempDir := testkit.OpenDir(t) // so that the server's user can reach it
+	tempDir := testkit.OpenDir(t) // the server's user must be able to enter the folder
 	cmd.Env = append(cmd.Env, "TMPDIR="+tempDir)
 	process := start(t, cmd)
 	process.readTo("1.")
@@ -119,7 +119,7 @@ func TestInterruptWhileTheServerStarts(t *testing.T) {
 	requireEmpty(t, tempDir)
 }
 
-// A reader like head closes the pipe. The next write ends a program that is not prepared for that.
+// A reader such as head closes the pipe. The next write must not end the command.
 func TestReaderLeaves(t *testing.T) {
 	t.Parallel()
 
@@ -211,7 +211,7 @@ type process struct {
 	cmd    *exec.Cmd
 	stdout io.ReadCloser
 	lines  *bufio.Reader
-	out    strings.Builder // the part of stdout that was read
+	out    strings.Builder // the part of stdout that the test has read
 	stderr bytes.Buffer
 }
 
@@ -221,7 +221,7 @@ func start(t *testing.T, cmd *exec.Cmd) *process {
 	require.NoError(t, err)
 	p := &process{t: t, cmd: cmd, stdout: stdout, lines: bufio.NewReader(stdout)}
 	cmd.Stderr = &p.stderr
-	// if the test fails, so that the command cleans up
+	// If the test fails, the interrupt lets the command clean up.
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	require.NoError(t, cmd.Start())
 	t.Cleanup(func() {
@@ -232,7 +232,7 @@ func start(t *testing.T, cmd *exec.Cmd) *process {
 	return p
 }
 
-// readTo reads until a line that begins with prefix.
+// readTo reads up to a line that begins with prefix.
 func (p *process) readTo(prefix string) {
 	p.t.Helper()
 	for {
@@ -245,7 +245,7 @@ func (p *process) readTo(prefix string) {
 	}
 }
 
-// interrupt is Ctrl-C. It returns when the process has ended.
+// interrupt sends Ctrl-C, and returns when the process has ended.
 func (p *process) interrupt() error {
 	p.t.Helper()
 	require.NoError(p.t, p.cmd.Process.Signal(os.Interrupt))

@@ -30,7 +30,7 @@ func readDeploy(t *testing.T, name string) string {
 	return string(content)
 }
 
-// The roles are set up by the comments in the files, each with its own login.
+// The test sets up the roles as the comments in the files say. Each role has a login.
 func TestRoles(t *testing.T) {
 	t.Parallel()
 
@@ -52,7 +52,7 @@ func TestRoles(t *testing.T) {
 
 	psql(
 		"CREATE ROLE boss LOGIN CREATEROLE; ALTER DATABASE postgres OWNER TO boss; GRANT pg_read_all_stats TO boss WITH ADMIN OPTION",
-	) // no superuser
+	) // these roles are not superusers
 	boss, err := pgx.Connect(t.Context(), as("boss", ""))
 	require.NoError(t, err)
 	defer boss.Close(t.Context())
@@ -63,7 +63,7 @@ func TestRoles(t *testing.T) {
 	follow("roles.sql")
 	require.Contains(t, invoke(t, as("boss", ""), "doctor", "--schema", "rate_limit").stdout,
 		"run `PGOPTIONS='-c role=rate_limit_owner' pgratelimit migrate up --schema 'rate_limit'`")
-	// If the role is missing, the command says so.
+	// If PGOPTIONS does not name the role, the command prints a warning.
 	o := invoke(t, as("boss", ""), "migrate", "up")
 	require.Zero(t, o.code)
 	require.Equal(t, "warning: the new tables and functions belong to boss, and the functions run with the rights of boss. "+
@@ -71,7 +71,7 @@ func TestRoles(t *testing.T) {
 		"run `pgratelimit migrate down --to 0`, `DROP TABLE rate_limit.rate_limit_goose_version`, then `PGOPTIONS='-c role=rate_limit_owner' pgratelimit migrate up`. "+
 		"That loses all counts, policies and bans made meanwhile\n", o.stderr)
 	invoke(t, as("boss", ""), "migrate", "up").done(t)
-	// A user who missed that gets other advice from doctor, which keeps the counts.
+	// A user who missed the warning gets advice from doctor that keeps the counts.
 	invoke(t, as("boss", ""), "take", "login", "a", "--policy=sliding 100/365d").done(t)
 	o = invoke(t, as("boss", ""), "doctor", "--json")
 	o.code, o.stderr = 0, ""
@@ -86,18 +86,18 @@ func TestRoles(t *testing.T) {
 	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "down", "--to", "0", "--yes").done(t)
 	psql("DROP TABLE rate_limit.rate_limit_goose_version")
 	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "up").done(t)
-	// The advice says in full what to do as the owner.
+	// The advice says who must run the command.
 	psql("DROP FUNCTION rate_limit.rate_limit_sweep")
 	require.Contains(t, invoke(t, as("boss", ""), "doctor").stdout, "as rate_limit_owner: `pgratelimit doctor --fix`")
 	require.Contains(t, invoke(t, as("boss", ""), "doctor", "--fix").stdout, "repaired: ")
-	// it belongs to the owner
+	// The recreated function belongs to the owner.
 	require.NotRegexp(t, "(?m)^problem +(objects|schema) ", invoke(t, as("boss", ""), "doctor").stdout)
 	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "down", "--to", "1", "--yes").done(t)
 	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "up").done(t)
 	const forgotten = "only their owner may execute rate_limit_all"
 	require.Contains(t, invoke(t, as("boss", ""), "doctor").stdout, forgotten)
 	follow("grants.sql")
-	follow("grants.sql") // after the next migration, too
+	follow("grants.sql") // grants.sql must run again after the next migration
 	require.NotContains(t, invoke(t, as("boss", ""), "doctor").stdout, forgotten)
 
 	psql(`
@@ -126,7 +126,7 @@ func TestRoles(t *testing.T) {
 		{[]string{"migrate", "status"}, "app sweeper reader on_call admin"},
 		{[]string{"top", "login", policy}, "on_call"},
 		{[]string{"reset", "login", "--all", "--yes"}, "on_call"},
-		{[]string{"migrate", "up"}, "app sweeper reader on_call admin"}, // for them there is nothing to do
+		{[]string{"migrate", "up"}, "app sweeper reader on_call admin"}, // nothing is left to migrate
 		{[]string{"migrate", "down", "--yes"}, ""},
 		{[]string{"policy", "set", "login", "--key=a", "sliding 100/365d", why}, "admin"},
 		{[]string{"policy", "set", "login", "--key=a", "sliding 100/365d", why, "--dry-run"}, "reader on_call admin"},
@@ -138,17 +138,17 @@ func TestRoles(t *testing.T) {
 		{[]string{"unban", "login", "a"}, "admin"},
 		{[]string{"policy", "unset", "login", "--key=a"}, "admin"},
 	} {
-		if test.args[0] == "limits" { // so that there is something to count
+		if test.args[0] == "limits" { // limits needs a row to count
 			invoke(t, as("app", ""), "take", "login", "b", policy).done(t)
 		}
 		for _, login := range logins {
-			if test.args[0] == "reset" { // and something to reset, because the other table has rows
+			if test.args[0] == "reset" { // reset needs a row, because the other table has rows
 				invoke(t, as("app", ""), "take", "login", "a", policy).done(t)
 			}
 			o := invoke(t, as(login, ""), test.args...)
 			if strings.Contains(" "+test.allowed+" ", " "+login+" ") {
 				require.Zero(t, o.code, "%s %v: %s", login, test.args, o.stderr)
-			} else if login == "nobody" { // this role does not see the schema
+			} else if login == "nobody" { // this role cannot see the schema
 				o.complains(t, exitFailed)
 			} else {
 				o.complains(t, exitFailed, "42501")
@@ -161,11 +161,11 @@ func TestRoles(t *testing.T) {
 
 	invoke(t, as("admin", ""), "doctor").done(t)
 	require.Contains(t, invoke(t, as("on_call", ""), "explain", "login", "a", policy).done(t), "under sliding 100/365d")
-	// The history shows the login, and not the role.
+	// The history shows the login role, and not the role that was set.
 	require.Equal(t, "admin", decode[[]policies.PolicyEvent](t, invoke(t, as("reader", ""), "policy", "history", "--json"))[0].By)
 	require.Equal(t, "admin", changed(t, as("admin", "&role=rate_limit_policy_admin"), "ban", "login", "a", "--for=1h", why).Added.ChangedBy)
 
-	// The command does not try these.
+	// These statements are not part of any command.
 	sessions := map[string]*pgx.Conn{}
 	for _, login := range logins {
 		conn, err := pgx.Connect(t.Context(), as(login, ""))
@@ -214,7 +214,7 @@ func TestRoles(t *testing.T) {
 			} else {
 				var pgErr *pgconn.PgError
 				require.ErrorAs(t, err, &pgErr, "%s: %s", login, sql)
-				if login != "nobody" { // this role does not see the schema
+				if login != "nobody" { // this role cannot see the schema
 					require.Equal(t, "42501", pgErr.Code, "%s: %s: %v", login, sql, err)
 				}
 			}
@@ -223,8 +223,8 @@ func TestRoles(t *testing.T) {
 	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "down", "--to", "0", "--yes").done(t)
 }
 
-// The command lines in roles.sql, as a person types them, in two databases of one server, with each form of connection
-// string.
+// The command lines in roles.sql work as a person would type them, in two databases of one server, with each form of a
+// connection string.
 func TestRolesInEveryDatabaseOfAServer(t *testing.T) {
 	t.Parallel()
 
@@ -280,7 +280,7 @@ func TestRolesInEveryDatabaseOfAServer(t *testing.T) {
 func TestDeployRunsTheCommand(t *testing.T) {
 	t.Parallel()
 
-	// The line of the crontab in the format of /etc/cron.d: five fields, a user, a command.
+	// A line of /etc/cron.d has five fields for the time, a user, and a command.
 	lines := 0
 	for line := range strings.Lines(readDeploy(t, "pgratelimit.cron")) {
 		if fields := strings.Fields(line); len(fields) > 6 && fields[0] != "#" {
@@ -346,7 +346,7 @@ func TestDocumentedCommandsMakeSense(t *testing.T) {
 	}
 }
 
-// systemd's own check, if systemd is there.
+// systemd-analyze checks the units, if it is installed.
 func TestSystemdUnits(t *testing.T) {
 	t.Parallel()
 

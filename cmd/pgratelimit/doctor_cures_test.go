@@ -17,8 +17,8 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/doctor"
 )
 
-// Dead tuples, free space, expired rows and updates that are not HOT, from Postgres's statistics. doctor's advice cures
-// each.
+// doctor finds dead tuples, free space, expired rows and updates that are not HOT in Postgres's statistics. Its advice
+// cures each problem.
 func TestDoctorOfATableThatNobodyTendsTo(t *testing.T) {
 	t.Parallel()
 
@@ -35,7 +35,7 @@ func TestDoctorOfATableThatNobodyTendsTo(t *testing.T) {
 		_, err := conn.Exec(t.Context(), sql)
 		require.NoError(t, err)
 	}
-	require.NoError(t, conn.Close(t.Context())) // so that it reports its statistics
+	require.NoError(t, conn.Close(t.Context())) // Close makes the session report its statistics
 
 	const of = "rate_limit_ephemeral: "
 	var all map[string]cli.Finding
@@ -55,7 +55,7 @@ func TestDoctorOfATableThatNobodyTendsTo(t *testing.T) {
 		require.Regexp(t, found, all[of+check].Found)
 	}
 	for _, check := range []string{"kind", "dead tuples", "sweeping", "bloat", "HOT updates", "autovacuum"} {
-		testkit.WaitUntil(t, func() bool { // statistics are delayed, and another snapshot keeps the dead rows
+		testkit.WaitUntil(t, func() bool { // statistics are delayed, and the snapshot of another session keeps dead rows
 			follow(t, db, all[of+check].Do)
 			f := examined(t, db.URL)[of+check]
 			if check == "bloat" || check == "dead tuples" {
@@ -72,8 +72,8 @@ func TestDoctorOfATableThatNobodyTendsTo(t *testing.T) {
 	}
 }
 
-// A table is healthy if VACUUM FULL has just written it, if its rows have been updated since, or if it has long logs. A
-// nearly empty one is not, until the advice is followed.
+// A table is healthy after VACUUM FULL, after updates of all rows, or with long logs. A table that is nearly empty is
+// healthy only after the advice is followed.
 func TestDoctorTellsBloatFromFillfactor(t *testing.T) {
 	t.Parallel()
 
@@ -96,16 +96,16 @@ func TestDoctorTellsBloatFromFillfactor(t *testing.T) {
 		healthy(`[7-9]\d`)
 		pgtest.Exec(t, db.Pool, "UPDATE rate_limit_durable SET count = count + 1") // like a busy limiter
 		pgtest.Exec(t, db.Pool, "VACUUM rate_limit_durable")
-		if name != "logs in TOAST" { // each update writes these again
+		if name != "logs in TOAST" { // each update writes the logs again
 			pgtest.Exec(t, db.Pool, "UPDATE rate_limit_durable SET count = count + 1")
 		}
 		healthy(`[4-9]\d`)
-		testkit.WaitUntil(t, func() bool { // during an ANALYZE by autovacuum, VACUUM FULL keeps the dead rows
+		testkit.WaitUntil(t, func() bool { // an ANALYZE of autovacuum makes VACUUM FULL keep dead rows
 			pgtest.Exec(t, db.Pool, "VACUUM FULL rate_limit_durable")
 			return regexp.MustCompile(`need (100|[7-9]\d) %$`).MatchString(examined(t, db.URL)[check].Found)
 		})
 		healthy(`[7-9]\d`)
-		// 2 % of the rows stay, spread over the table. They are enough to matter.
+		// Keep 2 % of the rows, spread over the table, so that the table has enough rows to be reported.
 		pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_durable WHERE abs(hashtext(key)) % 50 > 0")
 		pgtest.Exec(t, db.Pool, "VACUUM rate_limit_durable")
 		f := examined(t, db.URL)[check]
@@ -118,7 +118,7 @@ func TestDoctorTellsBloatFromFillfactor(t *testing.T) {
 	}
 }
 
-// Problems of a whole server are tested on the test's own server.
+// These problems affect a whole server, so the test starts one.
 func TestDoctorOfAServer(t *testing.T) {
 	t.Parallel()
 
@@ -133,7 +133,7 @@ func TestDoctorOfAServer(t *testing.T) {
 	cures := func(check, found string, want cli.Level) {
 		t.Helper()
 		var f cli.Finding
-		testkit.WaitUntil(t, func() bool { // the server applies settings and updates its counts a little later
+		testkit.WaitUntil(t, func() bool { // the server applies settings and updates its counts after a delay
 			f = examined(t, db.URL)[check]
 			return f.Level == want
 		})
@@ -146,7 +146,7 @@ func TestDoctorOfAServer(t *testing.T) {
 	pgtest.Exec(t, pool, "SELECT pg_reload_conf()")
 	testkit.WaitUntil(t, func() bool { return examined(t, db.URL)["statistics"].Level == cli.Problem })
 
-	// Nobody vacuums, so dead tuples accumulate.
+	// autovacuum is off, so dead tuples accumulate.
 	busy := pgtest.Connect(t, db)
 	pgtest.Exec(t, busy, `INSERT INTO rate_limit_durable (prefix, key) SELECT 'a', i FROM generate_series(1, 11000) AS i`)
 	pgtest.Exec(t, busy, "DELETE FROM rate_limit_durable")
@@ -154,7 +154,7 @@ func TestDoctorOfAServer(t *testing.T) {
 	cures("rate_limit_durable: autovacuum", "^last visit: never, and there are 11000 dead tuples", cli.Warning)
 	cures("statistics", "^autovacuum is off", cli.Problem)
 
-	// A transaction holds up VACUUM while others use up transaction ids.
+	// A transaction holds up VACUUM while other transactions use up transaction ids.
 	old := pgtest.Begin(t, db)
 	pgtest.Exec(t, old, "SELECT pg_current_xact_id()")
 	pgtest.Exec(t, pool, `CREATE TEMP TABLE spent (n int); DO $$ BEGIN
@@ -172,7 +172,7 @@ func TestDoctorOfAServer(t *testing.T) {
 		if what == nil {
 			return true
 		}
-		follow(t, db, doctor.JudgeHorizon(doctor.LongTime, what, mend, true).Do) // do not wait that long
+		follow(t, db, doctor.JudgeHorizon(doctor.LongTime, what, mend, true).Do) // the transaction need not be that old
 		return false
 	})
 	require.Error(t, old.Commit(t.Context()), "it was not ended")
@@ -185,7 +185,7 @@ func TestDoctorOfAServer(t *testing.T) {
 	what, _ = holding()
 	require.Nil(t, what)
 
-	if pgtest.Scalar[bool](t, pool, "SELECT pg_jit_available()") { // on some systems this is a separate package
+	if pgtest.Scalar[bool](t, pool, "SELECT pg_jit_available()") { // JIT is a separate package on some systems
 		pgtest.Exec(t, pool, "ALTER DATABASE postgres SET jit_above_cost = 0")
 		cures("jit", "^with jit_above_cost = 0", cli.Warning)
 	}

@@ -25,19 +25,19 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/doctor"
 )
 
-// checksOfAll is the number of checks if nothing is missing; some run for each table.
+// checksOfAll is the number of findings if no object is missing. Some checks have a finding for each table.
 const checksOfAll = 14 + 2*7
 
 func TestDoctorOfAHealthyDatabase(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // Postgres 14 grants this
+	pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // Postgres 14 grants CREATE to PUBLIC
 	before := pgtest.Objects(t, db.Pool)
 	findings := decode[[]cli.Finding](t, invoke(t, db.URL, "doctor", "--json"))
 	require.Len(t, findings, checksOfAll)
 	for _, f := range findings {
-		if f.Check != "long transactions" { // another test may be slow
+		if f.Check != "long transactions" { // another test may have a long transaction
 			require.Equal(t, cli.Fine, f.Level, f)
 			require.Empty(t, f.Do)
 		}
@@ -46,7 +46,8 @@ func TestDoctorOfAHealthyDatabase(t *testing.T) {
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 }
 
-// A session that compiles cheap statements also compiles the calls. EXPLAIN shows whether this session does.
+// If JIT compiles cheap statements in a session, it also compiles calls of the functions. EXPLAIN shows whether it
+// does.
 func TestDoctorFindsCallsThatAreCompiled(t *testing.T) {
 	t.Parallel()
 
@@ -79,12 +80,12 @@ func TestDoctorFindsCallsThatAreCompiled(t *testing.T) {
 		}
 		require.Equal(t, want, found, settings)
 	}
-	if pgtest.Scalar[bool](t, db.Pool, "SELECT pg_jit_available()") { // on some systems this is a separate package
+	if pgtest.Scalar[bool](t, db.Pool, "SELECT pg_jit_available()") { // JIT is a separate package on some systems
 		require.Equal(t, 2, compiled)
 	}
 }
 
-// examined returns doctor's findings about a database, by check.
+// examined returns doctor's findings about a database, by the check's name.
 func examined(t *testing.T, url string, args ...string) map[string]cli.Finding {
 	t.Helper()
 	o := invoke(t, url, append([]string{"doctor", "--json"}, args...)...)
@@ -100,7 +101,7 @@ func examined(t *testing.T, url string, args ...string) map[string]cli.Finding {
 	return all
 }
 
-// follow carries out a finding's advice: everything between backquotes, as a reader would.
+// follow runs all statements and command lines between backquotes in a finding's advice.
 func follow(t *testing.T, db *pgtest.DB, advice string) {
 	t.Helper()
 	parts := strings.Split(advice, "`")
@@ -112,19 +113,19 @@ func follow(t *testing.T, db *pgtest.DB, advice string) {
 				invoke(t, db.URL, args...).done(t)
 				continue
 			}
-			require.Empty(t, invoke(t, db.URL, append(args, "--yes")...).stderr) // it may find other problems
+			require.Empty(t, invoke(t, db.URL, append(args, "--yes")...).stderr) // the command may find other problems
 		} else {
 			pgtest.Exec(t, db.Pool, parts[i], pgx.QueryExecModeSimpleProtocol)
 		}
 	}
 }
 
-// Each of these happens to real databases. doctor finds it, and following its advice cures it.
+// These problems happen in real databases. doctor finds each, and its advice cures it.
 func TestDoctorFindsWhatIsWrong(t *testing.T) {
 	t.Parallel()
 
 	const database = `DO $$ BEGIN EXECUTE format('ALTER DATABASE %I OWNER TO pg_monitor', current_database()); END $$; `
-	// because pg_monitor cannot log in
+	// pg_signal_backend gets the rights, because pg_monitor cannot log in.
 	const granted = `GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA public TO pg_signal_backend; `
 	for name, test := range map[string]struct {
 		sql, check string
@@ -433,7 +434,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
-			// because Postgres 14 does not have it
+			// Postgres 14 grants CREATE to PUBLIC.
 			pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
 			pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_durable (prefix, key) VALUES ('a', 'b')")
 			pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, policy, comment) VALUES ('api', 'customer:42', 'fixed 1/1m', 'why')")
@@ -450,7 +451,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 				}
 			}
 			require.Len(t, cured, checksOfAll)
-			// Everything that is not reported as lost is still there.
+			// If the advice does not say that rows are lost, the row is still there.
 			if !strings.Contains(test.sql, "DROP TABLE rate_limit_durable") && !strings.Contains(test.sql, ", rate_limit_durable") &&
 				!strings.Contains(found.Do, "loses all rows of rate_limit_durable") && !strings.Contains(found.Do, "sweep") {
 				require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT count(*) = 1 FROM rate_limit_durable WHERE key = 'b'"))
@@ -459,7 +460,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 				!strings.Contains(found.Do, "loses all rows of rate_limit_policy") {
 				require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT count(*) = 1 FROM rate_limit_policy WHERE key = 'customer:42' AND comment = 'why'"))
 			}
-			// And it works.
+			// Afterwards, the functions work.
 			for _, durable := range []bool{true, false} {
 				require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT allowed FROM rate_limit_allow('login', 'a', 'fixed 1/1m', durable => $1)", durable))
 			}
@@ -472,7 +473,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 	}
 }
 
-// The functions' owner lacks a right, and the database belongs to another role.
+// doctor finds that the functions' owner lacks a right, in a database of another role.
 func TestDoctorFindsAnOwnerWithoutRights(t *testing.T) {
 	t.Parallel()
 
@@ -489,7 +490,7 @@ func TestDoctorFindsAnOwnerWithoutRights(t *testing.T) {
 	require.Equal(t, cli.Fine, examined(t, db.URL)["rights"].Level)
 }
 
-// Rights that a role has by design are no problem, but missing rights are.
+// Rights that a role should have are no problem. Rights that it lacks are a problem.
 func TestDoctorOfRoles(t *testing.T) {
 	t.Parallel()
 
@@ -524,7 +525,7 @@ func TestDoctorOfRoles(t *testing.T) {
 		})
 	}
 
-	// A role that cannot see the schema is told so, with or without its name.
+	// doctor tells a role that cannot see the schema so, with and without --schema.
 	for _, args := range [][]string{{"--schema", "limits"}, nil} {
 		db := pgtest.Empty(t)
 		pgtest.Exec(t, db.Pool, "CREATE SCHEMA limits; REVOKE CREATE ON SCHEMA public FROM PUBLIC")
@@ -537,7 +538,7 @@ func TestDoctorOfRoles(t *testing.T) {
 		require.Equal(t, cli.Fine, examined(t, url, args...)["migrations"].Level)
 	}
 
-	// A user who looks in the wrong place is told the right one.
+	// doctor names the schema of the tables to a user who looks in another schema.
 	db := pgtest.Empty(t)
 	pgtest.Exec(t, db.Pool, "CREATE SCHEMA limits")
 	invoke(t, db.URL, "migrate", "up", "--schema", "limits").done(t)
@@ -547,7 +548,7 @@ func TestDoctorOfRoles(t *testing.T) {
 	require.Equal(t, cli.Fine, examined(t, db.URL, "--schema", "limits")["migrations"].Level)
 }
 
-// The advice names the schema that doctor was asked about.
+// The advice names the schema that --schema gave.
 func TestDoctorsAdviceNamesTheSchema(t *testing.T) {
 	t.Parallel()
 
@@ -556,7 +557,7 @@ func TestDoctorsAdviceNamesTheSchema(t *testing.T) {
 	invoke(t, db.URL, "migrate", "up", "--schema", "Limits").done(t)
 	pgtest.Exec(t, db.Pool, `DROP TABLE "Limits".rate_limit_durable; ALTER TABLE "Limits".rate_limit_ephemeral RESET (fillfactor)`)
 	all := examined(t, db.URL, "--schema", "Limits")
-	follow(t, db, strings.ReplaceAll(all["objects"].Do, "'", "")) // a shell removes these
+	follow(t, db, strings.ReplaceAll(all["objects"].Do, "'", "")) // a shell removes the quotation marks
 	pgtest.Exec(t, db.Pool, `DROP FUNCTION "Limits"._rate_limit_late()`)
 	all = examined(t, db.URL, "--schema", "Limits")
 	require.Contains(t, all["objects"].Do, "`pgratelimit doctor --fix --schema 'Limits'`")
@@ -569,7 +570,8 @@ func TestDoctorsAdviceNamesTheSchema(t *testing.T) {
 	}
 }
 
-// The advice gives nothing to a stranger who created a function, and nothing of the stranger's to the owner.
+// Following the advice gives no rights to another role that has created a function, and does not make the function the
+// owner's.
 func TestDoctorHelpsNoStranger(t *testing.T) {
 	t.Parallel()
 
@@ -588,7 +590,7 @@ func TestDoctorHelpsNoStranger(t *testing.T) {
 	}
 }
 
-// A stranger's version function is a finding too, and does not stop the other checks.
+// If another role has created rate_limit_version, doctor reports this, and runs the other checks.
 func TestDoctorAmongStrangers(t *testing.T) {
 	t.Parallel()
 
@@ -603,7 +605,7 @@ func TestDoctorAmongStrangers(t *testing.T) {
 	require.Regexp(t, `(?m)^problem +schema +.*function public.rate_limit_version\(\) belongs to pg_monitor`, o.stdout)
 }
 
-// The server may quote all names in the definitions that it returns.
+// With quote_all_identifiers, the server quotes all names in definitions.
 func TestDoctorWhereAllNamesAreQuoted(t *testing.T) {
 	t.Parallel()
 
@@ -638,7 +640,7 @@ func TestDoctorOfADatabaseThatIsBehind(t *testing.T) {
 	require.Regexp(t, `(?m)^problem +migrations +ratelimit/migrations: status: no schema`, o.stdout)
 }
 
-// A recreated object keeps the rights that others had on it, and gives no new ones.
+// A recreated object has the same rights as before.
 func TestDoctorFixKeepsRights(t *testing.T) {
 	t.Parallel()
 
@@ -670,7 +672,7 @@ func TestDoctorFixKeepsRights(t *testing.T) {
 	require.NotContains(t, invoke(t, db.URL, "doctor", "--fix").done(t), "mended")
 	pgtest.Exec(t, db.Pool, "ALTER DEFAULT PRIVILEGES REVOKE ALL ON TABLES FROM PUBLIC")
 
-	// Nothing is lost without a question, and no foreign object is dropped.
+	// doctor --fix asks before it deletes rows, and does not drop objects of others.
 	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_durable DROP COLUMN key")
 	invoke(t, db.URL, "doctor", "--fix").complains(t, exitUsage, "nobody can answer")
 	pgtest.Exec(t, db.Pool, "CREATE VIEW mine AS SELECT prefix FROM rate_limit_durable")
@@ -678,7 +680,7 @@ func TestDoctorFixKeepsRights(t *testing.T) {
 	require.Equal(t, before, rights())
 }
 
-// No migration is pending, but an object is missing.
+// migrate up finds a missing object even if no migration is pending.
 func TestMigrateUpFindsWhatIsMissing(t *testing.T) {
 	t.Parallel()
 
@@ -698,7 +700,8 @@ func TestMigrateUpFindsWhatIsMissing(t *testing.T) {
 	}
 }
 
-// A session that has locked our tables for a while is named and can be ended, even one that doctor would wait for.
+// doctor names a session that has locked the limiter's tables for too long, even if the lock would block doctor, and
+// says how to end the session.
 func TestDoctorSaysWhoHasLocks(t *testing.T) {
 	t.Parallel()
 
@@ -733,7 +736,7 @@ func TestDoctorSaysWhoHasLocks(t *testing.T) {
 			who = `prepared transaction "it's" (since `
 		}
 
-		held, err := e.ReadLocks(t.Context(), 0) // do not wait for 5 s
+		held, err := e.ReadLocks(t.Context(), 0) // do not wait until the locks are 5 s old
 		require.NoError(t, err)
 		f := doctor.JudgeLocks(held)
 		require.Equal(t, test.level, f.Level, f)
@@ -751,7 +754,7 @@ func TestDoctorSaysWhoHasLocks(t *testing.T) {
 		_ = holder.Close(t.Context())
 	}
 
-	// If a lock keeps doctor from the tables, it reports that and nothing else.
+	// If a lock prevents doctor from reading the tables, doctor reports only the lock.
 	holder := pgtest.Begin(t, db)
 	pgtest.Exec(t, holder, "LOCK TABLE rate_limit_durable")
 	testkit.WaitUntil(t, func() bool {
@@ -763,7 +766,7 @@ func TestDoctorSaysWhoHasLocks(t *testing.T) {
 	require.Contains(t, all["locks"].Found, "calls fail meanwhile: process ")
 }
 
-// The most important findings come last, in red on a terminal that allows colors.
+// The most important findings come last. They are red on a terminal that allows colors.
 func TestDoctorsOutput(t *testing.T) {
 	t.Parallel()
 

@@ -16,7 +16,8 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// Changes that commit while fix runs are not lost: fix waits for them, and others wait for fix.
+// doctor --fix loses no change that commits meanwhile, because it waits for open transactions, and later transactions
+// wait for it.
 func TestFixLosesNothingThatCommitsMeanwhile(t *testing.T) {
 	t.Parallel()
 
@@ -40,7 +41,7 @@ func TestFixLosesNothingThatCommitsMeanwhile(t *testing.T) {
 	require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*)::integer FROM rate_limit_policy WHERE key = 'b'"))
 }
 
-// A session that keeps fix from the tables is named, and nothing changes.
+// If another session has locked the tables, doctor --fix names the session and changes nothing.
 func TestFixSaysWhoHasTheTables(t *testing.T) {
 	t.Parallel()
 
@@ -59,7 +60,7 @@ func TestFixSaysWhoHasTheTables(t *testing.T) {
 	require.NoError(t, tx.Rollback(t.Context()))
 }
 
-// fix locks all tables that it may change.
+// doctor --fix locks all tables that it may change.
 func TestFixLocksAllTables(t *testing.T) {
 	t.Parallel()
 
@@ -74,7 +75,8 @@ func TestFixLocksAllTables(t *testing.T) {
 	require.ElementsMatch(t, tables, slices.Clone(cli.AllTables))
 }
 
-// A changed or missing column is repaired in place, and the additions of others to the table stay.
+// doctor --fix repairs a changed or missing column without dropping the table, and keeps what others have added to the
+// table.
 func TestFixAltersColumnsInPlace(t *testing.T) {
 	t.Parallel()
 
@@ -123,7 +125,7 @@ func TestFixAltersColumnsInPlace(t *testing.T) {
 	}
 }
 
-// No id is used again, even if its row was deleted and only the history has it.
+// doctor --fix sets sequences beyond all ids, even if an id is only in the history.
 func TestFixGivesNoIDAgain(t *testing.T) {
 	t.Parallel()
 
@@ -139,7 +141,7 @@ func TestFixGivesNoIDAgain(t *testing.T) {
 	}
 }
 
-// A renamed column is renamed back before anything is recreated or dropped.
+// If a column seems to be renamed, doctor --fix changes nothing. doctor's advice renames the column.
 func TestFixLeavesARenamedColumnToItsOwner(t *testing.T) {
 	t.Parallel()
 

@@ -76,7 +76,7 @@ func TestTakePeekAndReset(t *testing.T) {
 	}
 }
 
-// Text that the database's encoding refuses is the caller's mistake, and the message does not show it.
+// If the encoding cannot represent a text, this is an error in the command line. The message does not contain the text.
 func TestTextThatTheEncodingRefuses(t *testing.T) {
 	t.Parallel()
 
@@ -110,7 +110,7 @@ func TestTextThatTheEncodingRefuses(t *testing.T) {
 	invoke(t, parsed.String(), "reset", strings.Repeat("n", 129), "k").complains(t, exitUsage, "1 to 128 bytes")
 }
 
-// fill creates rows of a limiter in SQL: key 1 to n, each with usage in a window of a year.
+// fill inserts rows of a limiter for the keys "key 1" to "key n", each with usage in a window of a year.
 func fill(t *testing.T, db *pgtest.DB, table, name string, n, taken int) {
 	t.Helper()
 	pgtest.Exec(t, db.Pool, `INSERT INTO `+table+` (prefix, key, algorithm, count, window_start, expires_at)
@@ -138,7 +138,7 @@ func TestResetAll(t *testing.T) {
 	invoke(t, db.URL, "reset", "login", "--all").complains(t, exitUsage, "--yes")
 	require.Equal(t, "login durable 2500, login ephemeral 2500, logins durable 7, logins ephemeral 7", rows())
 
-	// A row that is locked by another transaction is skipped, waited for at the end, and then given up.
+	// The command skips a locked row, waits for it at the end, and then fails.
 	var held string
 	tx, err := db.Pool.Begin(t.Context())
 	require.NoError(t, err)
@@ -164,9 +164,9 @@ func TestResetAll(t *testing.T) {
 	require.Contains(t, invoke(t, db.URL, "reset", "login", "--all", "--yes").done(t), "nothing to reset")
 }
 
-// A function locks longer keys first. A reset of a whole limiter in another order, if it waited while holding row
-// locks, would deadlock with it. If a role may only read and call, the function deletes, and waits only for the locked
-// key.
+// A function locks longer keys first. A reset of all keys uses another order, so it must not wait for a lock while it
+// holds row locks. If the role may only read and call functions, a function deletes each row, and waits only for the
+// locked key.
 func TestResetAllByARoleThatMayNotDelete(t *testing.T) {
 	t.Parallel()
 
@@ -186,7 +186,7 @@ func TestResetAllByARoleThatMayNotDelete(t *testing.T) {
 	require.Equal(t, "reset 2500 in rate_limit_ephemeral\n", o.done(t))
 }
 
-// A limiter of several policies has a row for each.
+// A limiter with several policies has a row for each policy.
 func TestResetOfSeveralPolicies(t *testing.T) {
 	t.Parallel()
 
@@ -263,7 +263,7 @@ func TestResetAllDeadlocksWithNobody(t *testing.T) {
 	}
 }
 
-// Also under load; here the server's counter shows it.
+// A reset of all keys does not deadlock under load. The server's counter of deadlocks shows this.
 func TestResetAllUnderLoad(t *testing.T) {
 	t.Parallel()
 
@@ -346,7 +346,7 @@ func TestTop(t *testing.T) {
 	require.NotContains(t, out, "\na ")
 	require.Contains(t, out, "\n6 rows of limiter login in rate_limit_ephemeral looked at\n")
 
-	// After the limit was lowered, usage is above it.
+	// The usage is greater than the limit, because the limit was lowered.
 	out = invoke(t, db.URL, "top", "login", "--policy", "sliding 2/365d", "-n", "1").done(t)
 	require.Regexp(t, `(?m)^[abcd]    0 `, out)
 }
@@ -356,7 +356,7 @@ func TestTopOfAnotherTableAndAlgorithm(t *testing.T) {
 
 	db := pgtest.New(t)
 	fill(t, db, "rate_limit_durable", "api", 2*keys.BatchSize+1, 4)
-	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_durable SET count = 5 WHERE key = 'key 99'") // not in the first batch
+	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_durable SET count = 5 WHERE key = 'key 99'") // key 99 is not in the first batch
 	top := decode[keys.TopResult](
 		t,
 		invoke(t, db.URL, "top", "api", "--policy", "fixed 5/365d", "--durable", "--json", "-n", "2"),
@@ -383,7 +383,7 @@ func TestTopOfAnotherTableAndAlgorithm(t *testing.T) {
 			"which is about 0.5 % of them: see --max-rows\n",
 	)
 
-	// For another algorithm, they are as good as new.
+	// For another algorithm, the keys are as good as new.
 	for _, policy := range []string{"sliding 5/365d", "bucket 5 1/1d", "log 5/365d"} {
 		require.Empty(
 			t,
@@ -410,7 +410,7 @@ func TestTopOfALog(t *testing.T) {
 	require.EqualValues(t, 2, keys[1].Remaining)
 }
 
-// Users who choose their keys must not control the terminal of the person on call.
+// Keys with control characters must not control the terminal of the person who looks at them.
 func TestKeysAreShownHarmlessly(t *testing.T) {
 	t.Parallel()
 

@@ -14,7 +14,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// requireNarrow checks that no line is wider than this, and that no time is broken.
+// requireNarrow checks that no line is wider than columns, and that no time is broken into two lines.
 func requireNarrow(t *testing.T, text string, columns int) {
 	t.Helper()
 	for line := range strings.Lines(text) {
@@ -68,7 +68,7 @@ no table
 	require.Empty(t, cli.Layout("", 80))
 }
 
-// On a terminal, tables of all commands fit, even with long keys and comments.
+// On a terminal, the tables of all commands fit, even with long keys and comments.
 func TestTerminalOf100Columns(t *testing.T) {
 	t.Parallel()
 

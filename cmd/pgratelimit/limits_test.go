@@ -71,12 +71,12 @@ func TestLimits(t *testing.T) {
 	require.NotContains(t, text, "~")
 }
 
-// A table larger than a sample is not read completely, and the output says so.
+// A table that is larger than a sample is not read completely, and the output says so.
 func TestLimitsOfALargeTableAreEstimated(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	// One row in each block: large for the command, and small for the machine.
+	// Each block has one row, so that a small table has many blocks.
 	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_ephemeral SET (fillfactor = 10)")
 	rows := 3 * cli.SampleBlocks / 2
 	pgtest.Exec(
@@ -88,7 +88,7 @@ func TestLimitsOfALargeTableAreEstimated(t *testing.T) {
 
 	estimate := decode[limitsOutput](t, invoke(t, db.URL, "limits", "--json")).Limiters[0]
 	require.True(t, estimate.Estimated)
-	require.InEpsilon(t, rows, estimate.Rows, 0.1) // more than ten standard deviations
+	require.InEpsilon(t, rows, estimate.Rows, 0.1) // 10 % are more than ten standard deviations
 	require.InEpsilon(t, rows, estimate.Live, 0.1)
 	text := invoke(t, db.URL, "limits").done(t)
 	require.Regexp(t, `(?m)^login    rate_limit_ephemeral +sliding, bucket  ~\d{5}  ~\d{5}  \? +~[\d.]+ MB  ~`, text)
@@ -99,7 +99,7 @@ func TestLimitsOfALargeTableAreEstimated(t *testing.T) {
 	require.EqualValues(t, rows, exact.Rows)
 	require.NotContains(t, invoke(t, db.URL, "limits", "--exact").done(t), "~")
 
-	// Statements that take too long are ended.
+	// --timeout ends statements that take too long.
 	o := invoke(t, db.URL, "limits", "--exact", "--timeout", "1ms")
 	o.complains(t, exitFailed, "SQLSTATE 57014", "--timeout allows a statement more than 1ms")
 }

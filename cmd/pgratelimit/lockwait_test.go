@@ -13,7 +13,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// No command waits for a lock in silence. After a second it says who holds the lock, without the holder's statement.
+// If a command waits for a lock for a second, it prints who holds the lock. It does not print the holder's statement.
 func TestNoCommandWaitsInSilence(t *testing.T) {
 	t.Parallel()
 

@@ -1,4 +1,4 @@
-// Command pgratelimit operates rate limits in Postgres. Its help describes it.
+// Command pgratelimit operates rate limits in Postgres. Its --help describes it.
 package main
 
 import (
@@ -23,11 +23,11 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/upkeep"
 )
 
-// Exit codes.
+// These are the exit codes.
 const (
 	exitFailed = 1
 	exitUsage  = 2 // the command line is invalid
-	exitDenied = 3 // of take
+	exitDenied = 3 // take was denied
 )
 
 const longHelp = `Operates rate limits that are kept in Postgres.
@@ -39,8 +39,8 @@ PGPASSWORD or ~/.pgpass.
 Exit codes: 0 done, 1 failed, 2 the command line makes no sense, 3 denied (take).`
 
 func main() {
-	// A reader of our output, such as head, may close it early. That must not end this process before it has cleaned
-	// up.
+	// A reader of the output, such as head, may close the pipe early. SIGPIPE must not end this process before it has
+	// cleaned up.
 	signal.Ignore(syscall.SIGPIPE)
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
 	code := run(ctx, os.Args[1:], &cli.App{Stdin: os.Stdin, Stdout: os.Stdout, Stderr: os.Stderr})
@@ -48,7 +48,7 @@ func main() {
 	os.Exit(code)
 }
 
-// run returns the exit code.
+// run runs the command, and returns its exit code.
 func run(ctx context.Context, args []string, a *cli.App) int {
 	root := rootCommand(a)
 	root.SetArgs(args)
@@ -126,7 +126,7 @@ func rootCommand(a *cli.App) *cobra.Command {
 	return root
 }
 
-// version returns the version of the module that `go install` built.
+// version returns the main module's version, or "unknown".
 func version() string {
 	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
 		return info.Main.Version

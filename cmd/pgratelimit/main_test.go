@@ -24,7 +24,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// commandVariable makes the test binary behave as the command.
+// commandVariable makes this test binary run the command instead of the tests.
 const commandVariable = "PGRATELIMIT_TEST_COMMAND"
 
 func TestMain(m *testing.M) {
@@ -35,7 +35,7 @@ func TestMain(m *testing.M) {
 	pgtest.Main(m)
 }
 
-// Tests and their commands never see a DATABASE_URL from the environment.
+// Tests and their commands do not use a DATABASE_URL of the environment.
 func TestNobodysDatabaseIsUsed(t *testing.T) {
 	t.Parallel()
 
@@ -52,7 +52,7 @@ func TestNobodysDatabaseIsUsed(t *testing.T) {
 	require.NoError(t, err, string(output))
 }
 
-// command is the command in its own process.
+// command returns a process that will run the command.
 func command(t *testing.T, databaseURL string, args ...string) *exec.Cmd {
 	t.Helper()
 	path, err := os.Executable()
@@ -69,13 +69,13 @@ type outcome struct {
 	stdout, stderr string
 }
 
-// invoke runs the command in its own process, with pipes.
+// invoke runs the command in a new process, with pipes.
 func invoke(t *testing.T, databaseURL string, args ...string) outcome {
 	t.Helper()
 	return invokeWith(t, nil, databaseURL, args...)
 }
 
-// invokeWith is invoke with more variables in the environment.
+// invokeWith runs the command like invoke, with additional environment variables.
 func invokeWith(t *testing.T, environment []string, databaseURL string, args ...string) outcome {
 	t.Helper()
 	cmd := command(t, databaseURL, args...)
@@ -96,7 +96,7 @@ func (o outcome) done(t *testing.T) string {
 	return o.stdout
 }
 
-// complains requires an exit code, no output, and one line on standard error with all of these texts.
+// complains requires the exit code, no output, and one line with all of these texts on standard error.
 func (o outcome) complains(t *testing.T, code int, words ...string) {
 	t.Helper()
 	require.Equal(t, code, o.code, o.stderr)
@@ -108,7 +108,7 @@ func (o outcome) complains(t *testing.T, code int, words ...string) {
 	}
 }
 
-// decode reads the JSON output of a successful command.
+// decode parses the JSON output of a successful command.
 func decode[T any](t *testing.T, o outcome) T {
 	t.Helper()
 	var value T
@@ -118,7 +118,7 @@ func decode[T any](t *testing.T, o outcome) T {
 	return value
 }
 
-// urlWith adds a parameter to a database's connection string.
+// urlWith returns the database's connection string with an additional parameter.
 func urlWith(t *testing.T, db *pgtest.DB, parameter string) string {
 	t.Helper()
 	parsed, err := url.Parse(db.URL)
@@ -130,7 +130,7 @@ func urlWith(t *testing.T, db *pgtest.DB, parameter string) string {
 	return parsed.String()
 }
 
-// commands returns all commands that do something, by their words.
+// commands returns all commands that have no subcommands, by their names.
 func commands(t *testing.T) map[string]*cobra.Command {
 	t.Helper()
 	all := map[string]*cobra.Command{}
@@ -172,7 +172,7 @@ func TestHelp(t *testing.T) {
 	require.Contains(t, invoke(t, "", "__complete", "peek", "login", "key", "--policy", "").stdout, "sliding 100/1m")
 }
 
-// examples are the command lines in documents: the rest of a line of shell after the word pgratelimit.
+// examples returns the command lines in a document: the rest of each line of shell after the word pgratelimit.
 func examples(t *testing.T, text string) [][]string {
 	t.Helper()
 	var all [][]string
@@ -300,7 +300,7 @@ func TestCommandLinesThatMakeNoSense(t *testing.T) {
 	}
 }
 
-// asking are all commands that use the database, with valid arguments.
+// asking returns a valid command line for each command that uses the database.
 func asking() [][]string {
 	const policy = "--policy=sliding 10/1m"
 	return [][]string{
@@ -337,7 +337,7 @@ func TestNoDatabase(t *testing.T) {
 		require.NotContains(t, o.stderr, "user:123")
 	}
 
-	// As in psql: without a connection string, the PG* variables count.
+	// Without a connection string, the command uses the PG* variables, as psql does.
 	host, port, err := net.SplitHostPort(address)
 	require.NoError(t, err)
 	cmd := command(t, "", "limits")
@@ -371,7 +371,8 @@ func TestDatabaseThatIsNotMigrated(t *testing.T) {
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 }
 
-// Strangers' objects with the names of our tables and functions are never run with the rights of the operator.
+// The commands never run another role's objects with the operator's rights, even if the objects have the names of the
+// limiter's tables and functions.
 func TestForeignObjectsAreNotRun(t *testing.T) {
 	t.Parallel()
 	fakes := map[string]string{
@@ -389,7 +390,7 @@ func TestForeignObjectsAreNotRun(t *testing.T) {
 		}
 		if kind != "function" {
 			pgtest.Exec(t, db.Pool, sql)
-			for _, args := range asking()[3:] { // the ones before these migrate
+			for _, args := range asking()[3:] { // the first three commands migrate
 				invoke(t, db.URL, args...).complains(t, 1, kind+" ", "is not what the migrations make")
 			}
 			continue
@@ -408,14 +409,14 @@ func TestForeignObjectsAreNotRun(t *testing.T) {
 	invoke(t, urlWith(t, db, "search_path=public,pg_catalog"), "limits").complains(t, 1, "leave pg_catalog out")
 }
 
-// A stranger could change its own object between the check and the use, so none of these is used.
+// If another role owns one of these objects, no command uses it, because that role could change it after the check.
 func TestObjectsOfStrangersAreNotUsed(t *testing.T) {
 	t.Parallel()
 
 	for _, owned := range []string{"TABLE rate_limit_ephemeral", "TABLE rate_limit_durable", "FUNCTION rate_limit_sweep", "FUNCTION rate_limit_all"} {
 		db := pgtest.New(t)
 		pgtest.Exec(t, db.Pool, "GRANT CREATE ON SCHEMA public TO pg_monitor; ALTER "+owned+" OWNER TO pg_monitor")
-		for _, args := range asking()[3:] { // the ones before these migrate
+		for _, args := range asking()[3:] { // the first three commands migrate
 			if args[0] != "doctor" {
 				invoke(
 					t,
@@ -423,14 +424,15 @@ func TestObjectsOfStrangersAreNotUsed(t *testing.T) {
 					args...).complains(t, 1, "belongs to pg_monitor, who owns neither the schema nor the database")
 			}
 		}
-		// The database's owner could create anything there at any time.
+		// The database's owner is trusted, because this role can create anything in it.
 		pgtest.Exec(t, db.Pool,
 			`DO $$ BEGIN EXECUTE format('ALTER DATABASE %I OWNER TO pg_monitor', current_database()); END $$`)
 		invoke(t, db.URL, "limits").done(t)
 	}
 }
 
-// doctor reads strangers' tables too. Meanwhile they cannot add anything to these tables that would run.
+// doctor reads tables that belong to another role. The owner cannot change a table so that doctor runs the owner's
+// code.
 func TestDoctorRunsNothingThatAppearsMeanwhile(t *testing.T) {
 	t.Parallel()
 
@@ -459,8 +461,8 @@ func TestDoctorRunsNothingThatAppearsMeanwhile(t *testing.T) {
 			)
 		})
 	}
-	// doctor has checked the table, and waits for the first transaction to use it. The next one changes the table
-	// before doctor uses it again.
+	// doctor has checked the table, and waits for the lock of the first transaction. The second transaction changes the
+	// table before doctor uses it again.
 	first, second := begin(), begin()
 	_, err := first.Exec(t.Context(), "LOCK TABLE rate_limit_ephemeral")
 	require.NoError(t, err)
@@ -522,11 +524,11 @@ func TestRoleWithoutRights(t *testing.T) {
 	require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral"))
 }
 
-// patience is the longest wait for something that is certain to come.
+// patience is how long a test waits for an event before it fails.
 const patience = time.Minute
 
-// With enable_nestloop off, catalog queries looked expensive, and took seconds to compile. Here every compilation
-// fails, because plpgsql is no compiler.
+// If enable_nestloop is off, JIT would compile catalog queries for seconds. In this test, compilation fails, because
+// the JIT provider is plpgsql.
 func TestCommandsAreNotCompiled(t *testing.T) {
 	t.Parallel()
 

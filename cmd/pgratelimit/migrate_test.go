@@ -60,12 +60,12 @@ func TestMigrateUpAndDown(t *testing.T) {
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 }
 
-// In another tool, the output of migrate print has the same effect as migrate up.
+// If another tool runs the output of migrate print, the effect is that of migrate up.
 func TestMigratePrint(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.Empty(t)
-	pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // Postgres 14 grants this
+	pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // Postgres 14 grants CREATE to PUBLIC
 	before := pgtest.Objects(t, db.Pool)
 	apply := func(args ...string) {
 		_, err := db.Pool.Exec(
@@ -84,14 +84,14 @@ func TestMigratePrint(t *testing.T) {
 
 	all, err := cli.ReadMigrations()
 	require.NoError(t, err)
-	for _, migration := range all { // one by one
+	for _, migration := range all { // one migration at a time
 		apply(fmt.Sprint(migration.Version))
 	}
 	require.Contains(t, invoke(t, db.URL, "doctor").done(t), "up to date, at version 3")
 	apply("--down")
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 
-	// Printed migrations are adopted at every version, and rolled back. status, doctor and the tables agree.
+	// migrate up adopts printed migrations at every version, and rolls them back. status, doctor and the tables agree.
 	for _, migration := range all {
 		apply(fmt.Sprint(migration.Version))
 		listed := decode[[]upkeep.MigrationStatus](t, invoke(t, db.URL, "migrate", "up", "--json"))
@@ -107,7 +107,7 @@ func TestMigratePrint(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "DROP TABLE rate_limit_goose_version")
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 
-	// Changed objects are not adopted.
+	// Up does not adopt changed objects.
 	apply()
 	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_durable DROP COLUMN scale")
 	invoke(t, db.URL, "migrate", "up").complains(t, exitFailed, "table rate_limit_durable lacks column scale")
@@ -129,7 +129,7 @@ func TestMigrateStatusOfANewerVersion(t *testing.T) {
 	invoke(t, db.URL, "migrate", "down", "--yes").complains(t, exitFailed, "newer version of this module")
 }
 
-// The server would read this schema name as another one. So the command gives advice before it does anything.
+// The server would misread this schema name. The command gives advice before it changes anything.
 func TestSchemaThatTheEncodingGarbles(t *testing.T) {
 	t.Parallel()
 

@@ -17,16 +17,16 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// why is the flag that all commands that change policies require.
+// why is a flag that all commands that change policies require.
 const why = "--comment=why"
 
-// changed is the JSON of a command that changes policies.
+// changed runs a command that changes policies, and returns its JSON output.
 func changed(t *testing.T, url string, args ...string) policies.PolicyChange {
 	t.Helper()
 	return decode[policies.PolicyChange](t, invoke(t, url, append(args, "--json")...))
 }
 
-// gets are the policies for a key, or for all keys, as "state mode policy".
+// gets returns the policies for a key, or for all keys, as "state mode policy".
 func gets(t *testing.T, url string, args ...string) (all []string) {
 	t.Helper()
 	for _, r := range decode[[]policies.PolicyRow](t, invoke(t, url, append([]string{"policy", "get", "api", "--json"}, args...)...)) {
@@ -53,7 +53,7 @@ func TestPolicySetReplacesWhatIsInForce(t *testing.T) {
 	require.Equal(t, []string{"in force enforce sliding 200/1m"}, gets(t, db.URL, "a"))
 	require.Empty(t, gets(t, db.URL, "ab"))
 
-	// Other rows stay: those for prefixes, for all keys, of other limiters, and shadows.
+	// Rows for prefixes, for all keys, of other limiters, and of the mode shadow remain.
 	changed(t, db.URL, "policy", "set", "api", "--prefix", "a", "sliding 300/1m", why)
 	changed(t, db.URL, "policy", "set", "api", "--everybody", "sliding 10/1m", why)
 	changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 1/1m", "--mode", "shadow", why)
@@ -74,7 +74,7 @@ func TestPolicySetReplacesWhatIsInForce(t *testing.T) {
 	}, gets(t, db.URL, "abc"))
 }
 
-// A row with an end overrides the existing one, which is in force again afterwards.
+// A row with an end overrides the existing row. When the new row ends, the existing row is in force again.
 func TestPolicySetForAWhile(t *testing.T) {
 	t.Parallel()
 
@@ -92,8 +92,8 @@ func TestPolicySetForAWhile(t *testing.T) {
 	require.Equal(t, time.Date(2100, 1, 2, 0, 0, 0, 0, time.UTC), *c.Added.ValidFrom)
 	require.Equal(t, 17*time.Hour, c.Added.ValidUntil.Sub(*c.Added.ValidFrom))
 	c = changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 300/1m", why, "--from", "1d", "--until", "2h")
-	require.Equal(t, 2*time.Hour, c.Added.ValidUntil.Sub(*c.Added.ValidFrom)) // counted from the beginning
-	require.Equal(t, "sliding 200/1m", *c.Overrides.Policy)                   // it is in force again then
+	require.Equal(t, 2*time.Hour, c.Added.ValidUntil.Sub(*c.Added.ValidFrom)) // two hours after the beginning
+	require.Equal(t, "sliding 200/1m", *c.Overrides.Policy)                   // this row is in force again after the added row
 	set := []string{"policy", "set", "api", "--key", "a", "sliding 400/1m", why, "--from", "2d"}
 	require.Contains(t, invoke(t, db.URL, append(set, "--dry-run")...).done(t),
 		"would be overridden  api      key a  enforce  sliding 100/1m")
@@ -104,7 +104,7 @@ func TestPolicySetForAWhile(t *testing.T) {
 		"in force enforce sliding 200/1m", "overridden enforce sliding 100/1m",
 	}, gets(t, db.URL, "a"))
 
-	// A row without an end replaces the one that has begun, and future ones stay.
+	// A row without an end replaces the row that has begun. Rows that begin later remain.
 	c = changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 500/1m", why)
 	require.Len(t, c.Removed, 2)
 	require.Nil(t, c.Overrides)
@@ -126,8 +126,8 @@ func TestPolicySetForAWhile(t *testing.T) {
 	require.Len(t, gets(t, db.URL, "a"), 4)
 }
 
-// A limit is lowered only with --force: at once or in the long run, compared with the replaced row, or with the one
-// that would be in force.
+// Without --force, policy set does not lower a limit at once or in the long run. It compares the new policy with the
+// row that it replaces, or with the row that would be in force.
 func TestPolicySetLowersOnlyByForce(t *testing.T) {
 	t.Parallel()
 
@@ -138,8 +138,8 @@ func TestPolicySetLowersOnlyByForce(t *testing.T) {
 		{"sliding 100/1m", "sliding 100/1m", false},
 		{"sliding 100/1m", "fixed 101/1m", false},
 		{"sliding 100/1m", "log 99/1m", true},
-		{"sliding 100/1m", "sliding 1000/1h", true}, // in the long run
-		{"sliding 100/1m", "sliding 2/1s", true},    // at once
+		{"sliding 100/1m", "sliding 1000/1h", true}, // lower in the long run
+		{"sliding 100/1m", "sliding 2/1s", true},    // lower at once
 		{"sliding 100/1m", "bucket 100 2/1s", false},
 		{"bucket 20 5/10s", "bucket 20 4/10s", true},
 		{"bucket 20 5/10s", "bucket 19 5/10s", true},
@@ -171,7 +171,8 @@ func TestPolicySetLowersOnlyByForce(t *testing.T) {
 		})
 	}
 
-	// Rows in force for a shorter prefix or for all keys count. Rows for other keys and the policy in the code do not.
+	// The new policy is also compared with rows in force for a shorter prefix or for all keys. It is not compared with
+	// rows for other keys, or with the policy in the code.
 	db := pgtest.New(t)
 	changed(t, db.URL, "policy", "set", "api", "--everybody", "sliding 50/1m", why)
 	changed(t, db.URL, "policy", "set", "api", "--prefix", "a:", "sliding 100/1m", why)
@@ -180,13 +181,13 @@ func TestPolicySetLowersOnlyByForce(t *testing.T) {
 	} {
 		require.Equal(t, lowers, changed(t, db.URL, "policy", "set", "api", target, "sliding 60/1m", why, "--dry-run").Lowers, target)
 	}
-	// A replaced ban hides no limit below it, and nothing is lower than a ban.
+	// If a ban is replaced, the new policy is compared with the row below the ban. No policy is lower than a ban.
 	changed(t, db.URL, "policy", "set", "api", "--key", "c", "sliding 100/1m", why)
 	changed(t, db.URL, "ban", "api", "c", "--for", "1h", why)
 	changed(t, db.URL, "ban", "api", "d", "--for", "1h", why)
 	require.True(t, changed(t, db.URL, "policy", "set", "api", "--key", "c", "sliding 99/1m", why, "--dry-run").Lowers)
 	require.False(t, changed(t, db.URL, "policy", "set", "api", "--key", "d", "sliding 1/1m", why, "--dry-run").Lowers)
-	// A policy that cannot be read cannot be compared.
+	// A policy that cannot be parsed cannot be compared.
 	pgtest.Exec(t, db.Pool, `SET session_replication_role = replica;
 		UPDATE rate_limit_policy SET policy = 'leap 1/1m' WHERE key = 'c'; RESET session_replication_role`)
 	invoke(t, db.URL, "policy", "set", "api", "--key", "c", "sliding 999/1m", why).
@@ -196,7 +197,7 @@ func TestPolicySetLowersOnlyByForce(t *testing.T) {
 	require.False(t, changed(t, db.URL, "policy", "set", "api", "--key", "c", "--off", why, "--dry-run").Lowers)
 }
 
-// A policy of another kind than all rows of the limiter causes a warning.
+// policy set prints a warning if the policy is of another kind than all rows of the limiter.
 func TestPolicySetOfAnotherKind(t *testing.T) {
 	t.Parallel()
 
@@ -220,14 +221,14 @@ func TestPolicySetOfAnotherKind(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "SELECT rate_limit_allow('api', 'c', 'sliding 10/1d')")
 	require.Empty(t, set("sliding 10/1m", "--force"))
 
-	// A role that may not read the tables sets it anyway.
+	// A role that may not read the tables gets no warning.
 	pgtest.Exec(t, db.Pool, "GRANT SELECT, INSERT, UPDATE, DELETE ON rate_limit_policy TO pg_monitor")
 	o := invoke(t, urlWith(t, db, "role=pg_monitor"), "policy", "set", "api", "--key=a", "log 10/1m", "--force", why)
 	require.Zero(t, o.code)
 	require.Empty(t, o.stderr)
 }
 
-// A dry run prints the same as a run, and changes nothing. It needs no right to change anything.
+// A dry run prints the same as the command, and changes nothing. It needs no right to change the table.
 func TestPolicyDryRun(t *testing.T) {
 	t.Parallel()
 
@@ -274,7 +275,7 @@ func TestPolicyUnset(t *testing.T) {
 	require.Equal(t, "there is nothing to remove\n", invoke(t, db.URL, "policy", "unset", "api", "--everybody").done(t))
 }
 
-// The output for people.
+// These are the outputs for people.
 func TestPoliciesAreListed(t *testing.T) {
 	t.Parallel()
 
@@ -348,7 +349,7 @@ func TestPolicyHistory(t *testing.T) {
 	require.Regexp(t, `(?m)^20\S+ \S+Z +postgres +delete +api +key a +enforce +sliding 100/1m`, out)
 }
 
-// Two people change a key's policy at once. The second one waits, and sees the first one's change.
+// If two people change a key's policy at once, the second person's command waits, and sees the first person's change.
 func TestOperatorsTakeTurns(t *testing.T) {
 	t.Parallel()
 
@@ -375,7 +376,7 @@ func TestOperatorsTakeTurns(t *testing.T) {
 	require.Equal(t, []string{"in force enforce sliding 200/1m"}, gets(t, db.URL, "a"))
 }
 
-// Without the table, or without rights, the command gives advice, and does not show the key.
+// If the table or a right is missing, the command gives advice. The advice does not contain the key.
 func TestPoliciesThatCannotBeChanged(t *testing.T) {
 	t.Parallel()
 
@@ -405,7 +406,7 @@ func TestPoliciesThatCannotBeChanged(t *testing.T) {
 	}
 }
 
-// The rows are those in the given schema, for any schema name.
+// --schema may name any schema.
 func TestPoliciesInASchema(t *testing.T) {
 	t.Parallel()
 
@@ -423,7 +424,7 @@ func TestPoliciesInASchema(t *testing.T) {
 	}
 }
 
-// A trigger that a stranger has added to the table, and a stranger's function, are not run.
+// The commands do not run triggers and functions of other roles.
 func TestForeignTriggersOfPoliciesAreNotRun(t *testing.T) {
 	t.Parallel()
 
@@ -453,13 +454,14 @@ func TestForeignTriggersOfPoliciesAreNotRun(t *testing.T) {
 	}
 }
 
-// Times that bypassed the triggers, and that JSON cannot represent, stop no command.
+// Rows that were written without the triggers may have times that JSON cannot represent. All commands work with such
+// rows.
 func TestTimesOfPoliciesThatJSONCannotHave(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
 	tx := pgtest.Begin(t, db)
-	// The history is replicated too.
+	// The history is also replicated.
 	pgtest.Exec(t, tx, `SET LOCAL session_replication_role = replica;
 		INSERT INTO rate_limit_policy (name, key, mode, policy, valid_from, valid_until, comment, changed_at)
 		SELECT 'api', 'a', mode, CASE mode WHEN 'shadow' THEN 'fixed 1/1h' END, first, last, 'why', first
@@ -494,7 +496,7 @@ func TestBanAndUnban(t *testing.T) {
 	require.Equal(t, policies.ModeDeny, c.Added.Mode)
 	require.Equal(t, time.Hour, c.Added.ValidUntil.Sub(*c.Added.ValidFrom))
 	require.False(t, c.Added.Automatic)
-	// A shorter ban changes nothing, a longer one replaces it, and a limiter's ban stays.
+	// A shorter ban changes nothing. A longer ban replaces the person's ban, and a limiter's ban remains.
 	require.Regexp(t, "^the key is already banned, until 20.*Z\n$", invoke(t, db.URL, "ban", "api", "a", "--for", "59m", why).done(t))
 	c = changed(t, db.URL, "ban", "api", "a", "--for", "7d", why)
 	require.Len(t, c.Removed, 1)
@@ -503,7 +505,7 @@ func TestBanAndUnban(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, mode, comment) VALUES ('api', 'c', 'deny', 'for ever')")
 	require.Equal(t, "the key is already banned, without an end\n", invoke(t, db.URL, "ban", "api", "c", "--for", "9d", why).done(t))
 
-	// A ban that another row overrides bans nobody.
+	// A ban that another row overrides does not count.
 	changed(t, db.URL, "ban", "api", "e", "--for", "100d", why)
 	changed(t, db.URL, "policy", "set", "api", "--key", "e", "sliding 1/1m", why, "--until", "1h")
 	c = changed(t, db.URL, "ban", "api", "e", "--for", "2h", why)
@@ -515,11 +517,11 @@ func TestBanAndUnban(t *testing.T) {
 	require.Equal(t, []string{"in force enforce sliding 1/1m"}, gets(t, db.URL, "b"))
 	require.Contains(t, invoke(t, db.URL, "unban", "api", "a").done(t), "removed  api      key a  deny")
 	require.Equal(t, "the key is not banned\n", invoke(t, db.URL, "unban", "api", "a").done(t))
-	// After unban, a key starts again.
+	// After unban, the next ban of a key is as long as a first ban.
 	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, mode, valid_from, valid_until, comment, automatic)
 		VALUES ('api', 'd', 'deny', now() - interval '2 hours', now() - interval '1 hour', 'why', true)`)
 	require.Len(t, changed(t, db.URL, "unban", "api", "d").Removed, 1)
-	// set replaces a ban, and shows it.
+	// policy set replaces a ban, and prints it.
 	require.Equal(t, policies.ModeDeny, changed(t, db.URL, "policy", "set", "api", "--key", "c", "sliding 1/1m", why).Removed[0].Mode)
 }
 
@@ -552,13 +554,13 @@ func TestExplain(t *testing.T) {
 	require.EqualValues(t, 60, e.State[0].Remaining)
 	require.EqualValues(t, 960, e.State[1].Remaining)
 	require.EqualValues(t, 100, explain("--durable").State[0].Remaining)
-	// A limiter of another kind ignores the row.
+	// A limiter with another kind of policy ignores the row.
 	e = explain("--policy", "fixed 7/1h")
 	require.Equal(t, "code", e.Source)
 	require.Len(t, e.PassedOver, 1)
 	require.EqualValues(t, 7, e.State[0].Remaining)
 	require.Contains(t, invoke(t, db.URL, "explain", "api", "a:1", "--policy", "fixed 7/1h").done(t), "passed over")
-	// All limiters ignore rows that they cannot read, such as those of a newer release.
+	// All limiters ignore rows that they cannot read, such as rows of a newer release.
 	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, `ALTER TABLE rate_limit_policy DISABLE TRIGGER USER;
 		INSERT INTO rate_limit_policy (name, key, mode, policy, comment) VALUES ('api', 'a:1', 'enforce', NULL, 'none'),
@@ -576,7 +578,7 @@ func TestExplain(t *testing.T) {
 	}
 	require.Equal(t, []string{"in force shadow sliding 5/1h", "in force enforce sliding 100/1h, sliding 1000/1d"}, shown[5:])
 	require.Equal(t, 5, strings.Count(invoke(t, db.URL, "policy", "list").done(t), policies.PassedOver))
-	// A new policy is compared with the one in force.
+	// A new policy is compared with the policy in force.
 	set := []string{"policy", "set", "api", "--key", "a:1", "--until=1h", "--dry-run", why}
 	require.False(t, changed(t, db.URL, append(set, "sliding 100/1h, sliding 1000/1d")...).Lowers)
 	require.True(t, changed(t, db.URL, append(set, "sliding 99/1h")...).Lowers)
@@ -586,7 +588,7 @@ func TestExplain(t *testing.T) {
 	require.Regexp(t, `(?m)^in force +sliding 100/1h, sliding 1000/1d, by the row \d+ for everybody, of postgres: why$`, out)
 	require.Regexp(t, `(?m)^shadow +sliding 5/1h, by the row \d+ for prefix a, of postgres: why$`, out)
 	require.Regexp(t, `(?m)^left +960 under sliding 1000/1d in rate_limit_ephemeral, free now, as good as new after`, out)
-	require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT sum(count) = 80 FROM rate_limit_ephemeral")) // it took nothing
+	require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT sum(count) = 80 FROM rate_limit_ephemeral")) // explain took nothing
 
 	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key_prefix, mode, comment) VALUES ('api', 'a:', 'deny', 'attack')")
 	require.Equal(t, "prefix", explain().Source)
@@ -600,14 +602,14 @@ func TestExplain(t *testing.T) {
 	require.Regexp(t, `(?m)^banned +without an end, by postgres, for prefix a:: attack$`, out)
 	require.Contains(t, out, "left      not known: nothing is counted while this row is in force\n")
 
-	// A role that may read policies but not peek gets the other information.
+	// explain works for a role that may read policies and not call rate_limit_peek.
 	pgtest.Exec(t, db.Pool, "GRANT SELECT ON rate_limit_policy TO pg_monitor")
 	out = invoke(t, urlWith(t, db, "role=pg_monitor"), "explain", "api", "b").done(t)
 	require.Contains(t, out, "for everybody")
 	require.Contains(t, out, "left      not known: this role may not ask")
 }
 
-// The commands' statements never scan a large table, for any estimate of the planner.
+// No statement of the commands scans a large table, whatever the planner estimates.
 func TestPolicyCommandsUseTheIndex(t *testing.T) {
 	t.Parallel()
 
@@ -627,7 +629,7 @@ func TestPolicyCommandsUseTheIndex(t *testing.T) {
 	require.Less(t, scans.IndexRows, int64(100))
 }
 
-// anyTx is a connection used as a transaction.
+// anyTx lets a connection be used as a transaction.
 type anyTx struct {
 	pgx.Tx
 	conn *pgx.Conn

@@ -12,7 +12,8 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// The reports of the processes are shown for each shadow policy, with the keys that it would have denied most.
+// policy compare shows the reports of the processes for each shadow policy, with the keys that it would have denied
+// most often.
 func TestPolicyCompare(t *testing.T) {
 	t.Parallel()
 
@@ -28,7 +29,7 @@ func TestPolicyCompare(t *testing.T) {
 	pgtest.Exec(t, db.Pool, `SELECT rate_limit_report(array_fill($1::bigint, ARRAY[4]), ARRAY['', 'a', E'b\n', 'c'],
 		ARRAY[1000, 0, 0, 0]::bigint[], ARRAY[10, 8, 2, 0]::bigint[], ARRAY[55, 20, 30, 5]::bigint[])`, id)
 
-	// Counts start when the row was last changed, or when it begins, and not at the first report.
+	// Counts start when the row begins or was last changed, even if the first report is later.
 	pgtest.Exec(t, db.Pool, `ALTER TABLE rate_limit_policy DISABLE TRIGGER USER;
 		UPDATE rate_limit_policy SET valid_from = now() - interval '9 days', changed_at = now() - interval '3 days';
 		ALTER TABLE rate_limit_policy ENABLE TRIGGER USER`)

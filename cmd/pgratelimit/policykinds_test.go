@@ -12,7 +12,7 @@ import (
 
 const inOtherTable = "limiter api has its rows in rate_limit_%s, not in rate_limit_%s: %s"
 
-// A limiter with rows in the other table does not count as one without rows.
+// A command warns if the limiter has rows only in the other table.
 func TestForgettingDurableIsTold(t *testing.T) {
 	t.Parallel()
 
@@ -69,7 +69,7 @@ func TestForgettingDurableIsTold(t *testing.T) {
 			out := run(false, "limits").done(t)
 			require.Contains(t, out, "\napi has rows in both tables: perhaps somebody left out --durable, or durable => true\n")
 			require.NotContains(t, out, "\nother has")
-			// If both tables have rows, the given one counts.
+			// If both tables have rows, there is no warning.
 			run(!test.durable, "peek", "api", test.key, policy).done(t)
 			run(!test.durable, "reset", "api", "--all", "--yes").done(t)
 			require.Equal(t, before, rows())
@@ -80,7 +80,7 @@ func TestForgettingDurableIsTold(t *testing.T) {
 	}
 }
 
-// If there are no other rows, expired ones show a limiter's table.
+// If there are only expired rows, these rows show the limiter's table.
 func TestForgettingDurableOfExpiredRows(t *testing.T) {
 	t.Parallel()
 
@@ -89,12 +89,12 @@ func TestForgettingDurableOfExpiredRows(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "SELECT rate_limit_allow('api', 'a', 'fixed 10/1us', durable => true)")
 	invoke(t, db.URL, "grant", "api", "b", policy, "--cost=1").complains(t, exitFailed, "give --durable")
 	pgtest.Exec(t, db.Pool, "SELECT rate_limit_allow('api', 'b', 'fixed 10/1us')")
-	invoke(t, db.URL, "peek", "api", "c", policy).done(t) // in both
+	invoke(t, db.URL, "peek", "api", "c", policy).done(t) // both tables now have rows
 	pgtest.Exec(t, db.Pool, "SELECT rate_limit_allow('api', 'c', 'fixed 10/365d', durable => true)")
 	require.Contains(t, invoke(t, db.URL, "peek", "api", "a", policy).done(t), "give --durable")
 }
 
-// With a policy of another kind than the rows, their counts would be ignored.
+// A command warns if the policy is of another kind than the rows, because the policy would ignore their counts.
 func TestPolicyOfAnotherKindIsTold(t *testing.T) {
 	t.Parallel()
 
@@ -120,7 +120,7 @@ func TestPolicyOfAnotherKindIsTold(t *testing.T) {
 			}
 			asking := [][]string{{"peek", "api", test.key}, {"explain", "api", test.key}}
 			if test.written != "fixed 10/365d, log 9/365d" && test.asked != "fixed 20/1d, log 9/365d" {
-				asking = append(asking, []string{"top", "api"}) // it takes one policy
+				asking = append(asking, []string{"top", "api"}) // top takes one policy
 			}
 			for _, args := range asking {
 				out := invoke(t, db.URL, append(args, "--policy", test.asked)...).done(t)
@@ -147,7 +147,7 @@ func TestPolicyOfAnotherKindIsTold(t *testing.T) {
 	}
 }
 
-// A role that may not read the tables gets no warning, and can do what it may.
+// A role that may not read the tables gets no warning, and the command does what the role may do.
 func TestNobodyIsToldWithoutRights(t *testing.T) {
 	t.Parallel()
 

@@ -23,7 +23,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/shard"
 )
 
-// proxy is a database that will be a proxy of others on the same server.
+// proxy is a database that becomes a proxy. The shards are other databases on the same server.
 type proxy struct {
 	*pgtest.DB
 
@@ -32,7 +32,7 @@ type proxy struct {
 	user        string
 }
 
-// newProxy creates the databases. It skips the test if the server has no PL/Proxy, unless RATELIMIT_TEST_PLPROXY is
+// newProxy creates the databases. If PL/Proxy is missing, the test is skipped, or fails if RATELIMIT_TEST_PLPROXY is
 // set.
 func newProxy(t *testing.T, n int) *proxy {
 	t.Helper()
@@ -53,7 +53,7 @@ func newProxy(t *testing.T, n int) *proxy {
 	return p
 }
 
-// set is the command line that makes it a proxy.
+// set runs 'shard set', which turns the database into a proxy.
 func (p *proxy) set(t *testing.T, args ...string) outcome {
 	t.Helper()
 	cmd := append([]string{"shard", "set", "--yes", "--user", p.user}, args...)
@@ -61,7 +61,7 @@ func (p *proxy) set(t *testing.T, args ...string) outcome {
 		append(cmd, p.connections...)...)
 }
 
-// made returns a working proxy.
+// madeProxy returns a working proxy.
 func madeProxy(t *testing.T, n int) *proxy {
 	t.Helper()
 	p := newProxy(t, n)
@@ -83,7 +83,7 @@ func TestShardSet(t *testing.T) {
 	}
 }
 
-// Problems are reported before anything changes, with the shard's name.
+// shard set reports problems before it changes anything, and names the shard.
 func TestShardSetRefuses(t *testing.T) {
 	t.Parallel()
 
@@ -122,7 +122,7 @@ func TestShardSetRefuses(t *testing.T) {
 	refused(name(0)+"is not migrated in schema public", "pgratelimit migrate up")
 	invoke(t, p.shards[0].URL, "migrate", "up").done(t)
 
-	// Problems of PL/Proxy itself are found in the transaction that makes the proxy.
+	// The transaction that makes the proxy finds problems of PL/Proxy.
 	user := p.user
 	p.user = "nobody_" + strings.ToLower(rand.Text())
 	refused("the proxy stays as it was", "PL/Proxy cannot use it")
@@ -140,7 +140,7 @@ func TestShardSetRefuses(t *testing.T) {
 	pgtest.Exec(t, p.Pool, "DROP TABLE rate_limit_ephemeral")
 
 	p.set(t).done(t)
-	p.set(t).done(t) // which changes nothing
+	p.set(t).done(t) // repeating the command changes nothing
 	p.connections = []string{right[1], right[0]}
 	p.set(t).complains(t, exitFailed, "is shard 1 of 2, and not shard 0 of 2", "in the order of the shards' places")
 	p.connections = right[:1]
@@ -222,7 +222,7 @@ func TestCommandsOnAProxy(t *testing.T) {
 	require.Equal(t, 2, pgtest.Scalar[int](t, p.shards[0].Pool, "SELECT count(*) FROM rate_limit_policy"))
 	require.Zero(t, pgtest.Scalar[int](t, p.shards[1].Pool, "SELECT count(*) FROM rate_limit_policy"))
 	require.Equal(t, 2, pgtest.Scalar[int](t, p.Pool, "SELECT count(*) FROM rate_limit_policies(NULL)"))
-	for i := range 4 { // on both shards
+	for i := range 4 { // the keys are on both shards
 		require.Contains(t, run("explain", "login", fmt.Sprint("key ", i), policy).done(t), " 0 under fixed 1/1h in rate_limit_ephemeral, free after ")
 	}
 	run("unban", "login", "key 5").done(t)
@@ -239,7 +239,7 @@ func TestCommandsOnAProxy(t *testing.T) {
 		note, err = listening.WaitForNotification(t.Context())
 		require.NoError(t, err)
 	}
-	require.Equal(t, len(p.shards)+1, told) // each has announced its reset keys
+	require.Equal(t, len(p.shards)+1, told) // each shard has announced its reset keys
 	for _, shard := range p.shards {
 		pgtest.Exec(t, shard.Pool, "INSERT INTO rate_limit_ephemeral (prefix, key) SELECT 'old', i::text FROM generate_series(1, 2000) AS i")
 	}
@@ -253,11 +253,11 @@ func TestCommandsOnAProxy(t *testing.T) {
 	run("shard", "list", "--schema=other").complains(t, exitFailed, "is no proxy of shards")
 }
 
-// Shards as docs/operating.md sets them up: a schema and roles with only the rights that they need.
+// Set up the shards as docs/operating.md says: with a schema, and roles that have only the necessary rights.
 func TestShardsWithRoles(t *testing.T) {
 	t.Parallel()
 
-	newProxy(t, 0)                                // skips the test without PL/Proxy
+	newProxy(t, 0)                                // skips the test if PL/Proxy is missing
 	server := pgtest.Server(t, pgserver.Config{}) // roles belong to the whole server
 	config, err := pgx.ParseConfig(server.URL())
 	require.NoError(t, err)
@@ -298,7 +298,7 @@ func TestShardsWithRoles(t *testing.T) {
 		"GRANT rate_limit_app, rate_limit_sweeper TO")
 	psql("limits_0", "GRANT rate_limit_app, rate_limit_sweeper TO limits_proxy")
 	invoke(t, boss, set...).done(t)
-	psql("limits_0", "GRANT rate_limit_app TO reader") // to read keys, like people on call
+	psql("limits_0", "GRANT rate_limit_app TO reader") // people on call may also read keys
 
 	const policy = "--policy=fixed 1/1h"
 	for _, test := range []struct {
@@ -324,7 +324,7 @@ func TestShardsWithRoles(t *testing.T) {
 	examined(t, as("app", "limits"))
 }
 
-// The connection strings may lead to a PgBouncer in transaction mode.
+// The connection strings of the shards may lead to a PgBouncer in transaction mode.
 func TestShardsBehindPgBouncer(t *testing.T) {
 	t.Parallel()
 
@@ -332,14 +332,14 @@ func TestShardsBehindPgBouncer(t *testing.T) {
 	for i, shard := range p.shards {
 		p.connections[i], _, _ = strings.Cut(pgtest.PgBouncer(t, shard, "transaction", 4), " user=")
 		p.connections[i] += " dbname=" + shard.Pool.Config().ConnConfig.Database
-		pgtest.Exec(t, shard.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // Postgres 14 grants this
+		pgtest.Exec(t, shard.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // Postgres 14 grants CREATE to PUBLIC
 	}
 	p.set(t).done(t)
 	invoke(t, p.URL, "take", "login", "key", "--policy=fixed 1/1h").done(t)
 	invoke(t, p.URL, "limits").done(t)
 	invoke(t, p.URL, "reset", "login", "--all", "--yes").done(t)
 	for check, f := range examined(t, p.URL) {
-		if !strings.HasSuffix(check, "long transactions") { // another test may be slow
+		if !strings.HasSuffix(check, "long transactions") { // another test may have a long transaction
 			require.Equal(t, cli.Fine, f.Level, "%s: %v", check, f)
 		}
 	}

@@ -20,14 +20,14 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/shard"
 )
 
-// setOption changes a connection string without the command.
+// setOption changes a shard's connection string on the proxy, without 'shard set'.
 func (p *proxy) setOption(t *testing.T, place int, connection string) {
 	t.Helper()
 	pgtest.Exec(t, p.Pool, fmt.Sprintf("ALTER SERVER %s OPTIONS (SET p%d %s)", shards.Server, place,
 		"'"+strings.ReplaceAll(connection, "'", "''")+"'"))
 }
 
-// listed is the output of 'shard list', and whether it reports a problem.
+// listed returns the output of 'shard list', and whether it reports a problem.
 func (p *proxy) listed(t *testing.T) (states []shard.State, wrong bool) {
 	t.Helper()
 	o := invoke(t, p.URL, "shard", "list", "--json")
@@ -58,7 +58,7 @@ func TestShardList(t *testing.T) {
 	require.Contains(t, states[1].Wrong[0].Found, "cannot be reached")
 	require.Contains(t, invoke(t, p.URL, "shard", "list").stdout, "shard 1 (gone) cannot be reached: ")
 
-	p.setOption(t, 1, p.connections[0]) // another proxy's map
+	p.setOption(t, 1, p.connections[0]) // as another proxy could have it
 	states, wrong = p.listed(t)
 	require.True(t, wrong)
 	require.Equal(t, "is shard 0 of 2, and not shard 1 of 2", states[1].Wrong[0].Found)
@@ -76,7 +76,7 @@ func TestShardList(t *testing.T) {
 	invoke(t, p.shards[0].URL, "shard", "list").complains(t, exitFailed, "is no proxy of shards")
 }
 
-// Two proxies have different maps: doctor on the wrong one names the shards.
+// If two proxies disagree about a shard's place, doctor names the shard.
 func TestDoctorOfProxiesWhoseMapsDiffer(t *testing.T) {
 	t.Parallel()
 
@@ -102,12 +102,12 @@ func TestDoctorOfProxiesWhoseMapsDiffer(t *testing.T) {
 	other.set(t).done(t)
 	require.Empty(t, wrong(other))
 
-	// A new database becomes a shard beside others only if the proxy already has those.
+	// An empty database becomes a shard of existing shards only if the proxy already has all of them.
 	stranger := &proxy{DB: pgtest.Empty(t), user: p.user, connections: []string{p.connections[0], strangers.connections[1]}}
 	stranger.set(t).complains(t, exitFailed, "shard 1 (", " is no shard yet, and shard 0 (", "`pgratelimit shard list` of another proxy")
 	require.Nil(t, pgtest.Scalar[*string](t, strangers.shards[1].Pool, "SELECT to_regclass('rate_limit_shard')::text"))
 
-	// Then it replaces another one, and a proxy that still has that one is told so.
+	// If a database replaces a shard, 'shard list' on a proxy that still has the replaced shard reports this.
 	other.connections[1] = strangers.connections[1]
 	out := other.set(t).done(t)
 	require.Contains(t, out, "shard 1 ("+strangers.shards[1].Pool.Config().ConnConfig.Database+") takes the place of another "+
@@ -122,19 +122,19 @@ func TestDoctorOfProxiesWhoseMapsDiffer(t *testing.T) {
 	p.set(t).done(t)
 	require.Empty(t, wrong(p))
 
-	// A proxy is no shard.
+	// A proxy cannot be a shard.
 	host, _, _ := strings.Cut(p.connections[0], " dbname=")
 	stranger.connections = []string{host + " dbname=" + p.Pool.Config().ConnConfig.Database}
 	stranger.set(t).complains(t, exitFailed, "is a proxy of shards itself")
 }
 
-// A healthy proxy with healthy shards, and problems that happen to them, each found.
+// doctor finds each of these problems of a proxy or a shard, and none if both are healthy.
 func TestDoctorOfAProxy(t *testing.T) {
 	t.Parallel()
 
 	p := madeProxy(t, 2)
 	for _, shard := range p.shards {
-		pgtest.Exec(t, shard.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // Postgres 14 grants this
+		pgtest.Exec(t, shard.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // Postgres 14 grants CREATE to PUBLIC
 	}
 	name := func(i int) string {
 		return fmt.Sprintf("shard %d (%s): ", i, p.shards[i].Pool.Config().ConnConfig.Database)
@@ -142,13 +142,13 @@ func TestDoctorOfAProxy(t *testing.T) {
 	all := examined(t, p.URL)
 	require.Len(t, all, 6+2*(2+13+2*7))
 	for check, f := range all {
-		if !strings.HasSuffix(check, "long transactions") { // another test may be slow
+		if !strings.HasSuffix(check, "long transactions") { // another test may have a long transaction
 			require.Equal(t, cli.Fine, f.Level, f)
 		}
 	}
 	require.Equal(t, "it answers", all[name(1)+"through the proxy"].Found)
 
-	// On a shard, the advice of its own doctor works.
+	// The advice for a shard works on this shard.
 	pgtest.Exec(t, p.shards[1].Pool, "ALTER TABLE rate_limit_durable SET (fillfactor = 90)")
 	f := examined(t, p.URL)[name(1)+"rate_limit_durable: kind"]
 	require.Equal(t, cli.Warning, f.Level)
@@ -156,7 +156,7 @@ func TestDoctorOfAProxy(t *testing.T) {
 	follow(t, p.shards[1], f.Do)
 	require.Equal(t, cli.Fine, examined(t, p.URL)[name(1)+"rate_limit_durable: kind"].Level)
 
-	// Additional objects during a division are no damage.
+	// The additional objects of a division are no damage.
 	pgtest.Exec(t, p.shards[1].Pool, "CREATE TRIGGER rate_limit_note_deleted AFTER DELETE ON rate_limit_durable "+
 		"FOR EACH ROW EXECUTE FUNCTION _rate_limit_note_deleted()")
 	require.Equal(t, cli.Fine, examined(t, p.URL)[name(1)+"objects"].Level)
@@ -199,7 +199,7 @@ func TestDoctorOfAProxy(t *testing.T) {
 	require.Contains(t, all[name(1)+"through the proxy"].Found, "this database is shard 0 of 2")
 }
 
-// A future proxy is not migrated, and neither is one that has lost its functions.
+// doctor does not advise to migrate a future proxy, or a proxy that has lost its functions.
 func TestDoctorOfWhatIsNoProxyYet(t *testing.T) {
 	t.Parallel()
 
@@ -214,13 +214,13 @@ func TestDoctorOfWhatIsNoProxyYet(t *testing.T) {
 	_, wrong := p.listed(t)
 	require.False(t, wrong)
 
-	// If an empty database would replace shard 0, the command says what that loses.
+	// If an empty database would replace shard 0, the command says what will be lost.
 	other := newProxy(t, 1)
 	p.connections = other.connections
 	require.Contains(t, p.set(t).done(t), "the counts, and all policies and bans, that are there are forgotten.")
 }
 
-// All keys keep their usage, and the new shards decide.
+// When the shards grow, all keys keep their usage, and the new shards decide.
 func TestShardGrow(t *testing.T) {
 	t.Parallel()
 
@@ -262,12 +262,12 @@ func TestShardGrow(t *testing.T) {
 	require.Equal(t, 12, rows)
 }
 
-// PL/Proxy's password is recorded nowhere, even by a server that records everything. If someone has used it in a
-// statement, doctor finds that.
+// No log or view has PL/Proxy's password, even if the server records all statements. If a person has used the password
+// in a statement, doctor finds this.
 func TestShardPasswordIsNotRecorded(t *testing.T) {
 	t.Parallel()
 
-	newProxy(t, 0) // skips the test without PL/Proxy
+	newProxy(t, 0) // skips the test if PL/Proxy is missing
 	server := pgtest.Server(t, pgserver.Config{Settings: map[string]string{
 		"shared_preload_libraries": "pg_stat_statements,auto_explain", "pg_stat_statements.track": "all",
 		"log_statement": "all", "log_min_duration_statement": "0", "log_transaction_sample_rate": "1",

@@ -32,7 +32,7 @@ func TestRefundByReceipt(t *testing.T) {
 				db := pgtest.New(t)
 				schema := more
 				if len(more) == 1 {
-					schema = nil // the receipt contains the row's table
+					schema = nil // the receipt names the row's table
 				} else if more != nil {
 					pgtest.Exec(t, db.Pool, `CREATE SCHEMA "my limits"`)
 					invoke(t, db.URL, append([]string{"migrate", "up"}, more...)...).done(t)
@@ -59,7 +59,7 @@ func TestRefundByReceipt(t *testing.T) {
 				invoke(t, db.URL, refund...).complains(t, exitFailed, "no such file", "used before")
 				require.EqualValues(t, 4, remaining())
 
-				// A denial leaves no receipt, and units that no longer count are not given back.
+				// A denial writes no receipt. A refund does not give back units that no longer count.
 				require.Equal(t, exitDenied, ask("take", "--cost", "5", "--receipt", file).code)
 				require.NoFileExists(t, file)
 				ask("take", "--receipt", file).done(t)
@@ -77,7 +77,7 @@ func TestRefundByReceipt(t *testing.T) {
 	}
 }
 
-// A receipt is used up unless certainly nothing was given back.
+// A refund removes the receipt, unless it is certain that nothing was given back.
 func TestReceiptStaysIfTheDatabaseRefuses(t *testing.T) {
 	t.Parallel()
 
@@ -104,7 +104,7 @@ func TestReceiptStaysIfTheDatabaseRefuses(t *testing.T) {
 	require.Contains(t, invoke(t, db.URL, "refund", file).done(t), "5 of 5 remaining")
 }
 
-// An invalid receipt gives nothing back, and the message shows no key.
+// An invalid receipt refunds nothing, and the message contains no key.
 func TestFilesThatAreNoReceipts(t *testing.T) {
 	t.Parallel()
 
@@ -143,7 +143,7 @@ func TestFilesThatAreNoReceipts(t *testing.T) {
 		decode[keys.Answer](t, invoke(t, db.URL, "peek", "mail", "alice", "--policy", "fixed 5/365d", "--json")).Remaining)
 }
 
-// An application's receipt is accepted too.
+// refund accepts a receipt of an application.
 func TestRefundOfAnApplicationsTake(t *testing.T) {
 	t.Parallel()
 
@@ -161,7 +161,7 @@ func TestRefundOfAnApplicationsTake(t *testing.T) {
 	require.Contains(t, invoke(t, db.URL, "refund", file).done(t), "5 of 5 remaining")
 }
 
-// A receipt is used up through any link to it.
+// A refund by a link removes the receipt itself.
 func TestRefundByALink(t *testing.T) {
 	t.Parallel()
 

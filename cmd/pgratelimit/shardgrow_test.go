@@ -17,7 +17,7 @@ import (
 
 const growKeys = 6
 
-// interrupted is a proxy with usage of 2 of 3 for some keys, whose division stopped after a step.
+// interrupted returns a proxy whose division stopped after a step. Some keys have used 2 of 3.
 func interrupted(t *testing.T, after shards.Step, others ...*proxy) (p, more *proxy) {
 	t.Helper()
 	p, more = madeProxy(t, 2), newProxy(t, 2)
@@ -56,7 +56,7 @@ func interrupted(t *testing.T, after shards.Step, others ...*proxy) (p, more *pr
 	return p, more
 }
 
-// withOneLeft counts the keys of which a call says that one is left. Like a command, it has a session of its own.
+// withOneLeft calls a function for each key in a new session, and counts the keys that have one unit left.
 func (p *proxy) withOneLeft(t *testing.T, call string) int {
 	t.Helper()
 	conn, err := pgx.Connect(t.Context(), p.URL)
@@ -66,7 +66,7 @@ func (p *proxy) withOneLeft(t *testing.T, call string) int {
 		"SELECT count(*) FROM generate_series(1, $1) AS i, LATERAL "+call+" AS key WHERE key.remaining = 1", growKeys)
 }
 
-// keepsCounts requires that each key has one of 3 left.
+// keepsCounts requires that each key has one of 3 units left.
 func (p *proxy) keepsCounts(t *testing.T) {
 	t.Helper()
 	require.Equal(t, growKeys, p.withOneLeft(t, "rate_limit_peek('login', 'key ' || i, 'fixed 3/1h')"))
@@ -76,7 +76,7 @@ func (p *proxy) keepsCounts(t *testing.T) {
 
 var commandLine = regexp.MustCompile("`pgratelimit ([^`]*)`")
 
-// advice returns the command lines in a command's output about shards in a division. None of them destroys anything.
+// advice returns the command lines in a command's output. It requires that none of them destroys anything.
 func advice(t *testing.T, text string) (lines []string) {
 	t.Helper()
 	require.NotRegexp(t, `TRUNCATE|DROP|DELETE|migrate`, text)
@@ -86,14 +86,14 @@ func advice(t *testing.T, text string) (lines []string) {
 	return lines
 }
 
-// invokeLine runs a command line as a shell with only single quotes would.
+// invokeLine runs a command line that may have single quotes.
 func (p *proxy) invokeLine(t *testing.T, line string) outcome {
 	t.Helper()
 	return invoke(t, p.URL, append(strings.Fields(strings.ReplaceAll(line, "'", "")), "--yes")...)
 }
 
 // After an interruption at any step, each command says how to continue, and whether the growth can be undone. Following
-// it keeps every count.
+// the advice keeps all counts.
 func TestInterruptedGrowth(t *testing.T) {
 	t.Parallel()
 
@@ -111,7 +111,7 @@ func TestInterruptedGrowth(t *testing.T) {
 		{shards.Switched, "has given half of its keys to shard 2, and still has their rows", true},
 		{shards.Deleted, "is to be divided, and still has all its keys", true},
 	} {
-		// Before, during and after the moment in which keys change their shard. make test/shards has all steps.
+		// These steps are before, during and after the move of keys. "make test/shards" tests all steps.
 		usual := test.after == shards.Copied || test.after == shards.GaveUp || test.after == shards.Switched
 		if !usual && testkit.Rounds(t, "RATELIMIT_TEST_ROUNDS", 1) == 1 {
 			continue
@@ -145,7 +145,7 @@ func TestInterruptedGrowth(t *testing.T) {
 			}
 			require.True(t, asked)
 
-			// 'set' refuses all other shards, but can still make the necessary corrections.
+			// 'shard set' refuses other shards, but can still repair the proxy.
 			all := append(append([]string{}, p.connections...), more.connections...)
 			for _, connections := range [][]string{p.connections, all, more.connections} {
 				o := invoke(t, p.URL, append([]string{"shard", "set", "--yes", "--user", p.user}, connections...)...)
@@ -164,7 +164,7 @@ func TestInterruptedGrowth(t *testing.T) {
 			require.Equal(t, exitFailed, o.code)
 			require.NotContains(t, o.stderr, "which forgets all counts")
 
-			// Nobody can roll back a database that may have the only counts of some keys. The same holds with --yes.
+			// Even with --yes, nobody can roll back the migrations of a database that may have the only counts of some keys.
 			refusing := map[string]bool{p.URL: true, p.shards[0].URL: test.after != shards.Begun && test.after != shards.Deleted,
 				more.shards[0].URL: test.after == shards.Copied || test.after == shards.Stopped || test.after == shards.GaveUp}
 			for url, refuses := range refusing {
@@ -207,8 +207,8 @@ func TestInterruptedGrowth(t *testing.T) {
 	}
 }
 
-// Another proxy of the same shards says the same, whether it was named or not. Nobody is told to repeat a command that
-// is still running.
+// Another proxy of the same shards gives the same advice, whether --proxy named it or not. The advice is not to repeat
+// a command that still runs.
 func TestInterruptedGrowthOfSeveralProxies(t *testing.T) {
 	t.Parallel()
 
@@ -238,7 +238,7 @@ func TestInterruptedGrowthOfSeveralProxies(t *testing.T) {
 	p.invokeLine(t, grow+" --proxy "+other.URL).complains(t, exitFailed, "wait for the end of that")
 	pgtest.Exec(t, lock, "SELECT pg_advisory_unlock_all()")
 
-	// For such a shard, doctor's advice on other damage comes second.
+	// doctor's advice to repair other damage of such a shard begins with a check of the growth.
 	pgtest.Exec(t, p.shards[0].Pool, "ALTER TABLE rate_limit_durable DROP CONSTRAINT rate_limit_durable_pkey")
 	do := examined(t, p.shards[0].URL)["objects"].Do
 	require.Less(t, strings.Index(do, "first see that nothing is in progress"), strings.Index(do, "`ALTER")+len(do))
@@ -254,7 +254,7 @@ func TestInterruptedGrowthOfSeveralProxies(t *testing.T) {
 	other.invokeLine(t, grow+" --proxy "+p.URL).done(t)
 	other.keepsCounts(t)
 
-	// A proxy that was not named grows by the existing shards.
+	// A proxy that was not named gets the existing new shards by 'shard grow'.
 	stale := &proxy{DB: unnamed.DB, user: p.user, connections: append(append([]string{}, p.connections...), more.connections...)}
 	stale.set(t).done(t)
 	pgtest.Exec(t, stale.Pool, "ALTER SERVER rate_limit_shards OPTIONS (DROP p2, DROP p3)")
@@ -265,7 +265,7 @@ func TestInterruptedGrowthOfSeveralProxies(t *testing.T) {
 	stale.keepsCounts(t)
 }
 
-// A new shard that is gone does not prevent an undo.
+// An undo does not need the new shards.
 func TestUndoWithoutTheNewShards(t *testing.T) {
 	t.Parallel()
 
@@ -279,7 +279,7 @@ func TestUndoWithoutTheNewShards(t *testing.T) {
 	require.Zero(t, o.code, o.stderr)
 	p.keepsCounts(t)
 
-	// The rows left there belong to nobody, and the database can be used again.
+	// The copies in the lost shard do not count, and the database can be used again.
 	pgtest.Exec(t, p.Pool, "ALTER DATABASE "+gone+" ALLOW_CONNECTIONS true")
 	alone := &proxy{DB: pgtest.Empty(t), user: p.user, connections: more.connections[:1]}
 	o = alone.set(t)
@@ -288,7 +288,7 @@ func TestUndoWithoutTheNewShards(t *testing.T) {
 	p.keepsCounts(t)
 }
 
-// An interrupted 'shard set' continues, whatever it has done to the shards.
+// If 'shard set' was interrupted, it continues when it is repeated, whatever it had done.
 func TestInterruptedShardSet(t *testing.T) {
 	t.Parallel()
 

@@ -30,7 +30,7 @@ func TestStandby(t *testing.T) {
 	require.NoError(t, os.Chmod(signal, 0o666))
 	require.NoError(t, server.Restart(t.Context()))
 
-	// Commands do not ask a standby for things that it cannot know or do.
+	// doctor does not ask a standby for what a standby cannot know or do.
 	for check, f := range examined(t, server.URL()) {
 		if check == "standby" {
 			require.Equal(t, cli.Problem, f.Level)
@@ -40,7 +40,7 @@ func TestStandby(t *testing.T) {
 		}
 		require.Contains(t, []string{"locks", "server", "connection", "migrations", "objects", "rights", "schema", "additions", "jit", "policies",
 			"rate_limit_ephemeral: kind", "rate_limit_durable: kind"}, check)
-		if check != "schema" { // in Postgres 14 everybody may create in public
+		if check != "schema" { // Postgres 14 grants CREATE to PUBLIC
 			require.Equal(t, cli.Fine, f.Level, f)
 		}
 	}

@@ -12,7 +12,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/upkeep"
 )
 
-// fillExpired creates rows that expired long ago.
+// fillExpired inserts rows that expired long ago.
 func fillExpired(t *testing.T, db *pgtest.DB, name string, n int) {
 	t.Helper()
 	pgtest.Exec(
@@ -85,10 +85,10 @@ func TestSweepShowsABarOnATerminal(t *testing.T) {
 	code, shown := p.wait()
 	require.Zero(t, code, shown)
 	require.Regexp(t, `sweeping +\d+% \|█+ *\|`, shown)
-	last := shown[strings.LastIndex(shown, "\r")+1:] // left on the line after the bar is cleared
+	last := shown[strings.LastIndex(shown, "\r")+1:] // the text on the line after the bar was cleared
 	require.Regexp(t, `^deleted 20000 rows, read \d+ pages, in \d+ batches and \S+\n$`, last)
 
-	// With JSON there is no bar.
+	// With --json, there is no bar.
 	fillExpired(t, db, "login", 3000)
 	p = onTerminal(t, command(t, db.URL, "sweep", "--json"))
 	code, shown = p.wait()
@@ -101,9 +101,9 @@ func TestInterruptASweep(t *testing.T) {
 
 	db := pgtest.New(t)
 	fillExpired(t, db, "login", 20_000)
-	p := onTerminal(t, command(t, db.URL, "sweep", "--share", "0.001")) // with long pauses
+	p := onTerminal(t, command(t, db.URL, "sweep", "--share", "0.001")) // --share causes long pauses
 	rows := func() int { return pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral") }
-	p.waitFor("sweeping") // the first batch is done
+	p.waitFor("sweeping") // the first batch has been swept
 	p.typeIn("\x03")
 	code, shown := p.wait()
 	require.Equal(t, exitFailed, code)

@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// terminal is a command with its own terminal and a user at it.
+// terminal is a command that runs on a new terminal.
 type terminal struct {
 	t    *testing.T
 	cmd  *exec.Cmd
@@ -36,7 +36,7 @@ func onTerminal(t *testing.T, cmd *exec.Cmd) *terminal {
 	t.Cleanup(func() { _ = file.Close() })
 	go func() {
 		defer close(p.closed)
-		_, _ = io.Copy(p, file) // until the command closes its end
+		_, _ = io.Copy(p, file) // Copy ends when the command closes its end of the terminal
 	}()
 	return p
 }
@@ -71,7 +71,7 @@ func (p *terminal) typeIn(text string) {
 	require.NoError(p.t, err)
 }
 
-// wait returns the exit code and all output.
+// wait waits for the command, and returns its exit code and output.
 func (p *terminal) wait() (int, string) {
 	p.t.Helper()
 	_ = p.cmd.Wait() // the exit code is enough
@@ -139,7 +139,7 @@ func TestMigrateDownAsksFirst(t *testing.T) {
 	require.NotEqual(t, before, pgtest.Objects(t, db.Pool))
 }
 
-// Ctrl-C ends the statement on the server too.
+// Ctrl-C also ends the statement on the server.
 func TestInterruptedStatementsEnd(t *testing.T) {
 	t.Parallel()
 

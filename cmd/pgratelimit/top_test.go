@@ -14,7 +14,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/keys"
 )
 
-// The keys without room are last by name and on disk.
+// top finds keys without room that are last by name and on disk.
 func TestTopFindsKeysThatComeLast(t *testing.T) {
 	t.Parallel()
 
@@ -34,12 +34,12 @@ func TestTopFindsKeysThatComeLast(t *testing.T) {
 	}
 }
 
-// If a table is larger than a sample, only a part is read.
+// If a table is larger than a sample, top reads only a part of the table.
 func TestTopOfALargeTable(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	// One row in each block: large for the command, and small for the machine.
+	// Each block has one row, so that a small table has many blocks.
 	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_durable SET (fillfactor = 10)")
 	const rows = 3 * cli.SampleBlocks / 2
 	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_durable (prefix, key, algorithm, count, window_start, expires_at)
@@ -48,7 +48,7 @@ func TestTopOfALargeTable(t *testing.T) {
 		top := decode[keys.TopResult](t, invoke(t, db.URL,
 			"top", "login", "--policy", "fixed 5/365d", "--durable", "--max-rows", maxRows, "--json"))
 		require.False(t, top.Complete)
-		require.InEpsilon(t, looked, top.Looked, 0.1) // more than ten standard deviations
+		require.InEpsilon(t, looked, top.Looked, 0.1) // 10 % are more than ten standard deviations
 		require.InEpsilon(t, float64(top.Looked)/rows, top.Share, 0.1)
 	}
 	top := decode[keys.TopResult](t, invoke(t, db.URL,
@@ -57,7 +57,7 @@ func TestTopOfALargeTable(t *testing.T) {
 	require.EqualValues(t, rows, top.Looked)
 }
 
-// All times count from one moment, for any number of batches: equal keys get equal answers.
+// All batches of top use the same time, so equal keys have equal states.
 func TestTopTellsOneMoment(t *testing.T) {
 	t.Parallel()
 

@@ -134,8 +134,8 @@ func aspects(object string, made, found map[string]string) []Difference {
 	add := func(aspect, text string, args ...any) {
 		all = append(all, Difference{object, aspect, object + " " + fmt.Sprintf(text, args...)})
 	}
-	// The order of a table's columns does not matter, because statements name the columns. The order of a type's columns
-	// is reported only if no column is missing.
+	// The order of a table's columns does not matter, because statements name the columns. The order of a type's
+	// columns is reported only if no column is missing.
 	const order = "order of columns"
 	for _, aspect := range slices.Sorted(maps.Keys(made)) {
 		switch got, ok := found[aspect]; {

@@ -31,14 +31,14 @@ func migrations() []migration {
 	return []migration{
 		{
 			file: "00001_create_tables.sql",
-			comment: `Makes the tables in the schema that search_path names first. Down drops the tables with all counts and
-policies.`,
+			comment: `Makes the tables in the schema that search_path names first. Down drops the tables with all counts
+and policies.`,
 			sources: []string{"tables", "rights"},
 		},
 		{
 			file: "00002_create_functions.sql",
-			comment: `Makes the functions in the schema that search_path names first. They use only the tables in this schema.
-Down drops the functions and keeps the tables.`,
+			comment: `Makes the functions in the schema that search_path names first. They use only the tables in this
+schema. Down drops the functions and keeps the tables.`,
 			sources: []string{
 				"types", "fixed", "sliding", "tokenbucket", "slidinglog", "calendar", "all", "refund", "left",
 				"takeall", "reset", "policy", "allow", "twins", "sweep", "policies", "access",
@@ -46,8 +46,8 @@ Down drops the functions and keeps the tables.`,
 		},
 		{
 			file: "00003_create_triggers.sql",
-			comment: `Makes the triggers that check policies and record who changed a policy. Revokes the rights of other roles
-to change the tables. Down drops the triggers.`,
+			comment: `Makes the triggers that check policies and record who changed a policy. Revokes the rights of
+other roles to change the tables. Down drops the triggers.`,
 			sources: []string{"triggers", "rights"},
 		},
 	}
@@ -84,8 +84,8 @@ func generate(root string, check bool) error {
 }
 
 // pin begins the up half and the down half of each migration. Its effect ends with the migration's transaction.
-const pin = `-- From here on, Postgres looks for names only in pg_catalog and then in the schema of the limiter. The migration may
--- run as a superuser, and search_path may name schemas where other users can create objects.
+const pin = `-- From here on, Postgres looks for names only in pg_catalog and then in the schema of the limiter.
+-- The migration may run as a superuser, and search_path may name schemas where other users can create objects.
 SELECT pg_catalog.set_config('search_path', pg_catalog.format('%I, pg_temp', pg_catalog.current_schema()), true);
 `
 

@@ -172,8 +172,8 @@ func kindsOf(err *pgconn.PgError, sent bool) []error {
 	case "26000", "42P05": // no such prepared statement, one of that name already
 		return []error{ErrPreparedStatements}
 	case "08P01": // protocol violation
-		// Postgres raises 08P01 as an ERROR if the parameters do not fit the prepared statement. PgBouncer raises 08P01 as
-		// FATAL for many reasons, such as the end of its connection to Postgres.
+		// Postgres raises 08P01 as an ERROR if the parameters do not fit the prepared statement. PgBouncer raises 08P01
+		// as FATAL for many reasons, such as the end of its connection to Postgres.
 		if err.SeverityUnlocalized == "ERROR" {
 			return []error{ErrPreparedStatements}
 		}

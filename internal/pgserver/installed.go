@@ -116,8 +116,8 @@ func (w programs) prepare(ctx context.Context, p *process) error {
 	settings := map[string]string{
 		"listen_addresses":        "127.0.0.1",
 		"unix_socket_directories": "",
-		// With mmap, shared memory is in the data directory, and is removed with it. The default is a file in /dev/shm, which
-		// would remain after kill -9.
+		// With mmap, shared memory is in the data directory, and is removed with it. The default is a file in /dev/shm,
+		// which would remain after kill -9.
 		"dynamic_shared_memory_type": "mmap",
 		"logging_collector":          "off",
 		"log_destination":            "stderr",

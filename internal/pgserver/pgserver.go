@@ -29,19 +29,19 @@ type Config struct {
 	// which means that Start starts a server.
 	URL string
 
-	// Major is the server's major version, such as "17". Defaults to the version of the installed programs. If there are
-	// none, it defaults to 17.
+	// Major is the server's major version, such as "17". Defaults to the version of the installed programs. If there
+	// are none, it defaults to 17.
 	Major string
 
 	// Image is a Docker image to run. Defaults to "": Start tries installed programs, then Docker, then npm.
 	Image string
 
-	// Fsync keeps the server's default durability settings. Defaults to false, which makes commits fast. Then a crash or
-	// an Immediate stop loses the last commits.
+	// Fsync keeps the server's default durability settings. Defaults to false, which makes commits fast. Then a crash
+	// or an Immediate stop loses the last commits.
 	Fsync bool
 
-	// Settings are more settings of the server, named as in postgresql.conf. They override the settings that this package
-	// chooses.
+	// Settings are more settings of the server, named as in postgresql.conf. They override the settings that this
+	// package chooses.
 	Settings map[string]string
 }
 

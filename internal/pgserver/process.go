@@ -142,8 +142,8 @@ func (p *process) url() string {
 func (p *process) start(ctx context.Context) (version string, err error) {
 	for {
 		if !p.settled {
-			// Choose a port that is not used for outgoing connections: those use 32768 and up on Linux, and 49152 and up on
-			// macOS. An outgoing connection could take the port while the server is stopped.
+			// Choose a port that is not used for outgoing connections: those use 32768 and up on Linux, and 49152 and
+			// up on macOS. An outgoing connection could take the port while the server is stopped.
 			p.port = 20000 + mathrand.IntN(12768)
 		}
 		if version, err = p.attempt(ctx); err == nil {

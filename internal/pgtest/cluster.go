@@ -159,8 +159,8 @@ func (c *cluster) ensureTemplate(ctx context.Context) (_ string, err error) {
 		return name, nil
 	}
 
-	// The template gets its name when it is complete, so a process that dies earlier leaves no template. Drop incomplete
-	// templates and templates of other migrations.
+	// The template gets its name when it is complete, so a process that dies earlier leaves no template. Drop
+	// incomplete templates and templates of other migrations.
 	rows, err := conn.Query(ctx, `
 		SELECT datname FROM pg_database
 		WHERE datdba = current_user::regrole AND datname ~ $1`, "^"+templatePrefix+"[0-9a-f]{16}(_unfinished)?$")

@@ -53,8 +53,8 @@ const (
 	// atOnce is how many tests run in parallel at least.
 	atOnce = 4
 
-	// patience is the timeout of each step at the end of a test. A step takes milliseconds unless the test left something
-	// running.
+	// patience is the timeout of each step at the end of a test. A step takes milliseconds unless the test left
+	// something running.
 	patience = time.Minute
 )
 
@@ -82,8 +82,8 @@ type DB struct {
 	// Shards are the databases of the shards, if the database is a proxy.
 	Shards []*DB
 
-	// application is the role of NewPool, or "". The role gets its grants when a test first calls NewPool, so that other
-	// tests see only the objects of the migrations.
+	// application is the role of NewPool, or "". The role gets its grants when a test first calls NewPool, so that
+	// other tests see only the objects of the migrations.
 	application string
 	granting    sync.Once
 }
@@ -93,7 +93,7 @@ type DB struct {
 // DATABASE_URL is hidden from the tests.
 func Main(m *testing.M) {
 	if runtime.GOMAXPROCS(0) < atOnce {
-		_ = flag.Set("test.parallel", strconv.Itoa(atOnce)) // a -parallel on the command line is read later and overrides this
+		_ = flag.Set("test.parallel", strconv.Itoa(atOnce)) // a -parallel on the command line is read later
 	}
 	deadline.Default = testkit.Amply
 	_ = os.Unsetenv("DATABASE_URL") // the server of DATABASE_URL may have other users

@@ -262,8 +262,8 @@ const shards = 16
 // section has the shadow rules of a page, or all others.
 type section[V any] struct {
 	seed maphash.Seed
-	// changes is the number of updates that removed rules. A reader repeats a look-up if this number has changed, because
-	// a rule may have moved to a place where the reader had already looked.
+	// changes is the number of updates that removed rules. A reader repeats a look-up if this number has changed,
+	// because a rule may have moved to a place where the reader had already looked.
 	changes atomic.Uint64
 	keys    atomic.Int64 // the number of keys that have rules
 	shards  [shards]struct {

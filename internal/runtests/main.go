@@ -64,8 +64,8 @@ func run(ctx context.Context, out io.Writer, modules []string) error {
 	errs := make([]error, len(modules))
 	var tests sync.WaitGroup
 	for i, module := range modules {
-		// Do not use cached results, because Go does not know the other programs that the tests depend on. Leave out go vet,
-		// because "make lint" runs it.
+		// Do not use cached results, because Go does not know the other programs that the tests depend on. Leave out go
+		// vet, because "make lint" runs it.
 		tests.Go(func() {
 			errs[i] = report.run(goTest(ctx, module,
 				"-json", "-count=1", "-vet=off", "-timeout=40m", "-p=2", "-skip=^TestMistakes", "./..."))

@@ -32,7 +32,7 @@ type Step string
 
 // The steps of a division, in order.
 const (
-	Begun    Step = "begun"     // the proxies know the new shards, whose connection strings still lead to the old shards
+	Begun    Step = "begun"     // the proxies know the new shards; their connection strings still lead to old shards
 	Copied   Step = "copied"    // the rows were copied while the old shard decided
 	Stopped  Step = "stopped"   // calls to the old shard wait, and all later changes were copied
 	GaveUp   Step = "gave up"   // the old shard refuses calls for the keys that moved

@@ -79,8 +79,8 @@ ORDER BY p.proname`
 // Read reads the Source from a migrated database.
 func Read(ctx context.Context, conn *pgx.Conn, schema string) (s Source, err error) {
 	quoted := pgx.Identifier{schema}.Sanitize()
-	// Read the version from the function's text. Calling the function would not be safe, because any role that may create
-	// objects in the schema could have created it.
+	// Read the version from the function's text. Calling the function would not be safe, because any role that may
+	// create objects in the schema could have created it.
 	if err := conn.QueryRow(ctx, `
 SELECT pg_catalog.substring(p.prosrc, '[0-9]+')::bigint FROM pg_catalog.pg_proc AS p
 WHERE p.pronamespace = $1::pg_catalog.regnamespace AND p.proname = 'rate_limit_version' AND p.pronargs = 0`, quoted,

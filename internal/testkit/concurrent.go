@@ -78,8 +78,8 @@ func Offspring(t testing.TB, run func(ctx context.Context)) (count func() int) {
 		if err := pprof.Lookup("goroutine").WriteTo(&profile, 1); err != nil {
 			return -1
 		}
-		// pprof groups goroutines that have the same stack. A group begins with a line such as "3 @ 0x43e3a0 …". The next
-		// line lists the labels of the group.
+		// pprof groups goroutines that have the same stack. A group begins with a line such as "3 @ 0x43e3a0 …". The
+		// next line lists the labels of the group.
 		var total, group int
 		for line := range strings.Lines(profile.String()) {
 			if before, _, ok := strings.Cut(line, " @ "); ok {

@@ -45,7 +45,7 @@ func (t *Turn) Pass() { <-t.held }
 
 // connections guards the CustomData maps of all connections.
 //
-// nolint:gochecknoglobals // the maps belong to pgx, so all limiters and sweepers must share this lock
+//nolint:gochecknoglobals // the maps belong to pgx, so all limiters and sweepers must share this lock
 var connections sync.Mutex
 
 // Of returns the turn of db's connection. It returns nil if db is neither a connection nor a transaction.

@@ -1,4 +1,5 @@
-// Package cli is shared by the commands: output, questions, flags, errors, and access to the database or its shards.
+// Package cli has code that all commands share: output, questions, flags, errors, and access to the database or its
+// shards.
 package cli
 
 import (
@@ -15,25 +16,25 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// App is shared by all commands.
+// App has the streams and flags that all commands share.
 type App struct {
 	Stdin          io.Reader
 	Stdout, Stderr io.Writer
 
 	DatabaseURL string
-	Connection  string // the connection string of the shard at Place; empty for the database of DatabaseURL
+	Connection  string // the connection string of the shard at Place, or "" for the database of DatabaseURL
 	Place       int
 	Schema      string
 	JSON        bool
 	Timeout     time.Duration
 }
 
-// KnownCommand refuses an unknown command, and suggests similar ones.
+// KnownCommand returns an error for an unknown command, and suggests similar commands.
 func KnownCommand(cmd *cobra.Command, args []string) error {
 	if len(args) == 0 {
 		return nil
 	}
-	cmd.SuggestionsMinimumDistance = 2 // how many letters may differ
+	cmd.SuggestionsMinimumDistance = 2 // how many letters may differ in a suggestion
 	text := fmt.Sprintf("unknown command %q", args[0])
 	if meant := cmd.SuggestionsFor(args[0]); len(meant) > 0 {
 		text += ", did you mean " + strings.Join(meant, " or ") + "?"
@@ -43,13 +44,13 @@ func KnownCommand(cmd *cobra.Command, args []string) error {
 
 func MissingCommand(*cobra.Command, []string) error { return errors.New("a command is missing") }
 
-// Action makes a command of run. run's errors are Failures, unless IsUsage says otherwise. All other errors from cobra
-// concern the command line.
+// Action makes a cobra command of run. Errors that run returns become Failures, except for those of IsUsage. All other
+// errors of cobra are errors in the command line.
 func Action(run func(ctx context.Context, args []string) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		err := run(cmd.Context(), args)
 		if err != nil && cmd.Context().Err() != nil && !errors.Is(err, ErrInterrupted) {
-			err = ErrInterrupted // an interruption may cause any error
+			err = ErrInterrupted // any error may be the result of an interruption
 		}
 		if err != nil {
 			return &Failure{err}
@@ -58,7 +59,7 @@ func Action(run func(ctx context.Context, args []string) error) func(*cobra.Comm
 	}
 }
 
-// OnDatabase is Action with a pool of connections to the database.
+// OnDatabase is like Action, and gives run a pool of connections to the database.
 func (a *App) OnDatabase(
 	run func(ctx context.Context, pool *pgxpool.Pool, args []string) error,
 ) func(*cobra.Command, []string) error {
@@ -85,8 +86,8 @@ func (a *App) Finish(cmd *cobra.Command) *cobra.Command {
 	return cmd
 }
 
-// Print writes a command's output, as JSON if --json is given. It turns tabs in the text into columns that fit into the
-// terminal.
+// Print writes a command's output: value as JSON if --json is given, otherwise text. In the text, tabs separate
+// columns. Print aligns the columns, and makes them fit into the terminal.
 func (a *App) Print(value any, text func(w io.Writer)) error {
 	var out bytes.Buffer
 	if a.JSON {
@@ -105,7 +106,7 @@ func (a *App) Print(value any, text func(w io.Writer)) error {
 	return err
 }
 
-// Command returns a pgratelimit command line for the same schema, between backquotes.
+// Command returns a command line of pgratelimit with the same --schema, in backquotes.
 func (a *App) Command(line string) string {
 	if a.Schema != "" {
 		line += " --schema '" + strings.ReplaceAll(a.Schema, "'", `'\''`) + "'"

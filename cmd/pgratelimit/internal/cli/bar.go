@@ -6,13 +6,13 @@ import (
 	"github.com/schollz/progressbar/v3"
 )
 
-// Bar shows the progress of a command. It appears with its first update. It ignores errors, because the work continues
-// without it.
+// Bar shows the progress of a command. The first update shows the bar. Errors are ignored, because the bar is not
+// important.
 type Bar struct {
-	Shown *progressbar.ProgressBar // nil if nobody would see it
+	Shown *progressbar.ProgressBar // nil if no terminal would show the bar
 }
 
-// NewBar returns a bar for a terminal.
+// NewBar returns a Bar. It shows nothing if standard error is not a terminal.
 func (a *App) NewBar(description string) Bar {
 	if a.JSON || !IsTerminal(a.Stderr) {
 		return Bar{}
@@ -28,7 +28,7 @@ func (a *App) NewBar(description string) Bar {
 }
 
 func (b Bar) Update(done, total int64) {
-	if b.Shown != nil && total > 0 { // otherwise there is nothing to do
+	if b.Shown != nil && total > 0 { // the total is 0 if there is nothing to do
 		b.Shown.ChangeMax64(max(done, total))
 		_ = b.Shown.Set64(done)
 	}

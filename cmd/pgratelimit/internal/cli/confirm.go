@@ -16,7 +16,7 @@ func AddYes(cmd *cobra.Command, yes *bool) {
 	cmd.Flags().BoolVarP(yes, "yes", "y", false, "do not ask")
 }
 
-// Confirm asks the user at the terminal, and returns an error unless the answer is yes.
+// Confirm asks the user a question at the terminal. It returns an error if the answer is not yes.
 func (a *App) Confirm(ctx context.Context, question string, yes bool) error {
 	if yes {
 		return nil
@@ -28,7 +28,7 @@ func (a *App) Confirm(ctx context.Context, question string, yes bool) error {
 	fmt.Fprintf(a.Stderr, "%s [y/N] ", question)
 	answers := make(chan string, 1)
 	go func() {
-		answer, _ := bufio.NewReader(a.Stdin).ReadString('\n') // an error leaves the answer empty, which is not yes
+		answer, _ := bufio.NewReader(a.Stdin).ReadString('\n') // after an error, the answer is empty, which means no
 		answers <- answer
 	}()
 	select {

@@ -21,7 +21,7 @@ import (
 )
 
 const (
-	ConnectTimeout = 10 * time.Second // unless the connection string has another one
+	ConnectTimeout = 10 * time.Second // the timeout of a connection string without connect_timeout
 
 	// cancelGrace is how long an interrupted statement may take to end.
 	cancelGrace = 2 * time.Second
@@ -36,7 +36,7 @@ var (
 	foreignSQL string
 )
 
-// WithPool calls do with a pool for the database, or for the shard.
+// WithPool calls do with a pool of connections to the database, or to the shard at a.Place.
 func (a *App) WithPool(ctx context.Context, do func(pool *pgxpool.Pool) error) error {
 	pool, err := a.Open(ctx)
 	if err != nil {
@@ -46,7 +46,7 @@ func (a *App) WithPool(ctx context.Context, do func(pool *pgxpool.Pool) error) e
 	return do(pool)
 }
 
-// Open returns a pool of a few connections. It opens them when they are needed.
+// Open returns a pool of a few connections, which it does not open yet.
 func (a *App) Open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pgxpool.Pool, error) {
 	config, err := a.Config()
 	if err != nil {
@@ -54,7 +54,7 @@ func (a *App) Open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pg
 	}
 	config.MaxConns = 2
 	conn := config.ConnConfig
-	// Each statement is sent once, so preparing it has no advantage, and a pooler may not support it.
+	// Do not prepare statements. Each is sent only once, and a pooler may not support prepared statements.
 	conn.DefaultQueryExecMode = pgx.QueryExecModeExec
 	if conn.ConnectTimeout == 0 {
 		conn.ConnectTimeout = ConnectTimeout
@@ -62,12 +62,12 @@ func (a *App) Open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pg
 	if conn.RuntimeParams["application_name"] == "" {
 		conn.RuntimeParams["application_name"] = "pgratelimit"
 	}
-	// This ends an interrupted statement on the server too.
+	// On an interruption, send a cancel request, so that the server also ends the statement.
 	conn.BuildContextWatcherHandler = func(conn *pgconn.PgConn) ctxwatch.Handler {
 		return &pgconn.CancelRequestContextWatcherHandler{Conn: conn, DeadlineDelay: cancelGrace}
 	}
 	config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
-		conn.TypeMap().RegisterType(&pgtype.Type{ // so that all output is in UTC
+		conn.TypeMap().RegisterType(&pgtype.Type{ // print all times in UTC
 			Name: "timestamptz", OID: pgtype.TimestamptzOID, Codec: &pgtype.TimestamptzCodec{ScanLocation: time.UTC},
 		})
 		if err := pg.Garbled(conn, a.Schema); err != nil {
@@ -81,7 +81,8 @@ func (a *App) Open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pg
 	return pgxpool.NewWithConfig(ctx, config)
 }
 
-// checkSearchPath refuses a search_path in which others' functions and types come before pg_catalog.
+// checkSearchPath returns an error if search_path has a schema before pg_catalog, because functions of other roles in
+// it would be used.
 func checkSearchPath(ctx context.Context, conn *pgx.Conn) error {
 	var path string
 	if err := conn.QueryRow(ctx, "SHOW search_path").Scan(&path); err != nil {
@@ -95,7 +96,8 @@ func checkSearchPath(ctx context.Context, conn *pgx.Conn) error {
 	return nil
 }
 
-// Home returns the schema of the tables and functions, or "" if there is none. It checks their owners.
+// Home returns the schema of the tables and functions, or "" if there is none. It returns an error if their owners are
+// not trusted.
 func (a *App) Home(ctx context.Context, pool *pgxpool.Pool) (schema string, err error) {
 	err = a.Read(ctx, pool, func(tx pgx.Tx) error {
 		schema = tx.(Qualified).Schema
@@ -104,61 +106,64 @@ func (a *App) Home(ctx context.Context, pool *pgxpool.Pool) (schema string, err 
 	return schema, err
 }
 
-// InSchema makes --schema the whole search_path of a pool's connections, for work that is not in one transaction.
+// InSchema sets search_path to --schema in all connections of a pool. Work that is not in a single transaction needs
+// this.
 func (a *App) InSchema(config *pgxpool.Config) {
 	if a.Schema != "" {
 		config.ConnConfig.RuntimeParams["search_path"] = pgx.Identifier{a.Schema}.Sanitize()
 	}
 }
 
-// Read runs a transaction that cannot write, and in which no statement takes longer than --timeout.
+// Read runs a read-only transaction. None of its statements may take longer than --timeout.
 func (a *App) Read(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
 	return a.Transaction(ctx, pool, pgx.ReadOnly, "", false, query)
 }
 
-// Rows returns the rows of a query. The columns are the exported fields of a struct, in order.
+// Rows returns the rows of a query. The columns must have the order of the struct's exported fields.
 func Rows[T any](ctx context.Context, tx pgx.Tx, sql string, args ...any) ([]T, error) {
-	rows, _ := tx.Query(ctx, sql, args...) // rows has the error too
+	rows, _ := tx.Query(ctx, sql, args...) // CollectRows returns the error that is in rows
 	return pgx.CollectRows(rows, pgx.RowToStructByPos[T])
 }
 
-// Look is Read for statements that call none of our functions.
+// Look is like Read, for statements that call none of the limiter's functions.
 func (a *App) Look(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
 	return a.Transaction(ctx, pool, pgx.ReadOnly, AccessShare, false, query)
 }
 
-// Call is Write for statements that change rows only through our functions.
+// Call is like Write, for statements that only change rows by calls of the limiter's functions.
 func (a *App) Call(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
 	return a.Transaction(ctx, pool, pgx.ReadWrite, "", false, query)
 }
 
-// Write runs a transaction in which no statement takes longer than --timeout.
+// Write runs a transaction that may change rows. None of its statements may take longer than --timeout.
 func (a *App) Write(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
 	return a.Transaction(ctx, pool, pgx.ReadWrite, "", true, query)
 }
 
-// The lock modes for our tables. Statements that call our functions need none.
+// These are the lock modes for the limiter's tables. Statements that call the limiter's functions need no lock.
 const (
 	AccessShare     = "ACCESS SHARE"
 	AccessExclusive = "ACCESS EXCLUSIVE"
 )
 
-// AllTables lists the tables in the order in which they are locked. Calls read them in the same order.
+// AllTables lists the tables in the order of locking. The functions lock them in the same order.
 var AllTables = []string{"rate_limit_policy", "rate_limit_policy_history", "rate_limit_shadow", "rate_limit_sweeper",
 	Table(true), Table(false)}
 
-// LockedError says that another session kept a lock on our tables.
+// LockedError means that another session has locked the limiter's tables for too long.
 type LockedError struct{ error }
 
 func (a *App) Transaction(
 	ctx context.Context, pool *pgxpool.Pool, mode pgx.TxAccessMode, lock string, changes bool,
 	query func(tx pgx.Tx) error,
 ) error {
-	// Each statement has to see all earlier commits, regardless of the database's default.
+	// READ COMMITTED lets each statement see all earlier commits. The default of the database may be another isolation
+	// level.
 	return refusedText(pgx.BeginTxFunc(ctx, pool, pgx.TxOptions{
 		IsoLevel: pgx.ReadCommitted, AccessMode: mode,
 	}, func(tx pgx.Tx) error {
-		// If enable_nestloop is off, Postgres overestimates catalog queries, and would compile them for seconds.
+		// If enable_nestloop is off, Postgres overestimates the cost of catalog queries, and JIT would compile them for
+		// seconds.
 		if _, err := tx.Exec(ctx, "SET LOCAL jit = off"); err != nil {
 			return err
 		}
@@ -168,14 +173,14 @@ func (a *App) Transaction(
 			&schema, &pid, nil, nil, nil, nil, nil); err != nil {
 			return err
 		}
-		if err := pg.Garbled(tx.Conn(), schema); err != nil { // the schema may come from search_path
+		if err := pg.Garbled(tx.Conn(), schema); err != nil { // search_path may name a schema that the encoding garbles
 			return err
 		}
 		defer lockholders.Watch(ctx, tx.Conn(), pid)()
 		locked := []string{}
 		if lock != "" {
-			// A stranger with the right to create in the schema could have made the tables. doctor has to report that.
-			// The lock prevents a table from being replaced.
+			// Another role that can create objects in the schema may have created the tables, and doctor must report
+			// this. The lock prevents that a table is replaced.
 			var tables []string
 			of, whole := []string{Table(false), Table(true), "rate_limit_policy"}, lock == AccessExclusive
 			if whole {
@@ -185,7 +190,7 @@ func (a *App) Transaction(
 				return err
 			}
 			if len(tables) > 0 {
-				// statement_timeout limits the wait for all of them.
+				// statement_timeout limits the wait for all locks.
 				_, err := tx.Exec(ctx, "LOCK TABLE "+strings.Join(tables, ", ")+" IN "+lock+" MODE")
 				if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && ctx.Err() == nil &&
 					(pgErr.Code == "55P03" || pgErr.Code == "57014") {
@@ -213,7 +218,7 @@ func (a *App) Transaction(
 	}))
 }
 
-// Qualified is a transaction that adds the schema to all names in its statements that begin with rate_limit_.
+// Qualified is a transaction that adds the schema to each name in a statement that begins with rate_limit_.
 type Qualified struct {
 	pgx.Tx
 	Schema string
@@ -233,7 +238,7 @@ func (q Qualified) Exec(ctx context.Context, sql string, args ...any) (pgconn.Co
 
 var (
 	commentLine = regexp.MustCompile(`(?m)^--.*\n`)
-	ourName     = regexp.MustCompile(`([^'\w.])(rate_limit_)`) // outside of quotes
+	ourName     = regexp.MustCompile(`([^'\w.])(rate_limit_)`) // matches names that are not in quotation marks
 )
 
 func (q Qualified) qualify(sql string) string {
@@ -246,7 +251,7 @@ func (q Qualified) qualify(sql string) string {
 	})
 }
 
-// Table returns the name of the table with the limiters' rows.
+// Table returns the name of the table with durable or ephemeral rows.
 func Table(durable bool) string {
 	if durable {
 		return "rate_limit_durable"

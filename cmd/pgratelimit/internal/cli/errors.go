@@ -15,23 +15,23 @@ import (
 var (
 	ErrInterrupted = errors.New("interrupted")
 
-	// ErrDenied is not printed, because the output already says it.
+	// ErrDenied is not printed, because the output already says that the request was denied.
 	ErrDenied = errors.New("denied")
 
-	// ErrProblems is not printed either.
+	// ErrProblems is not printed, because the output already lists the problems.
 	ErrProblems = errors.New("the doctor has found a problem")
 )
 
-// Failure is an error after a command has begun its work.
+// Failure is an error that occurs after a command has begun its work.
 type Failure struct{ Err error }
 
 func (f *Failure) Error() string { return f.Err.Error() }
 func (f *Failure) Unwrap() error { return f.Err }
 
-// usageError is an error in the command line, found by the command itself.
+// usageError is an error that a command has found in its command line.
 type usageError struct{ error }
 
-// Usage marks an error as one of the command line.
+// Usage marks an error as an error in the command line.
 func Usage(err error) error { return usageError{err} }
 
 func IsUsage(err error) bool {
@@ -46,8 +46,8 @@ func IsUsage(err error) bool {
 		errors.As(err, &cost) || errors.As(err, &url)
 }
 
-// refusedText replaces the errors for a text that is too long or that the database's encoding cannot represent.
-// Postgres's message for the latter contains bytes of the text, which may be a key.
+// refusedText replaces errors about a text that is too long or that the database's encoding cannot represent. The
+// server's message may contain bytes of a key.
 func refusedText(err error) error {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	switch {
@@ -61,7 +61,7 @@ func refusedText(err error) error {
 	return err
 }
 
-// Message returns an error in one line, with advice. A list of ways to get a Postgres keeps its lines.
+// Message returns an error in one line, with advice. Only the list of ways to get a Postgres has several lines.
 func (a *App) Message(err error) string {
 	if errors.Is(err, pgserver.ErrNotFound) {
 		return err.Error()
@@ -80,7 +80,7 @@ func (a *App) Message(err error) string {
 	if !ok {
 		return text
 	}
-	if isStore && !errors.Is(store, ratelimit.ErrOutcomeUnknown) { // otherwise the text gives advice to programmers
+	if isStore && !errors.Is(store, ratelimit.ErrOutcomeUnknown) { // otherwise the text has advice for programmers
 		text = OneLine(pgErr)
 	}
 	switch pgErr.Code {
@@ -115,7 +115,7 @@ func (a *App) Message(err error) string {
 	return text
 }
 
-// OneLine returns an error in one line. An error of pgx may have one line per address.
+// OneLine returns an error in one line. An error of pgx may have a line for each address.
 func OneLine(err error) string {
 	return strings.NewReplacer(":\n\t", ": ", "\n\t", "; ", "\n", "; ").Replace(err.Error())
 }

@@ -11,13 +11,13 @@ const (
 	Problem Level = "problem"
 )
 
-// Finding is the result of a check.
+// Finding is the result of one of doctor's checks.
 type Finding struct {
 	Check   string `json:"check"`
 	Level   Level  `json:"level"`
 	Found   string `json:"found"`
-	Do      string `json:"do,omitempty"` // the advice; statements and command lines are between backquotes
-	Anybody bool   // a role other than the tables' owner has to do it
+	Do      string `json:"do,omitempty"` // the advice, with statements and command lines in backquotes
+	Anybody bool   // whether a role other than the tables' owner must follow the advice
 }
 
 func OK(found string, args ...any) Finding {

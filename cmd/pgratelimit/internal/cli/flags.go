@@ -30,7 +30,7 @@ func (v *PolicyValue) String() string {
 
 func (*PolicyValue) Type() string { return "policy" }
 
-// AddPolicy adds the required flag --policy.
+// AddPolicy adds the flag --policy, which is required.
 func AddPolicy(cmd *cobra.Command, policy *PolicyValue) {
 	cmd.Flags().Var(policy, "policy", "limit of each key, like "+algorithm.Examples())
 	cobra.CheckErr(cmd.MarkFlagRequired("policy"))
@@ -46,13 +46,13 @@ func policyExamples() []string {
 	return examples
 }
 
-// PoliciesValue is a flag that assigns policies to limiters by name.
+// PoliciesValue is a flag that assigns policies to limiters, such as "login=sliding 10/1m".
 type PoliciesValue map[string]ratelimit.Policy
 
 var _ pflag.Value = PoliciesValue{}
 
 func (v PoliciesValue) Set(text string) error {
-	i := strings.LastIndexByte(text, '=') // the last one, because a name may contain one too
+	i := strings.LastIndexByte(text, '=') // the last =, because the name of a limiter may contain =
 	if i < 1 {
 		return errors.New(`it has to look like "login=sliding 100/1m"`)
 	}

@@ -9,7 +9,7 @@ import (
 	"unicode/utf8"
 )
 
-// Printable returns a name or key in a form that is safe for a terminal. It quotes control characters.
+// Printable returns a name or key in a form that cannot control a terminal. It quotes control characters.
 func Printable(text string) string {
 	odd := func(r rune) bool { return !unicode.IsPrint(r) || r == utf8.RuneError }
 	if strings.ContainsFunc(text, odd) || strings.HasPrefix(text, `"`) || strings.TrimSpace(text) != text {
@@ -20,7 +20,7 @@ func Printable(text string) string {
 
 func Instant(t time.Time) string { return t.UTC().Format("2006-01-02 15:04:05Z") }
 
-// Count is a number with its noun, like "1 row" or "2 rows".
+// Count returns a number with a noun, such as "1 row" or "2 rows".
 func Count[N int | int64](n N, thing string) string {
 	switch {
 	case n == 1:
@@ -34,8 +34,9 @@ func Count[N int | int64](n N, thing string) string {
 	return fmt.Sprintf("%d %s", n, thing)
 }
 
-// Span formats a time in microseconds. It rounds milliseconds up, so that the time is over when the text says so. From
-// an hour on it has the two largest units, like 1h5m or 4d9h. It rounds minutes up, and hours to the nearest hour.
+// Span formats a time in microseconds. It rounds up to milliseconds, so that the time is over when the text says so.
+// From an hour on, the text has two units, such as 1h5m or 4d9h. Minutes are rounded up, and hours are rounded to the
+// nearest hour.
 func Span(micros int64) string {
 	const day = 24 * time.Hour
 	span := time.Duration((micros+999)/1000) * time.Millisecond
@@ -50,7 +51,7 @@ func Span(micros int64) string {
 	return fmt.Sprintf("%dd", span/day) + part(span%day, time.Hour, "h")
 }
 
-// part is a number of units, or nothing if it is 0.
+// part formats the number of a unit, such as 5m. It returns "" for 0.
 func part(span, unit time.Duration, name string) string {
 	if span < unit {
 		return ""

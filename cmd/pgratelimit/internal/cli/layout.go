@@ -14,12 +14,12 @@ import (
 )
 
 const (
-	PageWidth   = 80 // if there is no terminal
-	leastColumn = 24 // the minimum width of a table's last column
-	longestKey  = 40 // in tables; JSON has the whole key
+	PageWidth   = 80 // the width of output that is not for a terminal
+	leastColumn = 24 // the minimum width of the last column of a table
+	longestKey  = 40 // the maximum width of a key in a table; JSON has the whole key
 )
 
-// width returns how many columns a terminal has, or 0 for any other stream.
+// width returns the number of columns of a terminal, or 0 if the stream is not a terminal.
 func width(stream any) int {
 	file, ok := stream.(*os.File)
 	if !ok {
@@ -29,13 +29,13 @@ func width(stream any) int {
 	if err != nil {
 		return 0
 	}
-	if columns == 0 { // it does not report its width
+	if columns == 0 { // the terminal does not report its width
 		return PageWidth
 	}
 	return columns
 }
 
-// Short is Printable for tables. It leaves out the middle of a long text.
+// Short is like Printable, and leaves out the middle of a long text.
 func Short(text string) string {
 	runes := []rune(Printable(text))
 	if len(runes) <= longestKey {
@@ -45,10 +45,10 @@ func Short(text string) string {
 	return string(runes[:left]) + "…" + string(runes[len(runes)-longestKey+left+1:])
 }
 
-// unbroken parts stay on one line: a time, and text to copy.
+// unbroken matches text that must stay on one line: a time, or text in backquotes to copy.
 var unbroken = regexp.MustCompile("[0-9-]{10} [0-9:]{8}Z|`[^`]*`")
 
-// wrap breaks a text into lines of at most width, at spaces.
+// wrap breaks a text at spaces into lines of at most width columns.
 func wrap(text string, width int) (lines []string) {
 	const held = "\x00"
 	text = unbroken.ReplaceAllStringFunc(text, func(part string) string { return strings.ReplaceAll(part, " ", held) })
@@ -70,12 +70,12 @@ func wrap(text string, width int) (lines []string) {
 	return lines
 }
 
-// Layout turns lines with tabs into columns. If they are too wide, it wraps the last column. If that is not enough, it
-// turns each row of a table with headings into a list. A width of 0 means no limit.
+// Layout turns lines with tabs into columns. If the columns are too wide, it wraps the last column. If the table is
+// still too wide and has headings, each row becomes a list. A width of 0 means no limit.
 func Layout(text string, width int) string {
 	var out strings.Builder
 	var table [][]string
-	for line := range strings.Lines(text + "\n") { // the last line ends the last table
+	for line := range strings.Lines(text + "\n") { // the empty last line ends the last table
 		line = strings.TrimSuffix(line, "\n")
 		if strings.Contains(line, "\t") {
 			table = append(table, strings.Split(line, "\t"))
@@ -89,7 +89,7 @@ func Layout(text string, width int) string {
 }
 
 func writeTable(out *strings.Builder, rows [][]string, width int) {
-	var widths []int // for all columns except the last
+	var widths []int // of all columns except the last
 	for _, row := range rows {
 		for i, cell := range row[:len(row)-1] {
 			if i == len(widths) {
@@ -126,7 +126,7 @@ func writeTable(out *strings.Builder, rows [][]string, width int) {
 	}
 }
 
-// writeLists writes each row below the first as a list of its non-empty cells with their headings.
+// writeLists writes each row as a list of its cells that are not empty, with the headings in the first row.
 func writeLists(out *strings.Builder, rows [][]string, width int) {
 	start := 0
 	for _, heading := range rows[0] {

@@ -40,7 +40,7 @@ func ReadMigrations() ([]Migration, error) {
 	return all, nil
 }
 
-// withoutGoose drops the lines that only goose understands.
+// withoutGoose removes the comments for goose from a migration.
 func withoutGoose(sql string) string {
 	var kept strings.Builder
 	for line := range strings.Lines(sql) {

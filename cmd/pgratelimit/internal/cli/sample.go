@@ -12,10 +12,11 @@ import (
 var sizesSQL string
 
 const (
-	// BlockSize is the block size of almost every Postgres, in bytes. It only affects how much is read.
+	// BlockSize is the block size of almost every Postgres, in bytes. With another block size, samples are larger or
+	// smaller.
 	BlockSize = 8192
 
-	// SampleBlocks is the largest number of blocks that a sample reads: 100 MB.
+	// SampleBlocks is how many blocks a sample reads at most: 100 MB.
 	SampleBlocks = 12_800
 )
 
@@ -23,11 +24,11 @@ const (
 type TableSize struct {
 	Table      string `json:"table"`
 	TableBytes int64  `json:"table_bytes"`
-	TotalBytes int64  `json:"total_bytes"` // with its index
+	TotalBytes int64  `json:"total_bytes"` // the size including the index
 }
 
-// TableSizes returns the sizes of the tables, and the percentage to read of each: 100 if exact, or if the table is
-// small.
+// TableSizes returns the sizes of the tables, and the percentage of each table to read. It is 100 if exact is true or
+// the table is small.
 func TableSizes(ctx context.Context, tx pgx.Tx, exact bool) ([]TableSize, map[string]float64, error) {
 	rows, err := tx.Query(ctx, sizesSQL)
 	if err != nil {

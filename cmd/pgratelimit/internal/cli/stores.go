@@ -20,7 +20,7 @@ import (
 //go:embed sql/proxy.sql
 var proxySQL string
 
-// shardError is an error of one shard of a proxy.
+// shardError is an error of a proxy's shard.
 type shardError struct {
 	shard string
 	err   error
@@ -29,8 +29,8 @@ type shardError struct {
 func (e *shardError) Error() string { return e.shard + ": " + e.err.Error() }
 func (e *shardError) Unwrap() error { return e.err }
 
-// Shards returns one app for each shard, in the order of their places. If the database is no proxy, it returns none. A
-// proxy and its shards use the same schema name for tables and functions.
+// Shards returns an App for each shard of a proxy, in the order of their places. It returns none if the database is not
+// a proxy. A proxy and its shards use the same schema name.
 func (a *App) Shards(ctx context.Context, pool *pgxpool.Pool) ([]*App, error) {
 	var connections []string
 	if err := a.Look(ctx, pool, func(tx pgx.Tx) (err error) {
@@ -46,7 +46,7 @@ func (a *App) Shards(ctx context.Context, pool *pgxpool.Pool) ([]*App, error) {
 	return a.Each(connections), nil
 }
 
-// Each returns an app for each connection string.
+// Each returns an App for each connection string.
 func (a *App) Each(connections []string) (all []*App) {
 	for place, connection := range connections {
 		shard := *a
@@ -56,8 +56,8 @@ func (a *App) Each(connections []string) (all []*App) {
 	return all
 }
 
-// readProxy returns the connection strings of a proxy's shards, and the schema of the functions. If the database is no
-// proxy, there are none.
+// readProxy returns the connection strings of a proxy's shards, and the schema of the functions. It returns no
+// connection strings if the database is not a proxy.
 func readProxy(ctx context.Context, tx pgx.Tx) (connections []string, schema string, err error) {
 	var proxy bool
 	var stranger string
@@ -79,7 +79,7 @@ func readProxy(ctx context.Context, tx pgx.Tx) (connections []string, schema str
 	return connections, q.Schema, nil
 }
 
-// InFirst calls do for this database, or for the first shard of a proxy. For example, only that shard has policies.
+// InFirst calls do for the database, or for the first shard of a proxy. Only the first shard has policies.
 func (a *App) InFirst(ctx context.Context, do func(pool *pgxpool.Pool) error) error {
 	return a.WithPool(ctx, func(pool *pgxpool.Pool) error {
 		all, err := a.Shards(ctx, pool)
@@ -99,7 +99,7 @@ func (a *App) InFirst(ctx context.Context, do func(pool *pgxpool.Pool) error) er
 	})
 }
 
-// InStores calls do for each database with limits: this one, or the shards of a proxy.
+// InStores calls do for each database that has limits: this database, or the shards of a proxy.
 func (a *App) InStores(ctx context.Context, do func(store *App, pool *pgxpool.Pool) error) error {
 	return a.WithPool(ctx, func(pool *pgxpool.Pool) error {
 		all, err := a.Shards(ctx, pool)
@@ -111,7 +111,7 @@ func (a *App) InStores(ctx context.Context, do func(store *App, pool *pgxpool.Po
 		}
 		pool.Close()
 		for i, shard := range all {
-			// During a division, two places may be the same database.
+			// During a division, two places may have the same database.
 			if slices.ContainsFunc(all[:i], func(other *App) bool { return other.Connection == shard.Connection }) {
 				continue
 			}
@@ -123,7 +123,7 @@ func (a *App) InStores(ctx context.Context, do func(store *App, pool *pgxpool.Po
 	})
 }
 
-// About adds the shard's name to an error, if a is a shard.
+// About adds the shard's name to an error, if a is an App for a shard.
 func (a *App) About(err error) error {
 	if err == nil || a.Connection == "" {
 		return err
@@ -131,7 +131,7 @@ func (a *App) About(err error) error {
 	return &shardError{a.ShardName(), err}
 }
 
-// ShardName names a shard by its place and its database.
+// ShardName returns a shard's place and database.
 func (a *App) ShardName() string {
 	database := "?"
 	if config, err := pgconn.ParseConfig(a.Connection); err == nil {
@@ -140,7 +140,7 @@ func (a *App) ShardName() string {
 	return fmt.Sprintf("shard %d (%s)", a.Place, Printable(database))
 }
 
-// Config has the connection settings for the database of --database-url, or for a shard with the same user.
+// Config returns the connection settings for the database of --database-url, or for a shard with the same user.
 func (a *App) Config() (*pgxpool.Config, error) {
 	given, err := pgxpool.ParseConfig(a.DatabaseURL)
 	if err != nil || a.Connection == "" {
@@ -151,11 +151,11 @@ func (a *App) Config() (*pgxpool.Config, error) {
 	if err != nil {
 		return nil, err
 	}
-	// ~/.pgpass may have another password for the shard.
+	// The file ~/.pgpass may have another password for the shard.
 	if own := config.ConnConfig.Password; own == "" || own == os.Getenv("PGPASSWORD") {
 		config.ConnConfig.Password = password
 	}
-	// pgx takes these libpq keywords for server settings.
+	// pgx would send these libpq keywords to the server as settings.
 	maps.DeleteFunc(config.ConnConfig.RuntimeParams, func(name, _ string) bool {
 		return strings.HasPrefix(name, "keepalives") || name == "tcp_user_timeout" || name == "gssencmode"
 	})

@@ -1,4 +1,4 @@
-// Package demo demonstrates the library with a small link shortener.
+// Package demo shows the library at work in a small link shortener.
 package demo
 
 import (
@@ -27,7 +27,7 @@ import (
 )
 
 const (
-	demoLimit    = 10 // a minute
+	demoLimit    = 10 // requests per minute
 	demoRequests = 15
 	demoClient   = "127.0.0.1"
 
@@ -39,7 +39,7 @@ const (
 )
 
 type Options struct {
-	// DatabaseURL is the Postgres to use. If it is empty, one is started.
+	// DatabaseURL is the Postgres to use. If it is "", the demo starts a Postgres.
 	DatabaseURL string
 	// serve keeps the web server running until the context ends.
 	serve bool
@@ -70,8 +70,7 @@ way it leaves nothing of it behind.`,
 	return cmd
 }
 
-// Run demonstrates the library, and checks that the output is true. When it returns, everything that it has started or
-// created is gone.
+// Run runs the demo, and checks its output. Before it returns, it removes everything that it has started or created.
 func Run(ctx context.Context, out io.Writer, opts Options) error {
 	d := &demo{out: out}
 	err := d.run(ctx, opts)
@@ -81,14 +80,14 @@ func Run(ctx context.Context, out io.Writer, opts Options) error {
 	return errors.Join(err, d.close())
 }
 
-// demo is shared by the steps of a demonstration.
+// demo has what the steps of the demo share.
 type demo struct {
 	out    io.Writer
-	outErr error // the first one
+	outErr error // the first error
 
 	server *pgserver.Server
 	pool   *pgxpool.Pool
-	schema string // the demo's own schema on a given server; else empty
+	schema string // the demo's schema on a given server; "" on a server that the demo started
 
 	limiter *ratelimit.Limiter
 	web     *http.Server
@@ -122,7 +121,7 @@ func (d *demo) printf(format string, args ...any) {
 	}
 }
 
-// openDatabase finds or starts a Postgres and migrates it.
+// openDatabase finds or starts a Postgres, and migrates it.
 func (d *demo) openDatabase(ctx context.Context, databaseURL string) (err error) {
 	d.printf("1. A Postgres to keep the limits in:\n")
 	if d.server, err = pgserver.Start(ctx, pgserver.Config{URL: databaseURL}); err != nil {
@@ -145,8 +144,8 @@ func (d *demo) openDatabase(ctx context.Context, databaseURL string) (err error)
 		d.printf("   The demo works in a schema of its own, %s, and drops it when it ends.\n", d.schema)
 	}
 
-	// This must not be interrupted. After a broken connection, the server may still create the schema, and close might
-	// look for it too early.
+	// Creating the schema must not be interrupted. Otherwise the server might still create it after close has looked
+	// for it.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), setUpTimeout)
 	defer cancel()
 	if d.pool, err = pgxpool.NewWithConfig(ctx, config); err != nil {
@@ -158,7 +157,7 @@ func (d *demo) openDatabase(ctx context.Context, databaseURL string) (err error)
 	return migrations.Up(ctx, d.pool)
 }
 
-// createSchema makes the demo's own schema, if it needs one, and checks that it is the current one.
+// createSchema creates a schema for the demo on a given server, and checks that it is the first in search_path.
 func (d *demo) createSchema(ctx context.Context) error {
 	if d.schema == "" {
 		return nil
@@ -212,12 +211,12 @@ func (d *demo) startWeb(context.Context) (err error) {
 	return nil
 }
 
-// sendRequests uses up the limit, and then makes more requests.
+// sendRequests sends more requests than the limit allows.
 func (d *demo) sendRequests(ctx context.Context) error {
 	d.printf("\n3. %d requests from %s: %d are allowed, the others are told how long to wait.\n\n",
 		demoRequests, demoClient, demoLimit)
 
-	client := &http.Client{Transport: &http.Transport{}, Timeout: requestTimeout} // a transport without a proxy
+	client := &http.Client{Transport: &http.Transport{}, Timeout: requestTimeout} // do not use a proxy
 	defer client.CloseIdleConnections()
 	for i := 1; i <= demoRequests; i++ {
 		answer, err := post(ctx, client, d.baseURL+"/shorten")
@@ -242,7 +241,7 @@ func (d *demo) sendRequests(ctx context.Context) error {
 	return nil
 }
 
-// answer is the response to a client.
+// answer is the application's response to a request.
 type answer struct{ status, remaining, retryAfter string }
 
 func post(ctx context.Context, client *http.Client, shortenURL string) (answer, error) {
@@ -257,7 +256,7 @@ func post(ctx context.Context, client *http.Client, shortenURL string) (answer, 
 		return answer{}, err
 	}
 	defer response.Body.Close()
-	if _, err := io.Copy(io.Discard, response.Body); err != nil { // otherwise the connection could not be reused
+	if _, err := io.Copy(io.Discard, response.Body); err != nil { // an unread body prevents the reuse of the connection
 		return answer{}, err
 	}
 	return answer{
@@ -267,7 +266,7 @@ func post(ctx context.Context, client *http.Client, shortenURL string) (answer, 
 	}, nil
 }
 
-// check tells whether this is the right answer to the i-th request, counted from 1.
+// check returns an error if this is a wrong answer to request i, counted from 1.
 func (a answer) check(i int) error {
 	status, remaining := "201 Created", demoLimit-i
 	if i > demoLimit {
@@ -285,7 +284,7 @@ func (a answer) check(i int) error {
 	return nil
 }
 
-// showEdge sends the same requests to a fixed and a sliding window, before and after the end of the fixed one.
+// showEdge sends the same requests to a fixed and a sliding window, before and after the end of the fixed window.
 func (d *demo) showEdge(ctx context.Context) error {
 	noon := time.Date(2026, time.January, 1, 12, 0, 0, 0, time.UTC)
 	now := noon
@@ -360,7 +359,7 @@ func countAllowed(ctx context.Context, limiter *ratelimit.Limiter, n int) (allow
 	return allowed, nil
 }
 
-// showRow shows the row in the table after sendRequests, and how to use the same limit in SQL.
+// showRow shows the row of the client in the table, and how to use the same limit in SQL.
 func (d *demo) showRow(ctx context.Context) error {
 	inSchema := ""
 	if d.schema != "" {
@@ -420,7 +419,7 @@ func (d *demo) keepServing(ctx context.Context) error {
 	}
 }
 
-// close ends and removes everything that belongs to the demo.
+// close ends and removes everything that the demo has started or created.
 func (d *demo) close() error {
 	ctx, cancel := context.WithTimeout(context.Background(), cleanUpTimeout)
 	defer cancel()

@@ -10,7 +10,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// The demo must fail if its output is not what it claims.
+// The demo fails if an answer is wrong.
 func TestAnswersAreChecked(t *testing.T) {
 	t.Parallel()
 

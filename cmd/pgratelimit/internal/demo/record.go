@@ -9,12 +9,12 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
-// record is a row in the text format that Postgres sends to psql.
+// record is a row with all values as text, as psql gets them.
 type record []struct{ column, value string }
 
 // queryRecord returns the only row of a query.
 func queryRecord(ctx context.Context, pool *pgxpool.Pool, sql string) (record, error) {
-	rows, err := pool.Query(ctx, sql, pgx.QueryExecModeSimpleProtocol) // in it, all values are text
+	rows, err := pool.Query(ctx, sql, pgx.QueryExecModeSimpleProtocol) // in the simple protocol, all values are text
 	if err != nil {
 		return nil, err
 	}
@@ -37,7 +37,7 @@ func (r record) value(column string) string {
 	return ""
 }
 
-// String is the output of psql after \gx.
+// String formats the row like psql after \gx.
 func (r record) String() string {
 	var columns, values int
 	for _, field := range r {

@@ -15,14 +15,14 @@ import (
 	"github.com/pgratelimit/ratelimit/httplimit"
 )
 
-// shortener makes short links, and forgets them when the process ends.
+// shortener makes short links, and keeps them in memory.
 type shortener struct {
-	base  string   // the beginning of short links
-	links sync.Map // from code to URL
+	base  string   // the first part of every short link
+	links sync.Map // maps the code of a link to its URL
 }
 
-// newShortener returns the demo's web application: POST /shorten makes a short link, and GET follows one. Only POST is
-// limited.
+// newShortener returns the demo's web application: POST /shorten makes a short link, and GET follows a short link. Only
+// POST is limited.
 func newShortener(base string, limiter *ratelimit.Limiter) (http.Handler, error) {
 	limit, err := httplimit.New(limiter, httplimit.Config{
 		Key: httplimit.ByIP(), Headers: httplimit.XRateLimit, Logger: slog.Default(),
@@ -60,7 +60,7 @@ func (s *shortener) follow(w http.ResponseWriter, r *http.Request) {
 	http.Redirect(w, r, long.(string), http.StatusFound)
 }
 
-// readURL returns the url in a form or a JSON object.
+// readURL returns the URL in a form or a JSON object.
 func readURL(w http.ResponseWriter, r *http.Request) (string, error) {
 	r.Body = http.MaxBytesReader(w, r.Body, 1<<16)
 
@@ -89,5 +89,5 @@ func respondError(w http.ResponseWriter, status int, message string) {
 func respond(w http.ResponseWriter, status int, body map[string]string) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(status)
-	_ = json.NewEncoder(w).Encode(body) // fails only if the client has left
+	_ = json.NewEncoder(w).Encode(body) // fails only if the client has closed the connection
 }

@@ -28,7 +28,7 @@ func newTestShortener(t *testing.T, pool *pgxpool.Pool, limit int64) http.Handle
 	return handler
 }
 
-// send posts a body from an address.
+// send posts a body. address is the client's address.
 func send(handler http.Handler, address, contentType, body string) *httptest.ResponseRecorder {
 	request := httptest.NewRequest(http.MethodPost, "/shorten", strings.NewReader(body))
 	request.RemoteAddr = address
@@ -105,7 +105,7 @@ func TestLimitedByAddress(t *testing.T) {
 func TestStoreFailureIsNotTheClients(t *testing.T) {
 	t.Parallel()
 
-	pool := pgtest.Empty(t).Pool // not migrated
+	pool := pgtest.Empty(t).Pool // a database without migrations
 	response := send(newTestShortener(t, pool, 2), "192.0.2.1:1", form, "url=https://go.dev/")
 	require.Equal(t, http.StatusServiceUnavailable, response.Code)
 	require.Contains(t, response.Body.String(), "#temporary-reduced-capacity")

@@ -17,18 +17,18 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// Beyond these limits, doctor reports a finding.
+// doctor reports values beyond these limits.
 const (
 	OldestVersion = 140000               // older versions get no more fixes
-	LongTime      = 5 * time.Minute      // for a transaction; autovacuum runs every minute
-	failsafeAge   = int64(1_600_000_000) // above it, Postgres 14 and later hurry a VACUUM against wraparound
-	fewUpdates    = 1000                 // with fewer, a share means little
+	LongTime      = 5 * time.Minute      // the maximum age of a transaction; autovacuum runs every minute
+	failsafeAge   = int64(1_600_000_000) // at a greater age, Postgres hurries a VACUUM against wraparound
+	fewUpdates    = 1000                 // with fewer updates, the share of HOT updates means little
 	leastHOT      = 0.95
-	FewDead       = 10_000 // rows
+	FewDead       = 10_000 // dead rows
 	LateVacuum    = 24 * time.Hour
-	fillfactor    = 50       // of sql/tables.sql
-	smallTable    = 10 << 20 // bytes; in smaller tables, free space does not matter
-	mostRoom      = 3        // times the size that the rows need
+	fillfactor    = 50       // the fillfactor in sql/tables.sql
+	smallTable    = 10 << 20 // bytes; free space in a smaller table does not matter
+	mostRoom      = 3        // the maximum size of a table, as a multiple of the size that its rows need
 	mostExpired   = 0.5
 )
 
@@ -49,16 +49,16 @@ var (
 	jitSQL string
 )
 
-// Examination is shared by the checks.
+// Examination has the data that the checks share.
 type Examination struct {
 	App    *cli.App
 	Pool   *pgxpool.Pool
 	Server Server
 
-	Applied int64           // the last migration; CheckMigrations sets it
-	pooled  bool            // whether a pooler is used; checkConnection sets it
-	told    bool            // CheckMigrations found the last migration
-	Found   catalog.Catalog // CheckMigrations sets it
+	Applied int64           // the number of the last migration, which CheckMigrations sets
+	pooled  bool            // whether there is a pooler, which checkConnection sets
+	told    bool            // whether CheckMigrations has found the last migration
+	Found   catalog.Catalog // the objects in the schema, which CheckMigrations reads
 }
 
 // Server is the row of serverSQL. Names are quoted for SQL, except for Owner.
@@ -67,22 +67,22 @@ type Server struct {
 	Version      string
 	Standby      bool
 	TrackCounts  bool
-	CountsHere   bool // track_counts is on for this database or role
+	CountsHere   bool // whether track_counts is on for this database or role
 	Autovacuum   bool
 	FreezeMaxAge int64
 	Standbys     int
 	Database     string
 	Role         string
-	Schema       string   // the tables' schema; empty if search_path has none
-	Tables       int      // how many of the two tables exist
-	Usable       bool     // this role has USAGE on the schema
-	Readable     bool     // this role may read both tables
-	Policies     *bool    // this role may read the policies; nil without that table
-	Changes      *bool    // this role may change the policies
-	Owner        string   // of the tables
-	OwnerSQL     string   // the same, quoted
-	UsableIn     []string // schemas with tables of these names
-	LockedIn     []string // the same, but without USAGE
+	Schema       string   // the schema of the tables; "" if search_path has none
+	Tables       int      // how many of the two tables for keys exist
+	Usable       bool     // whether this role has USAGE on the schema
+	Readable     bool     // whether this role may read both tables for keys
+	Policies     *bool    // whether this role may read the policies; nil if the table is missing
+	Changes      *bool    // whether this role may change the policies
+	Owner        string   // the owner of the tables
+	OwnerSQL     string   // Owner, quoted for SQL
+	UsableIn     []string // other schemas that have tables with these names
+	LockedIn     []string // schemas like UsableIn on which this role has no USAGE
 }
 
 func (s Server) hasTables() bool { return s.Tables == 2 && s.Usable }
@@ -95,10 +95,10 @@ func (e *Examination) ReadServer(ctx context.Context) error {
 	return err
 }
 
-// name adds the schema to one of our names.
+// name adds the schema to a name.
 func (s Server) name(of string) string { return s.Schema + "." + of }
 
-// lookAt returns the rows of a query. The columns are the exported fields of a struct.
+// lookAt returns the rows of a query. The columns must have the order of the struct's exported fields.
 func lookAt[T any](ctx context.Context, e *Examination, sql string, args ...any) (all []T, err error) {
 	err = e.App.Look(ctx, e.Pool, func(tx pgx.Tx) error {
 		all, err = cli.Rows[T](ctx, tx, sql, args...)
@@ -107,7 +107,7 @@ func lookAt[T any](ctx context.Context, e *Examination, sql string, args ...any)
 	return all, err
 }
 
-// row reads the only row of a query.
+// row scans the only row of a query.
 func (e *Examination) row(ctx context.Context, sql string, into ...any) error {
 	return e.App.Look(ctx, e.Pool, func(tx pgx.Tx) error { return tx.QueryRow(ctx, sql).Scan(into...) })
 }
@@ -119,8 +119,8 @@ func (e *Examination) CheckServer(context.Context) (cli.Finding, error) {
 	return cli.OK("PostgreSQL %s", e.Server.Version), nil
 }
 
-// checkConnection looks for a pooler. A pooler invents the process id that it sends to a client. In transaction mode,
-// two clients in turn get the same session of Postgres.
+// checkConnection looks for a pooler. A pooler invents the process id that clients see. In transaction mode, two
+// clients get the same session of Postgres one after the other.
 func (e *Examination) checkConnection(ctx context.Context) (cli.Finding, error) {
 	first, err := e.Pool.Acquire(ctx)
 	if err != nil {
@@ -133,7 +133,7 @@ func (e *Examination) checkConnection(ctx context.Context) (cli.Finding, error) 
 	}
 	defer second.Release()
 	direct, shared := true, false
-	last := map[uint32]*pgxpool.Conn{} // the last client of the session with this process id
+	last := map[uint32]*pgxpool.Conn{} // maps a session's process id to the last connection that used it
 	for range 3 {
 		for _, client := range []*pgxpool.Conn{first, second} {
 			var pid uint32
@@ -151,7 +151,7 @@ func (e *Examination) checkConnection(ctx context.Context) (cli.Finding, error) 
 		return cli.Finding{}, err
 	}
 	mode := given.ConnConfig.DefaultQueryExecMode
-	name := strings.ReplaceAll(mode.String(), " ", "_") // as in a connection string
+	name := strings.ReplaceAll(mode.String(), " ", "_") // the name in a connection string
 	switch {
 	case direct:
 		return cli.OK("directly to Postgres"), nil
@@ -237,7 +237,7 @@ type IDAge struct {
 	Holder, Mend               string
 }
 
-// checkAges looks whether the server will soon refuse every take.
+// checkAges looks whether the server will soon refuse takes because transaction ids run out.
 func (e *Examination) checkAges(ctx context.Context) (cli.Finding, error) {
 	ages, err := lookAt[IDAge](ctx, e, agesSQL)
 	return JudgeAges(ages), err
@@ -267,7 +267,7 @@ func JudgeAges(ages []IDAge) cli.Finding {
 	return f
 }
 
-// howOld judges the age of the oldest ids of a table or a database.
+// howOld returns the severity and a text for the age of the oldest ids in a table or database.
 func howOld(age, autovacuum int64) (cli.Level, string) {
 	switch {
 	case age > failsafeAge:
@@ -282,10 +282,10 @@ func howOld(age, autovacuum int64) (cli.Level, string) {
 // foundFunction is a row of functionsSQL.
 type foundFunction struct {
 	Name           string
-	Executable     bool // by this role
-	Public         bool // everybody may execute it
-	OwnerIsBlocked bool // its owner lacks rights on the tables that it needs
-	Nobodys        bool // only its owner may execute it, and cannot log in
+	Executable     bool // whether this role may execute the function
+	Public         bool // whether every role may execute the function
+	OwnerIsBlocked bool // whether the function's owner lacks rights on the tables that the function uses
+	Nobodys        bool // whether only the function's owner may execute it, and cannot log in
 }
 
 func (e *Examination) checkRights(ctx context.Context) (cli.Finding, error) {
@@ -348,7 +348,7 @@ func (s Server) judgeRights(found []foundFunction) cli.Finding {
 		"this role may neither execute the functions nor read the tables")
 }
 
-// checkStrangers looks for roles that could replace our objects.
+// checkStrangers looks for roles that could replace the limiter's objects.
 func (e *Examination) checkStrangers(ctx context.Context) (cli.Finding, error) {
 	all, err := lookAt[struct{ Found, Mend string }](ctx, e, strangersSQL)
 	if err != nil || len(all) == 0 {

@@ -1,4 +1,4 @@
-// Package doctor examines a database, or a proxy and its shards, and recreates missing objects.
+// Package doctor checks a database, or a proxy and its shards. It can also create missing objects again.
 package doctor
 
 import (
@@ -70,11 +70,11 @@ anew. That loses its rows and what others added to it, so doctor asks first.`,
 	return a.Finish(cmd)
 }
 
-// printFindings ends with a line of totals.
+// printFindings prints the findings and a line of totals.
 func printFindings(w io.Writer, findings []cli.Finding, colored bool) {
 	var text bytes.Buffer
 	count := map[cli.Level]int{}
-	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0) // it counts color codes as letters, so colors are added later
+	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0) // it would count color codes as letters; they are added later
 	for _, finding := range findings {
 		count[finding.Level]++
 		fmt.Fprintf(table, "%s\t%s\t%s\n", finding.Level, finding.Check, finding.Found)
@@ -82,7 +82,7 @@ func printFindings(w io.Writer, findings []cli.Finding, colored bool) {
 			fmt.Fprintf(table, "\t\t→ %s\n", finding.Do)
 		}
 	}
-	_ = table.Flush() // writes to a buffer cannot fail
+	_ = table.Flush() // writing to a buffer cannot fail
 	red := false
 	for line := range strings.Lines(text.String()) {
 		if !strings.HasPrefix(line, " ") {
@@ -96,7 +96,7 @@ func printFindings(w io.Writer, findings []cli.Finding, colored bool) {
 	fmt.Fprintf(w, "%s, %s\n", cli.Count(count[cli.Problem], "problem"), cli.Count(count[cli.Warning], "warning"))
 }
 
-// colored tells whether the output is a terminal, and the user allows colors.
+// colored tells whether the output is a terminal that should have colors.
 func colored(a *cli.App) bool {
 	return cli.IsTerminal(a.Stdout) && os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb"
 }
@@ -116,14 +116,14 @@ func examine(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Finding
 		{"server", true, e.CheckServer},
 		{"connection", true, e.checkConnection},
 		{"standby", true, e.checkStandby},
-		{"statistics", !s.Standby, e.checkStatistics}, // a standby depends on its primary's autovacuum
+		{"statistics", !s.Standby, e.checkStatistics}, // a standby depends on autovacuum of its primary
 		{"long transactions", !s.Standby, e.checkHorizon},
 		{"transaction ids", !s.Standby, e.checkAges},
 	})
 	if err != nil {
 		return nil, err
 	}
-	owned, err := run(ctx, []check{ // the tables' owner fixes these
+	owned, err := run(ctx, []check{ // the tables' owner must fix these problems
 		{"migrations", true, e.CheckMigrations},
 		{"objects", s.Tables > 0 && s.Usable, e.checkObjects},
 		{"rights", s.hasTables(), e.checkRights},
@@ -143,14 +143,14 @@ func examine(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Finding
 	return slices.Concat([]cli.Finding{locks}, findings, owned), err
 }
 
-// check is one of the doctor's checks.
+// check is one of doctor's checks.
 type check struct {
 	name  string
-	needs bool // whether it makes sense here
+	needs bool // whether the check makes sense for this database
 	look  func(context.Context) (cli.Finding, error)
 }
 
-// run returns the findings of the checks that make sense.
+// run returns the findings of all checks that make sense.
 func run(ctx context.Context, checks []check) (findings []cli.Finding, err error) {
 	for _, check := range checks {
 		if !check.needs {
@@ -166,7 +166,7 @@ func run(ctx context.Context, checks []check) (findings []cli.Finding, err error
 	return findings, nil
 }
 
-// address adds to an advice which role has to carry it out, and where.
+// address adds to a finding's advice which role must follow it, and in which database.
 func (e *Examination) address(f *cli.Finding) {
 	var by []string
 	if e.Server.Standby {
@@ -181,7 +181,8 @@ func (e *Examination) address(f *cli.Finding) {
 	f.Do = e.AsOwner(f.Do)
 }
 
-// AsOwner makes migration commands run as the tables' owner, if this role may act as the owner.
+// AsOwner changes the migration commands in a text so that they run as the tables' owner, if this role may act as the
+// owner.
 func (e *Examination) AsOwner(text string) string {
 	if owner := e.Server.OwnerSQL; owner != "" && owner != e.Server.Role && !strings.Contains(owner, `"`) {
 		return strings.ReplaceAll(text, "`pgratelimit migrate", "`PGOPTIONS='-c role="+owner+"' pgratelimit migrate")
@@ -189,7 +190,7 @@ func (e *Examination) AsOwner(text string) string {
 	return text
 }
 
-// could turns a database error into a finding, because only one check failed.
+// could turns a database error of a check into a finding, because the other checks may succeed.
 func could(err error, f *cli.Finding) error {
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
 		do := "mend what the other checks find, and run this again"

@@ -21,11 +21,11 @@ import (
 //go:embed sql/grants.sql
 var grantsSQL string
 
-// mostRounds is how often fix checks again. A round may need the results of the previous one.
+// mostRounds is how often fix checks again. A round may need the results of the previous round.
 const mostRounds = 6
 
-// definitions returns the statements of the migrations up to a version: those that create each object, by name, and
-// those that set access rights and search_path.
+// definitions returns statements of the migrations up to a version: the statements that create each object, by the
+// object's name, and the statements that set rights and search_path.
 func definitions(version int64) (of map[string][]string, settle []string, err error) {
 	all, err := cli.ReadMigrations()
 	if err != nil {
@@ -64,7 +64,7 @@ func definitions(version int64) (of map[string][]string, settle []string, err er
 	return of, settle, nil
 }
 
-// InPlace tells whether fix removes a difference because it is in an object of the migrations.
+// InPlace tells whether fix can remove the difference in an object of the migrations.
 func InPlace(d catalog.Difference, made catalog.Catalog) bool {
 	object, expected := made[d.Object]
 	kind, _, _ := strings.Cut(d.Object, " ")
@@ -79,8 +79,8 @@ func InPlace(d catalog.Difference, made catalog.Catalog) bool {
 	return object.Aspects[d.Aspect] != ""
 }
 
-// emptied returns the tables that fix recreates without their rows. They lack a column that a row cannot do without: it
-// has no default, and is not null.
+// emptied returns the tables that fix must create again without rows, because a column is missing that is NOT NULL and
+// has no default.
 func emptied(differences []catalog.Difference, made, found catalog.Catalog) (tables []string) {
 	for _, d := range differences {
 		name := catalog.Name(d.Object)
@@ -95,9 +95,9 @@ func emptied(differences []catalog.Difference, made, found catalog.Catalog) (tab
 	return tables
 }
 
-// renamed maps each missing column of a table to a superfluous column that may be the same one under another name.
+// renamed maps each missing column of a table to an unknown column that may be the missing column with another name.
 func renamed(object string, made, found catalog.Catalog) map[string]string {
-	names := map[string]string{} // by the right name
+	names := map[string]string{} // by the name that the column should have
 	for _, is := range slices.Sorted(maps.Keys(found[object].Aspects)) {
 		if !strings.HasPrefix(is, "column ") || made[object].Aspects[is] != "" {
 			continue
@@ -113,7 +113,7 @@ func renamed(object string, made, found catalog.Catalog) map[string]string {
 	return names
 }
 
-// isDivided tells whether the database is a shard in a division.
+// isDivided tells whether the database is a shard that is being divided.
 func isDivided(found catalog.Catalog) bool {
 	for _, durable := range []bool{false, true} {
 		of := found["table "+cli.Table(durable)].Aspects
@@ -188,7 +188,7 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 			}
 		case aspect == "constraint":
 			rest = append(rest, fmt.Sprintf("ALTER TABLE %s DROP CONSTRAINT IF EXISTS %s", name, part))
-			// If a key has several rows, the one that expires last stays.
+			// If a key has several rows, keep the row that expires last.
 			if name == cli.Table(false) || name == cli.Table(true) {
 				rest = append(rest, fmt.Sprintf("DELETE FROM %s AS a USING %[1]s AS b WHERE a.prefix = b.prefix "+
 					"AND a.key = b.key AND (a.expires_at, a.ctid) < (b.expires_at, b.ctid)", name))
@@ -204,19 +204,18 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 	if counts && len(tables)+len(rest) > 0 {
 		rest = append(rest, countOn...)
 	}
-	if len(functions) > 0 { // functions may be created before others that they call
+	if len(functions) > 0 { // a function may be created before a function that it calls
 		functions = slices.Insert(functions, 0, "SET LOCAL check_function_bodies = off")
 	}
 	return slices.Concat(types, tables, functions, rest)
 }
 
-// columnText is the catalog's description of a column: its type, whether it is not null, its default and collation, its
-// generation, and its storage.
+// columnText parses the catalog's description of a column: type, NOT NULL, default, collation, generation, storage.
 var columnText = regexp.MustCompile(
 	`^(.+?)( not null)?(?: default (.+?))?(?: collate (\S+))?(?: generated (\w+))? storage (\w)$`)
 
-// alterColumn returns the statements that repair a column. Those in later may run triggers, so they come after the
-// functions. The table keeps its rows and the additions of others.
+// alterColumn returns the statements that repair a column. The statements in later may run triggers, so they run after
+// the functions are created. The table keeps its rows, and what others have added to it.
 func alterColumn(table, column, was, is string) (now, later []string) {
 	old, want := columnText.FindStringSubmatch(was), columnText.FindStringSubmatch(is)
 	if want == nil {
@@ -273,7 +272,7 @@ func alterColumn(table, column, was, is string) (now, later []string) {
 	return now, later
 }
 
-// countOn advances sequences beyond all numbers in policies and their history.
+// countOn are statements that set the sequences to the largest numbers in the policies and their history.
 var countOn = []string{
 	`SELECT setval(s, greatest(pg_sequence_last_value(s), (SELECT max(id) FROM rate_limit_policy),
 		(SELECT max(policy_id) FROM rate_limit_policy_history)))
@@ -282,8 +281,8 @@ var countOn = []string{
 	FROM CAST(pg_get_serial_sequence('rate_limit_policy_history', 'version') AS regclass) AS s`,
 }
 
-// mend repairs missing or changed objects of the migrations, in one transaction. Grants stay. It returns the repaired
-// objects.
+// mend repairs missing or changed objects of the migrations in one transaction, and keeps grants. It returns the
+// repaired objects.
 func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended []string, err error) {
 	e := &Examination{App: a, Pool: pool}
 	if err := e.ReadServer(ctx); err != nil {
@@ -294,13 +293,13 @@ func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended
 	}
 	made, known := catalog.Made(e.Applied)
 	if !known || e.Applied == 0 {
-		return nil, nil // the check of the migrations gives advice
+		return nil, nil // the finding about the migrations has advice
 	}
 	of, settle, err := definitions(e.Applied)
 	if err != nil {
 		return nil, err
 	}
-	// The transaction locks all tables at once, so that no commit is lost. The question comes first.
+	// Ask the user before the transaction begins, because the transaction locks all tables.
 	differences := e.Found.Differences(made, e.Server.Owner)
 	if e.Server.Tables > 0 && len(repairs(differences, made, e.Found, of)) == 0 {
 		return nil, nil
@@ -322,16 +321,16 @@ func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended
 	err = a.Transaction(ctx, pool, pgx.ReadWrite, cli.AccessExclusive, true, func(tx pgx.Tx) error {
 		q, _ := tx.(cli.Qualified)
 		tx, schema, owner := q.Tx, q.Schema, e.Server.Owner
-		if e.Server.Tables == 0 { // the place of the tables is unknown
+		if e.Server.Tables == 0 { // no table shows the schema
 			if schema, owner, err = e.versionHome(ctx); err != nil {
 				return err
 			}
 		}
-		// The statements run unchanged, so names are looked up in pg_catalog and then in our schema.
+		// The statements are those of the migrations, and need search_path.
 		path := fmt.Sprintf("SET LOCAL search_path = %s, pg_temp", pgx.Identifier{schema}.Sanitize())
 		var grants [][2]string
 		for round := 0; ; round++ {
-			found, err := catalog.Read(ctx, tx, schema) // here search_path is pg_catalog
+			found, err := catalog.Read(ctx, tx, schema) // Read sets search_path to pg_catalog
 			if err != nil {
 				return err
 			}
@@ -417,7 +416,7 @@ func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended
 	return mended, nil
 }
 
-// versionHome returns the first schema of search_path, and the owner of its rate_limit_version.
+// versionHome returns the first schema of search_path, and the owner of the function rate_limit_version in it.
 func (e *Examination) versionHome(ctx context.Context) (schema, owner string, err error) {
 	pool, err := e.App.Open(ctx, e.App.InSchema)
 	if err != nil {

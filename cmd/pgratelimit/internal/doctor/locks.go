@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// LongLock is how long a session may lock our tables before doctor reports it.
+// LongLock is how long a session may lock the limiter's tables before doctor reports the session.
 const LongLock = 5 * time.Second
 
 //go:embed sql/locks.sql
@@ -26,15 +26,15 @@ type LockHolder struct {
 	lockholders.Holder
 
 	What    string
-	Closed  bool // nobody else can even read the table
-	Stopped bool // nobody else can write to it
+	Closed  bool // whether no other session can read the table
+	Stopped bool // whether no other session can write to the table
 }
 
-// ReadLocks returns the sessions that have locked our tables for a while. It does not wait for them.
+// ReadLocks returns the sessions that have locked the limiter's tables for at least since. It does not wait for them.
 func (e *Examination) ReadLocks(ctx context.Context, since time.Duration) (held []LockHolder, err error) {
 	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly}
 	err = pgx.BeginTxFunc(ctx, e.Pool, options, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, "SET LOCAL jit = off"); err != nil { // as for all statements of the command
+		if _, err := tx.Exec(ctx, "SET LOCAL jit = off"); err != nil { // all statements of the command run without JIT
 			return err
 		}
 		var schema string
@@ -49,7 +49,8 @@ func (e *Examination) ReadLocks(ctx context.Context, since time.Duration) (held 
 	return held, err
 }
 
-// checkLocks comes first. If a session has locked a table completely, the other checks would wait.
+// checkLocks looks for locks on the limiter's tables. It must come first, because other checks would wait for an
+// exclusive lock.
 func (e *Examination) checkLocks(ctx context.Context) (f cli.Finding, closed bool, err error) {
 	held, err := e.ReadLocks(ctx, LongLock)
 	f = JudgeLocks(held)

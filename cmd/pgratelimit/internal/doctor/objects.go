@@ -20,7 +20,7 @@ import (
 
 func (e *Examination) Command(line string) string { return e.App.Command(line) }
 
-// CheckMigrations also reads the applied version.
+// CheckMigrations checks which migrations were applied, and stores the version in e.Applied.
 func (e *Examination) CheckMigrations(ctx context.Context) (cli.Finding, error) {
 	all, err := cli.ReadMigrations()
 	if err != nil {
@@ -40,8 +40,8 @@ func (e *Examination) CheckMigrations(ctx context.Context) (cli.Finding, error) 
 			return cli.Finding{}, err
 		}
 	}
-	// The connection strings of shards may lead to a pooler, which does not support search_path. Then the functions are
-	// used to find the schema.
+	// A pooler does not support search_path, and a shard's connection string may lead to a pooler. In this case, the
+	// functions show the schema.
 	if e.App.Connection != "" && e.pooled && e.Server.Tables > 0 {
 		if err := e.row(ctx, shard.MapSQL, nil, &e.Applied); err != nil {
 			return cli.Finding{}, err
@@ -70,7 +70,7 @@ func (e *Examination) CheckMigrations(ctx context.Context) (cli.Finding, error) 
 		return cli.Finding{}, err
 	}
 	e.told = true
-	if err != nil { // for example a stranger's version table or function
+	if err != nil { // for example, the version table or function belongs to another role
 		e.Applied = e.Found.Nearest(e.Server.Owner)
 		return cli.Problem.Finding("do what it says", "%s", cli.OneLine(err)), nil
 	}
@@ -107,7 +107,7 @@ func (e *Examination) CheckMigrations(ctx context.Context) (cli.Finding, error) 
 	return cli.OK("up to date, at version %d in schema %s", e.Applied, e.Server.Schema), nil
 }
 
-// elsewhere says that the tables are not where this role looks.
+// elsewhere returns a finding that the tables are in another schema.
 func (e *Examination) elsewhere(found string) cli.Finding {
 	switch {
 	case len(e.Server.UsableIn) > 0:
@@ -125,7 +125,7 @@ func (e *Examination) elsewhere(found string) cli.Finding {
 // readCatalog reads the objects in the schema of the tables.
 func (e *Examination) readCatalog(ctx context.Context) error {
 	return e.App.Look(ctx, e.Pool, func(tx pgx.Tx) (err error) {
-		q, _ := tx.(cli.Qualified) // catalog adds the schema itself
+		q, _ := tx.(cli.Qualified) // package catalog adds the schema itself
 		e.Found, err = catalog.Read(ctx, q.Tx, q.Schema)
 		return err
 	})
@@ -144,7 +144,7 @@ func (e *Examination) checkObjects(context.Context) (cli.Finding, error) {
 	return e.judgeObjects(made), nil
 }
 
-// judgeObjects leaves out the differences that the checks of the tables report.
+// judgeObjects returns a finding about the objects. It leaves out differences that the checks of the tables report.
 func (e *Examination) judgeObjects(made catalog.Catalog) cli.Finding {
 	var wrong, mend, drop, dropTables []string
 	inside, gone, how := false, false, cli.Warning
@@ -160,11 +160,11 @@ func (e *Examination) judgeObjects(made catalog.Catalog) cli.Finding {
 			continue
 		case d.Aspect == "persistence" || d.Aspect == "fillfactor" ||
 			harmless(d, made, e.Found) && aspect == "index" && (name == cli.Table(false) || name == cli.Table(true)):
-			continue // judgeKind
+			continue // judgeKind reports this difference
 		case !expected:
 			kind, signature, _ := strings.Cut(d.Object, " ")
 			statement := fmt.Sprintf("`DROP %s %s`", strings.ToUpper(kind), e.Server.name(signature))
-			if kind == "table" { // before functions, which its triggers may use
+			if kind == "table" { // before functions, because the table's triggers may use them
 				dropTables = append(dropTables, statement+", which loses its rows")
 			} else {
 				drop = append(drop, statement)
@@ -188,7 +188,7 @@ func (e *Examination) judgeObjects(made catalog.Catalog) cli.Finding {
 			mend = append(mend, alter+"OWNER TO "+e.Server.OwnerSQL+"`, if you have made it")
 		case aspect == "column" && slices.Contains(
 			slices.Collect(maps.Values(renamed(d.Object, made, e.Found))), d.Aspect):
-			// it will be renamed
+			// The column will be renamed.
 		case aspect == "column":
 			mend = append(mend, alter+"DROP COLUMN "+pgx.Identifier{part}.Sanitize()+"`, which loses what is in it")
 		case aspect == "constraint":
@@ -232,8 +232,8 @@ func (e *Examination) judgeObjects(made catalog.Catalog) cli.Finding {
 	return how.Finding(strings.Join(mend, "; then "), "not what the migrations made: %s", strings.Join(wrong, "; "))
 }
 
-// harmless tells whether a difference is an added column or index that refuses no row: our statements do not use the
-// column, and the index is not unique.
+// harmless tells whether a difference is an additional column or index that does not affect the limiter's statements: a
+// column that an INSERT may leave out, or an index that is not unique.
 func harmless(d catalog.Difference, made, found catalog.Catalog) bool {
 	if !strings.HasPrefix(d.Object, "table ") || d.Aspect == "" || made[d.Object].Aspects[d.Aspect] != "" {
 		return false

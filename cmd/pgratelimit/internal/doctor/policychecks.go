@@ -16,7 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// MostPolicies is the most policies that a process holds. It ignores the others.
+// MostPolicies is how many policies a process holds at most. It ignores all others.
 const MostPolicies = 200_000
 
 var (
@@ -28,15 +28,15 @@ var (
 	enforcedSQL string
 )
 
-// FoundPolicies is a row of policiesSQL: equal rows of rate_limit_policy.
+// FoundPolicies is a row of policiesSQL. It describes rows of rate_limit_policy that are equal.
 type FoundPolicies struct {
 	Mode, Policy       *string
-	Count, Live, Ended int64   // all rows, those that have not ended, and ended ones written by people
+	Count, Live, Ended int64   // numbers of all rows, of rows that have not ended, and of ended rows that people wrote
 	OfNobody           []int64 // ids of rows with an invalid name, key or prefix
 	IDs                []int64
 }
 
-// reason says why limiters cannot read the rows, or is "".
+// reason returns why limiters cannot read the rows, or "".
 func (f FoundPolicies) reason() string {
 	switch {
 	case f.Mode == nil || !slices.Contains([]string{policies.ModeEnforce, policies.ModeShadow, policies.ModeOff,
@@ -82,13 +82,13 @@ func (e *Examination) checkPolicies(ctx context.Context) (cli.Finding, error) {
 	return f, err
 }
 
-// enforcedPolicy is a row of enforcedSQL: a policy in force or in the future, and the ids of its rows.
+// enforcedPolicy is a row of enforcedSQL: a policy in force now or later, and the ids of its rows.
 type enforcedPolicy struct {
 	Limiter, Policy string
 	IDs             []int64
 }
 
-// judgeKinds returns a warning if limiters seem to ignore policies, else f.
+// judgeKinds returns a warning if limiters seem to ignore policies. Otherwise it returns f.
 func (s Server) judgeKinds(f cli.Finding, all []enforcedPolicy, kinds policies.Kinds) cli.Finding {
 	var passed, ids []string
 	for _, p := range all {
@@ -117,15 +117,15 @@ func join(ids []int64) string {
 	return strings.Join(numbers, ", ")
 }
 
-// wrongTrigger is a row of triggersSQL: a trigger that does not run when people write, or that runs for replicated
+// wrongTrigger is a row of triggersSQL: a trigger that does not run when people write, or that also runs for replicated
 // rows.
 type wrongTrigger struct {
 	Name   string
-	Enable string // the statement that repairs it
-	Always bool   // it also runs for replicated rows
+	Enable string // the statement that repairs the trigger
+	Always bool   // whether the trigger also runs for replicated rows
 }
 
-// without says what is missing without the trigger.
+// without says what does not work without the trigger.
 func (t wrongTrigger) without() string {
 	switch t.Name {
 	case checkTrigger:
@@ -140,7 +140,7 @@ func (t wrongTrigger) without() string {
 	return "its work is not done"
 }
 
-// checkTrigger is the only trigger without which processes still learn of all changes.
+// checkTrigger is the trigger that checks policies. Without any other trigger, processes do not learn of all changes.
 const checkTrigger = "rate_limit_policy_check"
 
 func (s Server) JudgePolicies(found []FoundPolicies, triggers []wrongTrigger) cli.Finding {

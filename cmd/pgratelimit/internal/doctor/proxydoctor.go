@@ -31,7 +31,7 @@ var (
 	recordedSQL string
 )
 
-// proxyExamination is shared by the checks of a proxy.
+// proxyExamination has the data that the checks of a proxy share.
 type proxyExamination struct {
 	*Examination
 
@@ -39,10 +39,10 @@ type proxyExamination struct {
 	states    []shard.State
 	stores    []*cli.App
 	functions []proxyFunction
-	owner     string // of the functions
+	owner     string // the owner of the functions
 }
 
-// examineAll checks this database, and if it is a proxy, each of its shards.
+// examineAll checks this database. If it is a proxy, examineAll also checks each shard.
 func examineAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Finding, error) {
 	locks, closed, err := (&Examination{App: a, Pool: pool}).checkLocks(ctx)
 	if err != nil || closed {
@@ -84,16 +84,17 @@ func examineAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Find
 	return findings, nil
 }
 
-// examineNoProxy also recognizes a database that was a proxy, or will become one. Such a database must not get tables.
+// examineNoProxy checks a database that is not a proxy. A database that was a proxy, or will become one, must not get
+// tables.
 func examineNoProxy(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Finding, error) {
 	findings, err := examine(ctx, a, pool)
 	if err != nil {
 		return nil, err
 	}
-	at := *a // because ReadTarget sets the schema
+	at := *a // ReadTarget sets the schema in its argument
 	target, err := shard.ReadTarget(ctx, &at, pool)
 	if err != nil || len(target.Tables) > 0 {
-		return findings, nil //nolint:nilerr // the findings have the error
+		return findings, nil //nolint:nilerr // the error is one of the findings
 	}
 	for i := range findings {
 		f := &findings[i]
@@ -110,7 +111,7 @@ func examineNoProxy(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.
 	return findings, nil
 }
 
-// examineShard runs the checks of one shard.
+// examineShard runs the checks of a shard.
 func (e *proxyExamination) examineShard(ctx context.Context, place int) ([]cli.Finding, error) {
 	s, store := &e.states[place], e.stores[place]
 	findings := slices.Clone(s.Wrong)
@@ -136,7 +137,7 @@ func (e *proxyExamination) examineShard(ctx context.Context, place int) ([]cli.F
 		if err := store.WithPool(ctx, func(pool *pgxpool.Pool) error {
 			more, err := examine(ctx, store, pool)
 			for _, f := range more {
-				if f.Check != "connection" { // PL/Proxy has its own connection
+				if f.Check != "connection" { // PL/Proxy uses other connections
 					findings = append(findings, f)
 				}
 			}
@@ -181,7 +182,7 @@ func (e *proxyExamination) checkPLProxy(ctx context.Context) (cli.Finding, error
 	return e.checkRecorded(ctx, statements, cli.OK("version %s, with a role for its connections", version))
 }
 
-// checkRecorded looks for the shards' password in pg_stat_statements, if this database has that extension.
+// checkRecorded looks for the shards' password in pg_stat_statements. It returns otherwise if it finds no password.
 func (e *proxyExamination) checkRecorded(
 	ctx context.Context, schema string, otherwise cli.Finding,
 ) (cli.Finding, error) {
@@ -192,7 +193,7 @@ func (e *proxyExamination) checkRecorded(
 	var recorded int
 	err := e.row(ctx, sql, &recorded)
 	if _, refused := errors.AsType[*pgconn.PgError](err); refused || err == nil && recorded == 0 {
-		return otherwise, nil // it is not loaded, or this role may not read it
+		return otherwise, nil // the extension is not loaded, or this role may not read it
 	}
 	_, condition, _ := strings.Cut(strings.TrimSpace(sql), "WHERE ")
 	return cli.Problem.Finding(fmt.Sprintf(
@@ -216,16 +217,16 @@ func (e *proxyExamination) checkMap(context.Context) (cli.Finding, error) {
 	return cli.OK("%s", cli.Count(n, "shard")), nil
 }
 
-// proxyFunction is a function of a proxy: a row of proxyFunctionsSQL.
+// proxyFunction is a row of proxyFunctionsSQL: a function of a proxy.
 type proxyFunction struct {
 	Name       string
-	Kind       string // its language, and whether it runs with its owner's rights
+	Kind       string // the language, and "security definer" if the function has its owner's rights
 	Body       string
 	Signature  string
-	Arguments  string // with their names
-	Executable bool   // by this role
-	Public     bool   // everybody may execute it
-	Usable     bool   // by a role that can log in
+	Arguments  string // the arguments with their names
+	Executable bool   // whether this role may execute the function
+	Public     bool   // whether every role may execute the function
+	Usable     bool   // whether a role that can log in may execute the function
 }
 
 // checkFunctions compares the functions with those that 'shard set' would create now.
@@ -266,7 +267,7 @@ var (
 	functionLanguage = regexp.MustCompile(`LANGUAGE (\w+)`)
 )
 
-// functionsIn returns the functions that our SQL creates, by name.
+// functionsIn returns the functions that the text of an SQL script creates, by name.
 func functionsIn(text string) map[string]proxyFunction {
 	all := map[string]proxyFunction{}
 	for _, part := range strings.Split(text, "\nCREATE OR REPLACE FUNCTION ")[1:] {
@@ -313,7 +314,7 @@ func judgeFunctions(made map[string]proxyFunction, found []proxyFunction) cli.Fi
 		", then "), "not what this release makes: %s", strings.Join(wrong, "; "))
 }
 
-// checkProxyRights needs the results of checkFunctions.
+// checkProxyRights checks the rights on the functions that checkFunctions has read.
 func (e *proxyExamination) checkProxyRights(context.Context) (cli.Finding, error) {
 	var public, missing, nobodys []string
 	for _, f := range e.functions {
@@ -348,7 +349,7 @@ func (e *proxyExamination) checkProxyRights(context.Context) (cli.Finding, error
 	return cli.OK("this role may execute the functions, and not everybody may"), nil
 }
 
-// checkThrough queries a shard through the proxy, as an application would.
+// checkThrough queries a shard through the proxy, as an application does.
 func (e *proxyExamination) checkThrough(ctx context.Context, place int) (cli.Finding, error) {
 	n := len(e.states)
 	if e.proxy.Shards != n || n&(n-1) != 0 || !slices.ContainsFunc(e.functions, func(f proxyFunction) bool {

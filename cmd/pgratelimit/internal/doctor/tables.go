@@ -31,7 +31,7 @@ type TableHealth struct {
 	Autovacuum        bool
 	OtherIndexes      []string
 
-	sql     string  // the name with the schema
+	sql     string  // the table's name with the schema
 	sweep   string  // the command line for a sweep
 	sampled float64 // the share of the table that was read
 	sample  sampledRows
@@ -44,7 +44,7 @@ type sampledRows struct {
 	Filled, Toast int64 // bytes
 }
 
-// checkTables returns a few findings for each table.
+// checkTables returns several findings for each table.
 func (e *Examination) checkTables(ctx context.Context) ([]cli.Finding, error) {
 	tables, err := lookAt[TableHealth](ctx, e, tablesSQL)
 	if err != nil {
@@ -188,8 +188,8 @@ func (t TableHealth) JudgeAge(freezeMaxAge int64) cli.Finding {
 	return f
 }
 
-// judgeBloat compares the table's size with the size that its rows, estimated from the sample, would have if they were
-// newly written. A healthy table's pages are only filled up to the fillfactor.
+// judgeBloat compares the table's size with the size that its rows would need in a new table. The sample gives an
+// estimate of the number of rows. The pages of a healthy table are only filled up to the fillfactor.
 func (t TableHealth) judgeBloat() cli.Finding {
 	bytes := t.Bytes + t.ToastBytes
 	if bytes < smallTable {

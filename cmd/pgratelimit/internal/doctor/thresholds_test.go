@@ -11,7 +11,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// Cases that a test cannot wait for.
+// These cases would take too long in a real database.
 func TestDoctorsThresholds(t *testing.T) {
 	t.Parallel()
 

@@ -23,21 +23,21 @@ import (
 type Explanation struct {
 	Limiter string               `json:"name"`
 	Key     string               `json:"key"`
-	At      time.Time            `json:"at"`      // the database's clock
-	Source  string               `json:"source"`  // which decides: a row for the key, a prefix or all keys, or the code
+	At      time.Time            `json:"at"`      // the database's time
+	Source  string               `json:"source"`  // a row for the key, for a prefix or for all keys, or the code
 	Decides *policies.PolicyRow  `json:"decides"` // null if the policy in the code decides
-	Shadow  *policies.PolicyRow  `json:"shadow"`  // null if there is none
-	Bans    []policies.PolicyRow `json:"bans"`    // for the key, one of its prefixes, or all keys
-	// Limiters ignore these rows, because they cannot be read, or are of another kind than --policy.
+	Shadow  *policies.PolicyRow  `json:"shadow"`  // null if there is no shadow policy
+	Bans    []policies.PolicyRow `json:"bans"`    // the bans for the key, for one of its prefixes, or for all keys
+	// Limiters ignore these rows, because the rows cannot be read or have another kind of policy than --policy.
 	PassedOver []policies.PolicyRow `json:"passed_over"`
-	Code       *string              `json:"code"` // the policy in the code, from --policy
+	Code       *string              `json:"code"` // the policy in the code, which --policy gives
 	Table      string               `json:"table"`
-	State      []ruleState          `json:"state"` // null if no policy is known, or this role may not read it
+	State      []ruleState          `json:"state"` // null if no policy is known, or this role may not read the state
 	Unknown    string               `json:"unknown,omitempty"`
 	Warning    string               `json:"warning,omitempty"`
 }
 
-// ruleState is what a key has left, under one of the deciding policies.
+// ruleState is what a key has left under one of the policies that decide.
 type ruleState struct {
 	Policy string `json:"policy"`
 	keyState
@@ -88,7 +88,7 @@ policy in force, and takes nothing. This command does not know the policy in the
 				e.Unknown = "it depends on the policy in the code: give it with --policy"
 			}
 			if text != "" {
-				if err := a.WithPool(ctx, func(pool *pgxpool.Pool) error { // it need not have the policies
+				if err := a.WithPool(ctx, func(pool *pgxpool.Pool) error { // this database may have no policies
 					return explainState(ctx, a, pool, &e, text, durable)
 				}); err != nil {
 					return err
@@ -104,7 +104,7 @@ policy in force, and takes nothing. This command does not know the policy in the
 	return a.Finish(cmd)
 }
 
-// obeyed returns the rows that a limiter obeys. code is its policy in the code, or nil if unknown.
+// obeyed returns the rows that a limiter obeys. code is the limiter's policy in the code, or nil if it is not known.
 func (e *Explanation) obeyed(rows []policies.PolicyRow, code ratelimit.Policy) (obeyed []policies.PolicyRow) {
 	for _, r := range rows {
 		if r.ObeyedBy(code) {
@@ -116,7 +116,7 @@ func (e *Explanation) obeyed(rows []policies.PolicyRow, code ratelimit.Policy) (
 	return obeyed
 }
 
-// judge finds the policy in force. The rows apply to the key, with the best first.
+// judge sets the policy in force. rows are the rows for the key in order of precedence.
 func (e *Explanation) judge(rows []policies.PolicyRow, at time.Time) {
 	policies.Judge(rows, at)
 	e.At, e.Decides, e.Shadow = at, policies.First(rows, at, false), policies.First(rows, at, true)
@@ -135,7 +135,7 @@ func (e *Explanation) judge(rows []policies.PolicyRow, at time.Time) {
 	}
 }
 
-// explainState reads how much is left under each part of a policy at one moment, if this role may.
+// explainState reads what a key has left under each part of a policy, if this role may read it.
 func explainState(
 	ctx context.Context, a *cli.App, pool *pgxpool.Pool, e *Explanation, text string, durable bool,
 ) error {

@@ -1,4 +1,4 @@
-// Package keys has the commands for limiters and their keys: those that show usage, and take, refund, grant and reset.
+// Package keys has the commands that show the usage of keys, and that take, refund, grant and reset.
 package keys
 
 import (
@@ -93,16 +93,16 @@ anew. ` + noForce
 	return cmd
 }
 
-// Answer is a command's result for a key. It has the names of the SQL functions' columns.
+// Answer is a command's result for a key. Its fields have the names of the SQL functions' columns.
 type Answer struct {
-	*Decision              // nil for grant and refund, which decide nothing
+	*Decision              // nil for the commands grant and refund
 	Limit        int64     `json:"limit"`
 	Remaining    int64     `json:"remaining"`
 	ResetAfterUS int64     `json:"reset_after_us"`
 	DecidedAt    time.Time `json:"decided_at"`
 	Warning      string    `json:"warning,omitempty"`
 
-	done string // in a word
+	done string // a word for the result
 }
 
 type Decision struct {
@@ -110,7 +110,7 @@ type Decision struct {
 	RetryAfterUS int64 `json:"retry_after_us"`
 }
 
-// decided is the result of a command that decides.
+// decided returns the Answer of a command that decides.
 func decided(r ratelimit.Result, err error) (Answer, error) {
 	word := "denied"
 	if r.Allowed {
@@ -123,7 +123,7 @@ func decided(r ratelimit.Result, err error) (Answer, error) {
 	return a, err
 }
 
-// given is the result of a command that gives.
+// given returns the Answer of a command that gives units back or grants credit.
 func given(word string, b ratelimit.Balance) Answer {
 	return Answer{
 		done: word, Limit: b.Limit, Remaining: b.Remaining,
@@ -131,7 +131,7 @@ func given(word string, b ratelimit.Balance) Answer {
 	}
 }
 
-// print writes the answer.
+// print prints the Answer.
 func (r Answer) print(a *cli.App) error {
 	return a.Print(r, func(w io.Writer) {
 		retry := ""
@@ -144,16 +144,16 @@ func (r Answer) print(a *cli.App) error {
 	})
 }
 
-// question is a request to one limiter for one key.
+// question is a request to a limiter for a key.
 type question struct {
 	pool    *pgxpool.Pool
 	limiter *ratelimit.Limiter
 	key     string
-	dry     bool // the context has ended, so that only errors in the request itself count
+	dry     bool // whether the context has already ended, so that only errors in the command line are found
 }
 
-// askCommand returns a command for one key of one limiter. A command that writes refuses if the limiter seems to use
-// another table or another kind of policy.
+// askCommand returns a command for one key. If the command writes, it refuses a policy or table that the limiter does
+// not seem to use.
 func askCommand(a *cli.App,
 	writes bool, ask func(context.Context, question) (Answer, error),
 ) *cobra.Command {
@@ -167,7 +167,7 @@ func askCommand(a *cli.App,
 			if err != nil {
 				return err
 			}
-			// Refuse an invalid command line before the database is used.
+			// Find errors in the command line before using the database.
 			over, cancel := context.WithCancel(ctx)
 			cancel()
 			if _, err := ask(over, question{pool, limiter, args[1], true}); !errors.Is(err, context.Canceled) {
@@ -201,7 +201,7 @@ func askCommand(a *cli.App,
 	return a.Finish(cmd)
 }
 
-// newLimiter returns a limiter for a schema. It logs nothing, because its errors are printed.
+// newLimiter returns a limiter for a schema. The limiter does not log, because the command prints errors.
 func newLimiter(
 	a *cli.App, pool *pgxpool.Pool, config ratelimit.Config, schema string,
 ) (*ratelimit.Limiter, error) {
@@ -214,8 +214,8 @@ func newLimiter(
 	return client.Limiter(config)
 }
 
-// tell tells other processes that something was given to a key. A failure is only a warning, because users who see an
-// error would give again.
+// tell announces to other processes that a key has got units. A failure is only a warning. After an error, users would
+// run the command again, and give the units twice.
 func tell(ctx context.Context, a *cli.App, pool *pgxpool.Pool, limiter, key string) {
 	if err := a.Call(ctx, pool, func(tx pgx.Tx) error { return announce(ctx, tx, limiter, key) }); err != nil {
 		fmt.Fprintf(a.Stderr, "warning: it is given, but other processes may deny the key for another second, because "+

@@ -23,24 +23,24 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// LimiterRows is a limiter's usage of one table.
+// LimiterRows is the usage of a limiter in one table.
 type LimiterRows struct {
 	Limiter      string     `json:"limiter"`
 	Table        string     `json:"table"`
-	Algorithms   []string   `json:"algorithms"` // of the algorithms that wrote the rows, like "sliding"
+	Algorithms   []string   `json:"algorithms"` // the algorithms that wrote the rows, such as "sliding"
 	Rows         int64      `json:"rows"`
-	Live         int64      `json:"live"`  // not expired
-	Bytes        int64      `json:"bytes"` // of the rows, without free space and the index
+	Live         int64      `json:"live"`  // rows that have not expired
+	Bytes        int64      `json:"bytes"` // the size of the rows, without free space and index
 	OldestExpiry time.Time  `json:"oldest_expiry"`
-	Estimated    bool       `json:"estimated"`  // the numbers above come from a sample
+	Estimated    bool       `json:"estimated"`  // whether the numbers are estimated from a sample
 	DeniedNow    *DeniedNow `json:"denied_now"` // null if no policy was given
 	Warning      string     `json:"warning,omitempty"`
 }
 
-// DeniedNow is the number of keys with no room for a cost of 1.
+// DeniedNow is the number of keys that have no room for a cost of 1.
 type DeniedNow struct {
 	Keys     int64 `json:"keys"`
-	Complete bool  `json:"complete"` // if false, Keys is estimated from a sample
+	Complete bool  `json:"complete"` // false if Keys is estimated from a sample
 }
 
 func LimitsCommand(a *cli.App) *cobra.Command {
@@ -98,7 +98,7 @@ number of keys that are denied now depends on the policy. The rows do not hold i
 //go:embed sql/limits.sql
 var limitsSQL string
 
-// countLimiters reads the tables, or a sample of them.
+// countLimiters reads the tables, or a sample of each table.
 func countLimiters(
 	ctx context.Context, a *cli.App, pool *pgxpool.Pool, exact bool,
 ) (sizes []cli.TableSize, limiters []LimiterRows, err error) {
@@ -130,7 +130,7 @@ func (l LimiterRows) compare(other LimiterRows) int {
 	return cmp.Or(cmp.Compare(l.Limiter, other.Limiter), cmp.Compare(other.Table, l.Table))
 }
 
-// addLimiters adds the rows of another shard. Both lists are sorted.
+// addLimiters adds the rows of another shard to all. Both lists are sorted.
 func addLimiters(all, more []LimiterRows) []LimiterRows {
 	for _, m := range more {
 		i, found := slices.BinarySearchFunc(all, m, LimiterRows.compare)
@@ -149,7 +149,7 @@ func addLimiters(all, more []LimiterRows) []LimiterRows {
 				l.Algorithms = append(l.Algorithms, word)
 			}
 		}
-		if m.DeniedNow != nil { // then the other one has it too
+		if m.DeniedNow != nil { // if one has DeniedNow, both have it
 			l.DeniedNow.Keys += m.DeniedNow.Keys
 			l.DeniedNow.Complete = l.DeniedNow.Complete && m.DeniedNow.Complete
 		}

@@ -34,7 +34,7 @@ same key. The receipt holds the key. It is not signed, so keep it from people wh
   pgratelimit take mail alice --policy "bucket 20 5/10s" --receipt alice.receipt`,
 		Args: cobra.ExactArgs(1),
 		RunE: a.OnDatabase(func(ctx context.Context, pool *pgxpool.Pool, args []string) error {
-			file, err := filepath.EvalSymlinks(args[0]) // removing a link would leave the receipt
+			file, err := filepath.EvalSymlinks(args[0]) // removing only a link would leave the receipt
 			var content []byte
 			if err == nil {
 				content, err = os.ReadFile(file)
@@ -83,7 +83,7 @@ func refund(ctx context.Context, a *cli.App, pool *pgxpool.Pool, file, text stri
 	return given("refunded", balance).print(a)
 }
 
-// restore writes a receipt again, unless it may have been given back.
+// restore writes a receipt again, unless the take may have been refunded.
 func restore(path string, taken ratelimit.Result) error {
 	text, err := taken.Receipt()
 	if err != nil {
@@ -96,7 +96,8 @@ func restore(path string, taken ratelimit.Result) error {
 	return writeReceipt(file, text)
 }
 
-// createReceipt creates a file that only its owner can read, because a key may be personal data. It replaces none.
+// createReceipt creates a file that only its owner can read, because a key may be personal data. It fails if the file
+// exists.
 func createReceipt(path string) (*os.File, error) {
 	return os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600) //nolint:gosec // the user names it
 }
@@ -106,9 +107,9 @@ func writeReceipt(file *os.File, text string) error {
 	return errors.Join(err, file.Close())
 }
 
-// takeWithReceipt takes, and writes a receipt if it was allowed.
+// takeWithReceipt takes, and writes a receipt if the request is allowed.
 func takeWithReceipt(ctx context.Context, q question, cost int64, path string) (ratelimit.Result, error) {
-	file, err := createReceipt(path) // first, because without the file the take could not be given back
+	file, err := createReceipt(path) // create the file first, because without a receipt the take could not be refunded
 	if err != nil {
 		return ratelimit.Result{}, fmt.Errorf("%w; nothing was taken", err)
 	}

@@ -29,7 +29,7 @@ var (
 	countSQL string
 )
 
-// BatchSize is the most keys in one statement.
+// BatchSize is how many keys a statement resets at most.
 const BatchSize = 1000
 
 func ResetCommand(a *cli.App) *cobra.Command {
@@ -85,7 +85,7 @@ is a failure if there is nothing to reset because the limiter's rows are in the 
 	return a.Finish(cmd)
 }
 
-// resetNames resets all keys with rows of these names, in all databases, and returns how many rows it removed.
+// resetNames resets all keys that have rows with these names, in all databases. It returns how many rows it removed.
 func resetNames(
 	ctx context.Context, a *cli.App, pool *pgxpool.Pool, names []string, durable bool,
 ) (total int64, err error) {
@@ -101,12 +101,12 @@ func resetNames(
 	return total, err
 }
 
-// resetKeys returns how many rows it removed. A key has one row for each policy of its limiter. Unless it waits, it
-// fails if a row is locked.
+// resetKeys resets keys, and returns how many rows it removed. A key has a row for each policy of its limiter. If waits
+// is false, resetKeys fails if a row is locked.
 func resetKeys(
 	ctx context.Context, a *cli.App, pool *pgxpool.Pool, names, keys []string, durable, waits bool,
 ) (n int64, err error) {
-	var lockTimeout *int // milliseconds
+	var lockTimeout *int // in milliseconds
 	if !waits {
 		lockTimeout = new(1)
 	}
@@ -119,7 +119,7 @@ func resetKeys(
 	return n, err
 }
 
-// announce tells processes that something was given to keys, when the transaction commits.
+// announce tells processes, when the transaction commits, that keys have got units.
 func announce(ctx context.Context, tx pgx.Tx, limiter string, keys ...string) error {
 	hashes := map[string]bool{}
 	for _, key := range keys {
@@ -133,12 +133,13 @@ func announce(ctx context.Context, tx pgx.Tx, limiter string, keys ...string) er
 	return nil
 }
 
-// ResetAll resets the keys with rows of a name, in order. Keys that are added meanwhile may stay.
+// ResetAll resets all keys that have rows with a name, in the order of the keys. Keys that are added meanwhile may
+// remain.
 //
-// While it holds row locks, it waits for no other lock, so it cannot deadlock. If a row of a batch is locked, it halves
-// the batch. Keys with locked rows come last, one at a time.
+// ResetAll cannot deadlock, because it does not wait for locks while it holds row locks. If a row of a batch is locked,
+// ResetAll halves the batch. It resets keys with locked rows at the end, one at a time.
 //
-// Processes listen in the database that they use. If that is a proxy, the announcement goes there, after each
+// Processes listen in the database that they use. If this is a proxy, ResetAll announces the keys there after each
 // transaction.
 func ResetAll(
 	ctx context.Context, a *cli.App, pool, proxy *pgxpool.Pool, name string, durable bool,
@@ -200,19 +201,18 @@ func ResetAll(
 	return total, nil
 }
 
-// inTable adapts a query, written for rate_limit_ephemeral, to the other table if durable. It is written for
-// rate_limit_ephemeral.
+// inTable replaces rate_limit_ephemeral in a query by rate_limit_durable if durable is true.
 func inTable(sql string, durable bool) string {
 	return strings.ReplaceAll(sql, cli.Table(false), cli.Table(durable))
 }
 
-// nextKeys returns up to limit keys of a limiter in order, beginning after the key after.
+// nextKeys returns the next keys of a limiter after the key after, in order, and at most limit keys.
 func nextKeys(ctx context.Context, tx pgx.Tx, name, after string, limit int64, durable bool) ([]string, error) {
-	rows, _ := tx.Query(ctx, inTable(nextKeysSQL, durable), name, after, limit) // rows has the error too
+	rows, _ := tx.Query(ctx, inTable(nextKeysSQL, durable), name, after, limit) // rows may contain an error
 	return pgx.CollectRows(rows, pgx.RowTo[string])
 }
 
-// printReset prints how many rows were removed, even if an error followed.
+// printReset prints how many rows were removed, even if an error occurred later.
 func printReset(a *cli.App, n int64, durable bool, err error) error {
 	if err != nil && n == 0 {
 		return nil

@@ -21,22 +21,22 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// keyState is how much of its limit a key has left. Times are microseconds.
+// keyState is what a key has left of its limit. Times are in microseconds.
 type keyState struct {
 	Key          string `json:"key"`
 	Remaining    int64  `json:"remaining"`
-	RetryAfterUS int64  `json:"retry_after_us"` // 0 if a cost of 1 fits
+	RetryAfterUS int64  `json:"retry_after_us"` // 0 if a cost of 1 fits now
 	ResetAfterUS int64  `json:"reset_after_us"`
 }
 
-// TopResult is the output of top.
+// TopResult is the output of the command top.
 type TopResult struct {
 	Limiter  string     `json:"limiter"`
 	Table    string     `json:"table"`
 	Looked   int64      `json:"rows_looked_at"`
-	Complete bool       `json:"complete"` // all rows of the limiter were read
+	Complete bool       `json:"complete"` // whether all rows of the limiter were read
 	Share    float64    `json:"share"`    // the approximate share of the limiter's rows that was read, from 0 to 1
-	At       time.Time  `json:"at"`       // the database's clock (of shard 0); all times count from it
+	At       time.Time  `json:"at"`       // the time of the database (of shard 0), from which all durations count
 	Keys     []keyState `json:"keys"`
 	Warning  string     `json:"warning,omitempty"`
 }
@@ -66,7 +66,7 @@ sees keys that were made together either all or not at all. Keys that took nothi
 				return err
 			}
 			result := TopResult{Limiter: args[0], Table: cli.Table(durable), Complete: true, Keys: []keyState{}}
-			rows := 0.0 // the estimated number of the limiter's rows
+			rows := 0.0 // an estimate of the number of the limiter's rows
 			of := ratelimit.Config{Name: args[0], Policy: policy.Policy, Durable: durable}
 			if err := a.InStores(ctx, func(store *cli.App, pool *pgxpool.Pool) error {
 				add := func(states []keyState) {
@@ -113,7 +113,7 @@ func addMaxRows(cmd *cobra.Command, maxRows *int64) {
 		"look at no more than so many rows of a limiter in each shard, at random; 100,000 take some seconds")
 }
 
-// Closest compares keys: the one with less left comes first, then the one with the longer wait.
+// Closest compares keys: the key that has less left comes first, then the key that must wait longer.
 func Closest(a, b keyState) int {
 	return cmp.Or(cmp.Compare(a.Remaining, b.Remaining), cmp.Compare(b.RetryAfterUS, a.RetryAfterUS),
 		cmp.Compare(b.ResetAfterUS, a.ResetAfterUS), cmp.Compare(a.Key, b.Key))
@@ -146,15 +146,15 @@ var (
 	sampleSQL string
 )
 
-// sample is some or all keys of a limiter.
+// sample is a part of a limiter's keys, or all of them.
 type sample struct {
 	keys  []string
-	share float64   // the approximate share of the limiter's keys; 1 if they are all
-	at    time.Time // the database's clock at that time
+	share float64   // the approximate share of the limiter's keys; 1 if keys has all of them
+	at    time.Time // the database's time when the keys were read
 }
 
-// peekAll reads the states of a limiter's keys as of one moment, in batches, each in its own transaction. If there are
-// more than maxRows keys, it takes a sample.
+// peekAll reads the states of a limiter's keys at one moment, in batches with a transaction each. If there are more
+// than maxRows keys, it reads a sample.
 func peekAll(
 	ctx context.Context, a *cli.App, pool *pgxpool.Pool, of ratelimit.Config, maxRows int64, visit func([]keyState),
 ) (s sample, err error) {
@@ -178,8 +178,8 @@ func peekAll(
 	return s, nil
 }
 
-// sampleKeys returns all keys of a limiter. If it has more than maxRows, it chooses blocks of the table at random, and
-// then rows of the limiter in these blocks.
+// sampleKeys returns all keys of a limiter. If there are more than maxRows, it chooses blocks of the table at random,
+// and then rows of the limiter in these blocks.
 func sampleKeys(
 	ctx context.Context, a *cli.App, pool *pgxpool.Pool, name string, durable bool, maxRows int64,
 ) (s sample, err error) {
@@ -195,17 +195,17 @@ func sampleKeys(
 		if err != nil {
 			return err
 		}
-		// A sample of the default size has about as many rows as the default of maxRows.
+		// By default, a sample has about as many rows as defaultMaxRows.
 		s.share = min(1, percent[cli.Table(durable)]/100*max(1, float64(maxRows)/defaultMaxRows))
 		s.keys = nil
-		rows, _ := tx.Query(ctx, inTable(sampleSQL, durable), name, 100*s.share, maxRows) // rows may have an error
+		rows, _ := tx.Query(ctx, inTable(sampleSQL, durable), name, 100*s.share, maxRows) // rows may contain an error
 		var key string
 		var from int64
 		_, err = pgx.ForEachRow(rows, []any{&key, &from}, func() error {
 			s.keys = append(s.keys, key)
 			return nil
 		})
-		slices.Sort(s.keys) // so that a batch is contiguous in the index
+		slices.Sort(s.keys) // keys of a batch are then neighbors in the index
 		if from > 0 {
 			s.share *= float64(len(s.keys)) / float64(from)
 		}
@@ -228,7 +228,7 @@ func peekKeys(
 	}
 	p := numbers[0]
 	rows, _ := tx.Query(ctx, peekSQL, name, keys, durable, p.Algorithm, p.Limit, p.Span.Microseconds(), p.Refill, at,
-		p.Zone) // rows has the error too
+		p.Zone) // rows may contain an error
 	states := make([]keyState, 0, len(keys))
 	var ord int64
 	var s keyState

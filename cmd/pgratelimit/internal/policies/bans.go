@@ -31,7 +31,7 @@ INSERT a row of the mode deny into rate_limit_policy.`,
 			c := PolicyChange{removed: "replaced", added: "banned"}
 			return c.carryOut(ctx, a, args[0], to, func(rows []PolicyRow) error {
 				ends := c.at.Add(time.Duration(lasts))
-				decided := false // by an earlier row, which began later
+				decided := false // a row that began later decides
 				for _, r := range rows {
 					if !r.Target().is(to) || r.shadow() || !r.Counts(c.at) || !r.readable() {
 						continue

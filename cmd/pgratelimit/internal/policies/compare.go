@@ -25,14 +25,14 @@ type Comparison struct {
 	KeyPrefix *string       `json:"key_prefix"`
 	Policy    string        `json:"policy"`
 	Decided   int64         `json:"decided"`
-	Denied    int64         `json:"denied"` // by the policy in force
+	Denied    int64         `json:"denied"` // denials of the policy in force
 	WouldDeny int64         `json:"would_deny"`
-	Since     time.Time     `json:"since"` // when the row began or was changed
-	Until     *time.Time    `json:"until"` // the time of the last report; null if there is none
-	Keys      []ComparedKey `json:"keys"`  // the keys with the most denials by the shadow
+	Since     time.Time     `json:"since"` // when the row began or was last changed
+	Until     *time.Time    `json:"until"` // the time of the last report; null if there is no report
+	Keys      []ComparedKey `json:"keys"`  // the keys that the shadow policy would have denied most often
 }
 
-// ComparedKey is how often a key was denied, and would have been.
+// ComparedKey is how often a key was denied, and how often the shadow policy would have denied it.
 type ComparedKey struct {
 	Key       string `json:"key"`
 	WouldDeny int64  `json:"would_deny"`
@@ -91,7 +91,7 @@ func printComparisons(w io.Writer, all []Comparison) {
 	}
 }
 
-// share is a number with its percentage of the total.
+// share formats a number with its percentage of all.
 func share(n, all int64) string {
 	if all == 0 {
 		return "0"

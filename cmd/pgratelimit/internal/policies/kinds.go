@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// A user who asks about a limiter must name its table and a policy of its kind. Only the application knows these. But
-// the rows in the tables show what the limiter uses.
+// The user of a command must give the table and a policy of the kind that the application uses. The rows in the tables
+// show both, so that the command can warn of a mistake.
 
 var (
 	//go:embed sql/kinds.sql
@@ -25,11 +25,11 @@ var (
 	keyKindsSQL string
 )
 
-// Kinds has the algorithms that wrote the rows of each name, in rate_limit_ephemeral and in rate_limit_durable, as a
-// sum of 1 << code. All expired rows together count as 1.
+// Kinds maps names to the algorithms that wrote the rows in rate_limit_ephemeral and in rate_limit_durable, as a sum of
+// 1 << code. If there are expired rows, the sum has 1 too.
 type Kinds map[string][2]int64
 
-// of returns the kinds of a name's rows, in the given table and in the other one.
+// of returns the algorithms that wrote a name's rows in the given table and in the other table.
 func (k Kinds) of(name string, durable bool) (here, there int64) {
 	if durable {
 		return k[name][1], k[name][0]
@@ -39,19 +39,19 @@ func (k Kinds) of(name string, durable bool) (here, there int64) {
 
 func (k Kinds) Either(name string) int64 { return k[name][0] | k[name][1] }
 
-// Elsewhere tells whether a limiter seems to use the other table: only that one has live rows, or only that one has any
-// rows.
+// Elsewhere tells whether a limiter seems to use the other table, because only that table has live rows, or because
+// only that table has rows.
 func (k Kinds) Elsewhere(name string, durable bool) bool {
 	here, there := k.of(name, durable)
 	return min(there, 2) > min(here, 2)
 }
 
-// add adds the rows of kinds.sql or key_kinds.sql.
+// add adds the result of kinds.sql or key_kinds.sql.
 func (k Kinds) add(ctx context.Context, tx pgx.Tx, sql string, args ...any) error {
 	var name string
 	var durable bool
 	var bits int64
-	rows, _ := tx.Query(ctx, sql, args...) // rows has the error too
+	rows, _ := tx.Query(ctx, sql, args...) // rows may contain an error
 	_, err := pgx.ForEachRow(rows, []any{&name, &durable, &bits}, func() error {
 		kinds := k[name]
 		if durable {
@@ -71,8 +71,8 @@ func RowKinds(ctx context.Context, tx pgx.Tx, names []string) (Kinds, error) {
 	return found, found.add(ctx, tx, kindsSQL, names, 100, 100)
 }
 
-// KindsOf reads which algorithms wrote the rows of a limiter's key. If key is nil, or has no live rows, it reads all
-// keys, or a sample of them.
+// KindsOf reads which algorithms wrote the rows of a limiter's key. If key is nil or has no live rows, KindsOf reads
+// the limiter's other keys, or a sample of them.
 func KindsOf(ctx context.Context, a *cli.App, limiter string, key *string) (Kinds, error) {
 	names, found := algorithm.RowNames(limiter), Kinds{}
 	if key != nil {
@@ -96,15 +96,15 @@ func KindsOf(ctx context.Context, a *cli.App, limiter string, key *string) (Kind
 	return found, err
 }
 
-// PrintWarning prints what Misled returns.
+// PrintWarning prints a warning of Misled, if there is one.
 func PrintWarning(w io.Writer, warning string) {
 	if warning != "" {
 		fmt.Fprintf(w, "warning: %s\n", warning)
 	}
 }
 
-// Misled returns a warning if the rows of a limiter, or of one of its keys, are in the other table, or of another kind
-// than the policy. For a role that may not read the tables it returns nothing.
+// Misled returns a warning if the rows of a limiter or key are in the other table, or of another kind than the policy.
+// It returns "" if this role may not read the tables.
 func Misled(ctx context.Context, a *cli.App, limiter string, key *string, policy string, durable bool) string {
 	found, err := KindsOf(ctx, a, limiter, key)
 	if err != nil {
@@ -127,7 +127,7 @@ func Misled(ctx context.Context, a *cli.App, limiter string, key *string, policy
 	return ""
 }
 
-// Elsewhere says that a limiter has its rows in the other table.
+// Elsewhere returns a text that says that a limiter has its rows in the other table.
 func Elsewhere(limiter string, durable bool) string {
 	do := "give --durable"
 	if durable {
@@ -137,15 +137,15 @@ func Elsewhere(limiter string, durable bool) string {
 		cli.Printable(limiter), cli.Table(!durable), cli.Table(durable), do)
 }
 
-// OfAnotherKind says that a policy is of another kind than the rows of a name.
+// OfAnotherKind returns a text that says that a policy is of another kind than the rows of a name.
 func OfAnotherKind(own, name, others string) string {
 	return fmt.Sprintf("this policy is of the kind %s, and the rows of %s are of the kind %s, so it does not "+
 		"count them: give the application's policy", own, cli.Printable(name), others)
 }
 
-// OtherKinds returns the word for a policy's algorithm, and the words for the algorithms that wrote the rows. Both are
-// "" if the policy's algorithm wrote some of them. Only the policy's first part counts, because the policy in the code
-// may have only one.
+// OtherKinds returns the word for a policy's algorithm, and the words for the algorithms that wrote the rows. It
+// returns "" and "" if the policy's algorithm wrote some of the rows. It looks at the policy's first part only, because
+// the policy in the code may have only one part.
 func OtherKinds(policy string, bits int64) (own, others string) {
 	numbers, err := algorithm.Parse(policy)
 	if err != nil || bits>>numbers[0].Algorithm&1 == 1 {
@@ -154,7 +154,7 @@ func OtherKinds(policy string, bits int64) (own, others string) {
 	return algorithm.ByCode(numbers[0].Algorithm).Word, strings.Join(Words(bits), ", ")
 }
 
-// Words returns the words for the algorithms that wrote rows. These words are the first words of a policy's text.
+// Words returns the words for the algorithms that wrote rows, such as "sliding" in "sliding 10/1m".
 func Words(bits int64) []string {
 	all := []string{}
 	for _, a := range algorithm.All() {
@@ -165,14 +165,14 @@ func Words(bits int64) []string {
 	return all
 }
 
-// warnOfKind warns if the limiter seems to ignore a policy.
+// warnOfKind prints a warning if the limiter seems to ignore the policy of a row.
 func warnOfKind(ctx context.Context, a *cli.App, r *PolicyRow) {
 	if r.Mode != ModeEnforce {
 		return
 	}
 	found, err := KindsOf(ctx, a, r.Limiter, nil)
 	if err != nil {
-		return // the policy is set anyway
+		return // set the policy without a warning
 	}
 	if own, others := OtherKinds(*r.Policy, found.Either(r.Limiter)); others != "" {
 		fmt.Fprintf(a.Stderr, "warning: this policy is of the kind %s, and the rows of %s are of the kind %s: "+

@@ -1,4 +1,4 @@
-// Package policies has the commands that change and show the policies in the database, and bans.
+// Package policies has the commands that change and show policies and bans in the database.
 package policies
 
 import (
@@ -20,7 +20,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// Modes of rows.
+// These are the modes of a row.
 const (
 	ModeEnforce = "enforce"
 	ModeShadow  = "shadow"
@@ -43,7 +43,7 @@ var (
 	addSQL string
 )
 
-// PolicyTarget is the keys that a row is for: one key, the keys with a prefix, or, if both are nil, all keys.
+// PolicyTarget says which keys a row is for: one key, all keys with a prefix, or all keys if both fields are nil.
 type PolicyTarget struct{ Key, prefix *string }
 
 func (t PolicyTarget) String() string {
@@ -56,7 +56,7 @@ func (t PolicyTarget) String() string {
 	return "everybody"
 }
 
-// is tells whether two targets are the same.
+// is tells whether two targets are equal.
 func (t PolicyTarget) is(other PolicyTarget) bool {
 	same := func(a, b *string) bool { return (a == nil) == (b == nil) && (a == nil || *a == *b) }
 	return same(t.Key, other.Key) && same(t.prefix, other.prefix)
@@ -67,13 +67,13 @@ type PolicyRow struct {
 	ID         int64      `json:"id"`
 	Limiter    string     `json:"name"`
 	Key        *string    `json:"key"`
-	KeyPrefix  *string    `json:"key_prefix"` // if this and the key are null, the row is for all keys
+	KeyPrefix  *string    `json:"key_prefix"` // if KeyPrefix and Key are null, the row is for all keys
 	Mode       string     `json:"mode"`
-	Policy     *string    `json:"policy"` // only for the modes enforce and shadow
+	Policy     *string    `json:"policy"` // null for the modes off and deny
 	ValidFrom  *time.Time `json:"valid_from"`
-	ValidUntil *time.Time `json:"valid_until"` // null means no end
+	ValidUntil *time.Time `json:"valid_until"` // null means that the row does not end
 	Comment    string     `json:"comment"`
-	Automatic  bool       `json:"automatic"` // a limiter made this ban
+	Automatic  bool       `json:"automatic"` // whether a limiter made this ban
 	ChangedBy  string     `json:"changed_by"`
 	ChangedAt  time.Time  `json:"changed_at"`
 	State      string     `json:"state,omitempty" db:"-"`
@@ -82,8 +82,8 @@ type PolicyRow struct {
 // These are the states of a row.
 const (
 	InForce    = "in force"
-	overridden = "overridden"  // another row overrides it now
-	PassedOver = "passed over" // this release's limiters cannot read it
+	overridden = "overridden"  // another row overrides this row now
+	PassedOver = "passed over" // limiters of this release cannot read this row
 	notYet     = "not yet"
 )
 
@@ -97,7 +97,7 @@ func (r *PolicyRow) Counts(at time.Time) bool {
 	return r.begun(at) && (r.ValidUntil == nil || r.ValidUntil.After(at))
 }
 
-// Decides returns the policy of a row, "off" or "deny".
+// Decides returns the policy of a row, or "off" or "deny".
 func (r *PolicyRow) Decides() string {
 	if r.Policy != nil {
 		return cli.Printable(*r.Policy)
@@ -105,7 +105,7 @@ func (r *PolicyRow) Decides() string {
 	return r.Mode
 }
 
-// First returns the row in force, or nil. The rows must be in order, with the best first.
+// First returns the row in force, or nil. The rows must be in order of precedence.
 func First(rows []PolicyRow, at time.Time, shadow bool) *PolicyRow {
 	for i := range rows {
 		if rows[i].shadow() == shadow && rows[i].Counts(at) && rows[i].readable() {
@@ -115,7 +115,7 @@ func First(rows []PolicyRow, at time.Time, shadow bool) *PolicyRow {
 	return nil
 }
 
-// Judge sets the states of rows that apply to the same key. The rows must be in order, with the best first.
+// Judge sets the states of rows that apply to the same key. The rows must be in order of precedence.
 func Judge(rows []PolicyRow, at time.Time) {
 	decides, shadows := First(rows, at, false), First(rows, at, true)
 	for i := range rows {
@@ -132,7 +132,7 @@ func Judge(rows []PolicyRow, at time.Time) {
 	}
 }
 
-// ApplyingPolicies returns the rows for a target in order, with the best first, and the database's clock.
+// ApplyingPolicies returns the rows for a target in order of precedence, and the database's time.
 func ApplyingPolicies(
 	ctx context.Context, tx pgx.Tx, name string, target PolicyTarget, ended bool,
 ) (rows []PolicyRow, at time.Time, err error) {
@@ -163,7 +163,7 @@ looked up in the same way, but among themselves. Their policies are decided too,
 	return cmd
 }
 
-// optional returns the only argument, or nil if there is none.
+// optional returns the only argument, or nil if there is no argument.
 func optional(args []string) *string {
 	if len(args) == 0 {
 		return nil
@@ -194,7 +194,7 @@ func listCommand(a *cli.App) *cobra.Command {
 					return err
 				}
 				rows, err := cli.Rows[PolicyRow](ctx, tx, listSQL, name, bans)
-				for from, to := 0, 0; from < len(rows); from = to { // rows for the same target
+				for from, to := 0, 0; from < len(rows); from = to { // the rows from from to to are for the same target
 					for to < len(rows) && rows[to].Limiter == rows[from].Limiter &&
 						rows[to].Target().is(rows[from].Target()) {
 						to++
@@ -252,7 +252,7 @@ key it shows those for everybody.`,
 	})
 }
 
-// printPolicies prints rows as a table.
+// printPolicies prints rows as a table, or the text none if there are no rows.
 func printPolicies(w io.Writer, rows []PolicyRow, none string) {
 	if len(rows) == 0 {
 		fmt.Fprintln(w, none)
@@ -267,7 +267,7 @@ func printPolicies(w io.Writer, rows []PolicyRow, none string) {
 // The comment is the last column, because it may be long.
 const header = "LIMITER\tFOR\tMODE\tPOLICY\tFROM\tUNTIL\tBY\tCOMMENT"
 
-// line is a row in a table with that header.
+// line returns a row as a line of a table with this header.
 func (r *PolicyRow) line() string {
 	from, until, policy, by := "always", "", "", cli.Printable(r.ChangedBy)
 	if r.ValidFrom != nil {
@@ -286,7 +286,7 @@ func (r *PolicyRow) line() string {
 		until, by, cli.Printable(r.Comment)}, "\t")
 }
 
-// targetFlags are the flags for the keys of a policy.
+// targetFlags are the flags that say which keys a policy is for.
 type targetFlags struct {
 	key, prefix string
 	everybody   bool
@@ -299,7 +299,7 @@ func (f *targetFlags) add(cmd *cobra.Command) {
 	cmd.MarkFlagsMutuallyExclusive("key", "prefix", "everybody")
 }
 
-// Target returns the target in the flags.
+// Target returns the target that the flags describe.
 func (f *targetFlags) Target(cmd *cobra.Command) (t PolicyTarget) {
 	if cmd.Flags().Changed("key") {
 		t.Key = &f.key
@@ -310,7 +310,7 @@ func (f *targetFlags) Target(cmd *cobra.Command) (t PolicyTarget) {
 	return t
 }
 
-// CheckPolicyTarget refuses an invalid name or target before the database is used.
+// CheckPolicyTarget returns an error for an invalid name or target, so that the database need not check it.
 func CheckPolicyTarget(name string, t PolicyTarget) error {
 	wrong := func(text *string, most int) bool { return text != nil && (*text == "" || len(*text) > most) }
 	switch {
@@ -328,20 +328,20 @@ func CheckPolicyTarget(name string, t PolicyTarget) error {
 type PolicyChange struct {
 	DryRun  bool        `json:"dry_run"`
 	Removed []PolicyRow `json:"removed"`
-	Added   *PolicyRow  `json:"added"` // null if no row is added
-	// Overrides is the row for the same target that would be in force when the added one begins. It stays in the table.
+	Added   *PolicyRow  `json:"added"` // null if no row was added
+	// Overrides is the row for the same target that the added row overrides. It remains in the table.
 	Overrides *PolicyRow `json:"overrides"`
-	Lowers    bool       `json:"lowers"` // it lowers the limit, or may do so, and needs --force
+	Lowers    bool       `json:"lowers"` // whether the change may lower the limit, so that it needs --force
 	at        time.Time
-	because   string // why it lowers the limit
+	because   string // the reason why the change may lower the limit
 
-	// Words in the output.
+	// These are words in the output.
 	removed, added string
-	none           string // if nothing changes
+	none           string // the output if nothing changes
 }
 
-// carryOut changes policies, and prints the changes. decide reads the rows for the target, and returns the changes.
-// Nobody else can change policies meanwhile.
+// carryOut changes policies and prints the changes. decide gets the rows for the target and sets the changes. No other
+// session can change policies meanwhile.
 func (c *PolicyChange) carryOut(
 	ctx context.Context, a *cli.App, name string, target PolicyTarget, decide func(rows []PolicyRow) error,
 ) error {
@@ -349,7 +349,7 @@ func (c *PolicyChange) carryOut(
 	if c.DryRun {
 		transaction = a.Read
 	}
-	c.Removed = []PolicyRow{} // not null in JSON
+	c.Removed = []PolicyRow{} // [] instead of null in JSON
 	if err := a.InFirst(ctx, func(pool *pgxpool.Pool) error {
 		return transaction(ctx, pool, func(tx pgx.Tx) error {
 			if !c.DryRun {
@@ -419,10 +419,10 @@ func (c *PolicyChange) print(w io.Writer) {
 	}
 }
 
-// readable tells whether limiters can read a row. A newer release may have written it.
+// readable tells whether limiters can read a row. A newer release may have written rows that they cannot read.
 func (r *PolicyRow) readable() bool { return r.ObeyedBy(nil) }
 
-// ObeyedBy tells whether a limiter with a policy in the code obeys a row.
+// ObeyedBy tells whether a limiter with the policy code in its code obeys a row.
 func (r *PolicyRow) ObeyedBy(code ratelimit.Policy) bool {
 	switch r.Mode {
 	case ModeOff, ModeDeny:
@@ -435,8 +435,7 @@ func (r *PolicyRow) ObeyedBy(code ratelimit.Policy) bool {
 	return false
 }
 
-// sameKind tells whether a policy's text can be read, and whether it is of the kind of another policy, if that one is
-// known.
+// sameKind tells whether a policy's text can be read, and has the algorithm of code if code is not nil.
 func sameKind(text string, code ratelimit.Policy) bool {
 	row, err := algorithm.Parse(text)
 	if err != nil || code == nil {

@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// momentValue is a flag for a time, or for a duration after another time.
+// momentValue is a flag whose value is a time, or a duration after another time.
 type momentValue struct {
 	given bool
 	after time.Duration
@@ -52,7 +52,7 @@ func (v *momentValue) since(t time.Time) time.Time {
 	return v.at.UTC()
 }
 
-// readSpan reads a duration as in a policy. Unlike Go's, it may have days.
+// readSpan parses a duration such as 7d or 90m. Go's durations have no days.
 func readSpan(text string) (time.Duration, error) {
 	numbers, err := algorithm.Parse("fixed 1/" + text)
 	if err != nil || len(numbers) != 1 || numbers[0].Span < time.Microsecond {
@@ -61,7 +61,7 @@ func readSpan(text string) (time.Duration, error) {
 	return numbers[0].Span, nil
 }
 
-// spanValue is a flag for a duration.
+// spanValue is a flag whose value is a duration.
 type spanValue time.Duration
 
 var _ pflag.Value = (*spanValue)(nil)
@@ -189,7 +189,7 @@ func addDryRun(cmd *cobra.Command, dry *bool) {
 	cmd.Flags().BoolVar(dry, "dry-run", false, "only show what would change")
 }
 
-// begin sets the beginning and end of a row. now is the database's clock.
+// begin sets the beginning and the end of a row. now is the database's time.
 func (r *PolicyRow) begin(from, until *momentValue, now time.Time) error {
 	begins := now
 	if from.given {
@@ -233,12 +233,12 @@ func (c *PolicyChange) compare(rows []PolicyRow) {
 	}
 }
 
-// isLower tells whether a row with a policy allows less than another row, at once or in the long run.
+// isLower tells whether a row allows less than another row, at once or in the long run.
 func isLower(r, than *PolicyRow) bool {
 	switch {
 	case than.Mode == ModeDeny:
 		return false
-	case than.Policy == nil: // it allows everything
+	case than.Policy == nil: // the other row allows everything
 		return true
 	}
 	burst, rate, err := allowance(*r.Policy)
@@ -246,7 +246,7 @@ func isLower(r, than *PolicyRow) bool {
 	return err != nil || otherErr != nil || burst.Cmp(otherBurst) < 0 || rate.Cmp(otherRate) < 0
 }
 
-// allowance returns how much a policy allows at once, and how much per nanosecond in the long run.
+// allowance returns how many units a policy allows at once, and how many per nanosecond in the long run.
 func allowance(text string) (burst, rate *big.Rat, err error) {
 	policies, err := algorithm.Parse(text)
 	if err != nil {

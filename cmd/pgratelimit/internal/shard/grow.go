@@ -54,10 +54,10 @@ a standby of this one.`,
 // growing is the state of growShards.
 type growing struct {
 	proxies []*cli.App
-	owners  []string   // of the proxies' functions
-	stores  []*cli.App // the old shards, then the new ones
+	owners  []string   // the owners of the proxies' functions
+	stores  []*cli.App // the old shards, then the new shards
 	states  []State
-	growth  *shards.Growth // an earlier call's record on the first proxy
+	growth  *shards.Growth // the record on the first proxy, if an earlier call was interrupted
 }
 
 func growShards(ctx context.Context, a *cli.App, more, others []string, undo, yes bool) error {
@@ -144,7 +144,7 @@ func growShards(ctx context.Context, a *cli.App, more, others []string, undo, ye
 	return listShards(ctx, a)
 }
 
-// own returns a connection that acts as a role.
+// own returns a connection whose role is set to role.
 func own(ctx context.Context, a *cli.App, role string) (*pgx.Conn, error) {
 	config, err := a.Config()
 	if err != nil {
@@ -156,12 +156,12 @@ func own(ctx context.Context, a *cli.App, role string) (*pgx.Conn, error) {
 	}
 	conn.RuntimeParams["search_path"] = "pg_catalog, pg_temp"
 	if role != "" && role != conn.User {
-		conn.RuntimeParams["role"] = role // a pooler refuses this, so no other client can get the role
+		conn.RuntimeParams["role"] = role // a pooler refuses this, so no other client can get the session
 	}
 	return pgx.ConnectConfig(ctx, conn)
 }
 
-// Read reads all databases, and returns an error if one of them has a problem.
+// Read reads all databases. It returns an error if a database has a problem.
 func (g *growing) Read(ctx context.Context, more []string, undo bool) error {
 	var old []string
 	for i, proxy := range g.proxies {
@@ -209,7 +209,8 @@ func (g *growing) Read(ctx context.Context, more []string, undo bool) error {
 	return err
 }
 
-// readStores reads only who owns the tables. A lost shard may be the reason for the undo.
+// readStores reads the owners of the tables. It ignores other errors, because a lost shard may be the reason for
+// --undo.
 func (g *growing) readStores(ctx context.Context) error {
 	for i, store := range g.stores {
 		g.states = append(g.states, NewState(store))
@@ -223,7 +224,7 @@ func (g *growing) readStores(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// growsBy returns the new databases: the given ones, or those of an interrupted call.
+// growsBy returns the connection strings of the new shards: more, or those of an interrupted call.
 func (t *Target) growsBy(more []string, undo bool) ([]string, error) {
 	switch {
 	case undo && t.growth == nil:
@@ -236,7 +237,7 @@ func (t *Target) growsBy(more []string, undo bool) ([]string, error) {
 	return t.growth.By, nil
 }
 
-// grows returns an error unless the proxy can grow by these databases, or has already begun to.
+// grows returns an error if the proxy cannot grow by these databases, and has not begun to do so.
 func (t *Target) grows(more []string) error {
 	n, has := len(more), len(t.Connections)
 	begun := has == 2*n

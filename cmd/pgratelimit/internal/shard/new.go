@@ -20,14 +20,14 @@ import (
 // wantedShard is the state that a database must have to become a shard.
 type wantedShard struct {
 	is     Identity
-	fresh  bool // it need not know its place yet
-	counts bool // it may already have counts
-	copies bool // it may be the new database of a shard in a division
-	had    bool // the proxy already has it in this place
-	still  bool // an old shard whose new one has not taken over yet
+	fresh  bool // whether the database may not know its place yet
+	counts bool // whether the database may already have counts
+	copies bool // whether the database may be the new shard of a division
+	had    bool // whether the proxy already has the database in this place
+	still  bool // whether the database is an old shard whose new shard has not taken over yet
 }
 
-// readNewShards reads databases that will become shards. It returns an error that lists the problems of each.
+// readNewShards reads databases that will become shards. Its error lists the problems of each database.
 func readNewShards(
 	ctx context.Context, stores []*cli.App, want func(s *State, n int) wantedShard,
 ) ([]State, error) {
@@ -38,10 +38,10 @@ func readNewShards(
 	version := all[len(all)-1].Version
 	states := make([]State, len(stores))
 	var random [4]byte
-	_, _ = rand.Read(random[:]) // never fails
+	_, _ = rand.Read(random[:]) // Read never returns an error
 	token := int32(binary.BigEndian.Uint32(random[:]))
 	var visit func(place int)
-	visit = func(place int) { // twin needs open transactions in all places at once
+	visit = func(place int) { // twin needs open transactions in all databases at the same time
 		if place == len(stores) {
 			return
 		}
@@ -79,7 +79,7 @@ func readNewShards(
 	return states, errors.Join(wrong...)
 }
 
-// readNew also reads what matters only before a database becomes a shard.
+// readNew reads a database that will become a shard. Read does not read everything that matters for this.
 func (s *State) readNew(ctx context.Context, tx pgx.Tx, token int32, version int64) error {
 	if err := tx.QueryRow(ctx, twinSQL, token, s.Place).Scan(&s.twin); err != nil {
 		return err
@@ -166,7 +166,7 @@ func tryShards(
 	return err
 }
 
-// ProxyTrouble explains an error of PL/Proxy, with advice.
+// ProxyTrouble explains an error of PL/Proxy, and gives advice.
 func ProxyTrouble(err error) (found, do string) {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	if !ok {

@@ -18,7 +18,8 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// PasswordVariable has the password of PL/Proxy's role on the shards. An argument would be visible to others.
+// PasswordVariable is the environment variable with the password of PL/Proxy's role on the shards. Other users could
+// see an argument.
 const PasswordVariable = "PGRATELIMIT_SHARD_PASSWORD"
 
 var (
@@ -104,7 +105,7 @@ func setShards(ctx context.Context, a *cli.App, config shards.Config, yes bool) 
 	}); err != nil {
 		return stores[0].About(err)
 	}
-	// After an interruption, the same command continues.
+	// Intend allows the same command to continue after an interruption.
 	for i, store := range stores {
 		if states[i].Is == nil {
 			if err := asOwner(ctx, store, func(conn *pgx.Conn) error {
@@ -124,12 +125,12 @@ func setShards(ctx context.Context, a *cli.App, config shards.Config, yes bool) 
 			}
 		}
 	}
-	// This may have to repair the functions, so it accepts strange ones.
+	// This transaction accepts functions of other roles, because it may have to replace them.
 	if err := a.Transaction(ctx, pool, pgx.ReadWrite, cli.AccessShare, true, func(tx pgx.Tx) error {
 		if err := shards.Install(ctx, tx, source, config); err != nil {
 			return err
 		}
-		// During a division, some keys may belong to no shard.
+		// During a division, no shard may own some of the keys.
 		return tryShards(ctx, tx, stores, source, target.owner, target.growth == nil)
 	}); err != nil {
 		return fmt.Errorf("the proxy stays as it was: %w", err)
@@ -137,7 +138,7 @@ func setShards(ctx context.Context, a *cli.App, config shards.Config, yes bool) 
 	return listShards(ctx, a)
 }
 
-// asOwner calls do in a transaction in a shard, as the owner of its tables.
+// asOwner calls do in a transaction on a shard, as the owner of the shard's tables.
 func asOwner(ctx context.Context, a *cli.App, do func(conn *pgx.Conn) error) error {
 	return a.About(a.WithPool(ctx, func(pool *pgxpool.Pool) error {
 		return a.Write(ctx, pool, func(tx pgx.Tx) error {
@@ -155,24 +156,24 @@ func asOwner(ctx context.Context, a *cli.App, do func(conn *pgx.Conn) error) err
 	}))
 }
 
-// Target is a database that is a proxy, or will become one.
+// Target is a database that is a proxy, or will become a proxy.
 type Target struct {
 	database, role string
 	superuser      bool
-	major          int // of Postgres
+	major          int // the major version of Postgres
 	Available      bool
 	encoding       string
 	standby        bool
 	schemaThere    bool
-	Tables         []string // with our names, in the schema
-	elsewhere      []string // schemas with the functions of another proxy
-	mapped         bool     // PL/Proxy has a role to connect as
-	owner          string   // the functions' owner, quoted
-	Connections    []string // nil if it is no proxy
+	Tables         []string // tables in the schema that have names of the limiter's tables
+	elsewhere      []string // schemas that have the functions of another proxy
+	mapped         bool     // whether PL/Proxy has a user mapping
+	owner          string   // the functions' owner, quoted for SQL
+	Connections    []string // nil if the database is not a proxy
 	growth         *shards.Growth
 }
 
-// ReadTarget also sets the schema: the proxy's, or the first one of search_path.
+// ReadTarget reads a Target. It sets a.Schema to the proxy's schema, or to the first schema of search_path.
 func ReadTarget(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (t Target, err error) {
 	if a.Schema == "" {
 		if err := a.Look(ctx, pool, func(tx pgx.Tx) error {
@@ -201,7 +202,7 @@ func ReadTarget(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (t Target, 
 	return t, err
 }
 
-// want returns the states that 'shard set' requires of a database. During a division, each database keeps its role.
+// want returns the state that 'shard set' requires of a database. During a division, each database must keep its role.
 func (t *Target) want(s *State, n int) wantedShard {
 	w := wantedShard{is: Identity{Place: s.Place, Shards: n}, fresh: true, counts: n == 1}
 	w.had = s.Place < len(t.Connections) && t.Connections[s.Place] == s.Connection
@@ -219,7 +220,7 @@ func (t *Target) want(s *State, n int) wantedShard {
 	return w
 }
 
-// keepsGrowing tells whether the same places would keep their old shards.
+// keepsGrowing tells whether the new shards that still lead to their old shards would be the same ones.
 func (t *Target) keepsGrowing(connections []string) bool {
 	half := len(t.Connections) / 2
 	for i := range half {
@@ -272,9 +273,9 @@ func (t *Target) refuse(config shards.Config) error {
 	return nil
 }
 
-// cluster returns the name of the cluster. It is a new name if a database has just become a shard. Such a database may
-// replace another shard only for a proxy that has all the other shards, because another proxy cannot know whether the
-// replaced shard is still in use. After an interrupted 'shard set', the mark of [shards.Intend] shows that it is not.
+// cluster returns the name of the cluster, which is new if only fresh databases become shards. A fresh database may
+// only replace a shard if this proxy has all other shards, because another proxy may still use the replaced shard.
+// After an interrupted 'shard set', the mark of [shards.Intend] shows that no proxy uses it.
 func (t *Target) cluster(states []State) (string, error) {
 	name := clusterOf(states)
 	var others, fresh *State

@@ -1,4 +1,4 @@
-// Package shard has the commands that spread the limits over several databases, behind a proxy.
+// Package shard has the commands that distribute limits to several databases behind a proxy.
 package shard
 
 import (
@@ -49,7 +49,7 @@ user of --database-url.`,
 	return a.Finish(cmd)
 }
 
-// listShards returns an error if a shard has a problem.
+// listShards prints the shards. It returns an error if a shard has a problem.
 func listShards(ctx context.Context, a *cli.App) error {
 	pool, err := a.Open(ctx)
 	if err != nil {
@@ -102,7 +102,8 @@ func printShards(w io.Writer, states []State) {
 	}
 }
 
-// checkConnections refuses connection strings that PL/Proxy cannot use, or that would show everybody a password.
+// checkConnections returns an error for connection strings that PL/Proxy cannot use, or that show a password to every
+// role.
 func checkConnections(connections []string) error {
 	if n := len(connections); n == 0 || n&(n-1) != 0 {
 		return cli.Usage(fmt.Errorf("the number of shards is %d, and must be a power of two: 1, 2, 4, 8 and so on", n))
@@ -118,7 +119,7 @@ func checkConnections(connections []string) error {
 		if _, err := shard.Config(); err != nil {
 			return refuse(`it has to look like "host=10.0.0.1 dbname=limits_0": ` + cli.OneLine(err))
 		}
-		// The connection string comes last, so it has precedence.
+		// The connection string comes last, so that its values win.
 		says, err := pgconn.ParseConfig("user='not given' password='not given' dbname='' " + connection)
 		switch {
 		case err != nil:

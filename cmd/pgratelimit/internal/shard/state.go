@@ -17,8 +17,8 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// FarClocks is the difference of two clocks above which there is a warning. A key is on one shard, so no decision
-// depends on two clocks. But policies begin and end by the first shard's clock.
+// FarClocks is how far the clocks of two shards may differ without a warning. A decision depends on one clock only, but
+// policies begin and end by the first shard's clock.
 const FarClocks = 100 * time.Millisecond
 
 var (
@@ -34,33 +34,33 @@ var (
 type State struct {
 	Place      int           `json:"place"`
 	Connection string        `json:"connection"`
-	Is         *Identity     `json:"is"`        // null if the database is no shard
-	Version    int64         `json:"version"`   // of the migrations; 0 if there are none
+	Is         *Identity     `json:"is"`        // null if the database is not a shard
+	Version    int64         `json:"version"`   // the version of the migrations; 0 if there are none
 	ReadOnly   bool          `json:"read_only"` //
-	Rows       int64         `json:"rows"`      // of keys, estimated
-	ClockUS    int64         `json:"clock_us"`  // ahead of the proxy's clock
+	Rows       int64         `json:"rows"`      // an estimate of the number of keys
+	ClockUS    int64         `json:"clock_us"`  // how far the clock is ahead of the proxy's clock
 	Wrong      []cli.Finding `json:"wrong"`     // [] if nothing is wrong
-	Name       string        // for people
-	schema     string        // of the tables and functions
+	Name       string        // the shard's name for people
+	schema     string        // the schema of the tables and functions
 	encoding   string        //
-	owner      string        // of the tables
-	member     bool          // this role is a member of the owner
+	owner      string        // the owner of the tables
+	member     bool          // whether this role is a member of the owner
 	Clock      ClockTime     //
 	Reached    bool          //
-	proxy      bool          // the database is itself a proxy
-	counts     bool          // it has counts; only read for set
-	policies   bool          // as above
-	twin       *int          // the place of an earlier shard in the same database; as above
-	division   string        // its mark in rate_limit_shard; see markDivision
-	noting     bool          // it records deleted rows, as during a division
-	divider    int           // the process that divides the shards now; only the first shard knows it
+	proxy      bool          // whether the database is itself a proxy
+	counts     bool          // whether the database has counts; only 'shard set' reads it
+	policies   bool          // whether the database has policies; only 'shard set' reads it
+	twin       *int          // the place of an earlier shard in the same database; only 'shard set' reads it
+	division   string        // the mark in rate_limit_shard; see markDivision
+	noting     bool          // whether the database records deleted rows, as during a division
+	divider    int           // the process id of the session that divides the shards now; only the first shard has it
 }
 
 // Identity is the row of rate_limit_shard.
 type Identity struct {
 	Place   int    `json:"place"`
 	Shards  int    `json:"shards"`
-	Cluster string `json:"cluster"` // the same on all shards of a cluster
+	Cluster string `json:"cluster"` // all shards of a cluster have the same name
 }
 
 func (i *Identity) String() string {
@@ -70,7 +70,7 @@ func (i *Identity) String() string {
 	return shards.Identity(*i).String()
 }
 
-// ClockTime is how far a server's clock is ahead of ours.
+// ClockTime is how far a server's clock is ahead of this process's clock.
 type ClockTime struct{ ahead, error time.Duration }
 
 func readClock(ctx context.Context, tx pgx.Tx) (ClockTime, error) {
@@ -83,10 +83,10 @@ func readClock(ctx context.Context, tx pgx.Tx) (ClockTime, error) {
 
 // ProxyState is the state of a proxy.
 type ProxyState struct {
-	Shards  int // in its functions
+	Shards  int // the number of shards that the proxy's functions know
 	Version int64
 	clock   ClockTime
-	Growth  *shards.Growth // nil if its shards are not being divided
+	Growth  *shards.Growth // nil if the shards are not being divided
 }
 
 func readProxyState(ctx context.Context, tx pgx.Tx) (p ProxyState, err error) {
@@ -99,7 +99,7 @@ func readProxyState(ctx context.Context, tx pgx.Tx) (p ProxyState, err error) {
 	return p, err
 }
 
-// NewState returns the state of a shard before it is read.
+// NewState returns the state of a shard before Read.
 func NewState(a *cli.App) State {
 	return State{
 		Place: a.Place, Connection: a.Connection, Wrong: []cli.Finding{}, Name: a.ShardName(), schema: a.Schema,
@@ -131,12 +131,12 @@ func (s *State) Read(ctx context.Context, tx pgx.Tx) (err error) {
 	return err
 }
 
-// copies tells whether a database has copies of a shard's rows, and is not a shard yet.
+// copies tells whether a database has copies of a shard's rows, but is not a shard yet.
 func (s *State) copies() bool {
 	return s.Is == nil && s.division != "" && !strings.HasPrefix(s.division, shards.Intended)
 }
 
-// Divides tells whether a database is a shard in a division, or gets keys of one.
+// Divides tells whether a database is a shard that is being divided, or gets keys of such a shard.
 func (s *State) Divides() bool {
 	return s.noting || s.division != "" && !strings.HasPrefix(s.division, shards.Intended)
 }
@@ -156,8 +156,8 @@ func (s *State) cannotBeRead(err error) {
 		"rights of this role", "cannot be reached: %s", cli.OneLine(err))
 }
 
-// judge finds a shard's problems, for a proxy whose functions have the given version. If fresh, the shard need not know
-// its place.
+// judge finds a shard's problems. version is the version of the proxy's functions. If fresh is true, the shard need not
+// know its place.
 func (s *State) judge(want Identity, version int64, fresh bool) {
 	if !s.Reached {
 		return
@@ -209,7 +209,7 @@ func (s *State) become(is Identity) string {
 		pgx.Identifier{s.schema}.Sanitize(), is.Place, is.Shards, strings.ReplaceAll(is.Cluster, "'", "''"))
 }
 
-// rightPlace gives advice for a shard with the wrong place.
+// rightPlace returns advice for a shard that has a wrong place.
 func (s *State) rightPlace(want Identity) string {
 	switch {
 	case s.noting || s.Is.Shards == 2*want.Shards && s.Is.Place%want.Shards == want.Place:
@@ -225,7 +225,7 @@ func (s *State) rightPlace(want Identity) string {
 		"uses it fail"
 }
 
-// judgeGrowth says how far the division of each old shard is, and how to continue.
+// judgeGrowth says how far the division of each old shard has come, and how to continue.
 func judgeGrowth(a *cli.App, states []State, growth *shards.Growth) {
 	half := len(states) / 2
 	moved, ended := false, true
@@ -265,7 +265,7 @@ func judgeGrowth(a *cli.App, states []State, growth *shards.Growth) {
 	}
 }
 
-// JudgeClock warns of a clock that differs much from the proxy's.
+// JudgeClock adds a warning if the shard's clock differs by more than FarClocks from the proxy's clock.
 func (s *State) JudgeClock(proxy ClockTime) {
 	if !s.Reached {
 		return
@@ -278,7 +278,8 @@ func (s *State) JudgeClock(proxy ClockTime) {
 	}
 }
 
-// States reads the states of a proxy and all its shards at the same time. It is no error if one does not answer.
+// States reads the states of a proxy and of all its shards at the same time. A shard that does not answer is not an
+// error.
 func States(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (p ProxyState, states []State, err error) {
 	all, err := a.Shards(ctx, pool)
 	if err != nil || len(all) == 0 {
@@ -309,7 +310,7 @@ func States(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (p ProxyState, 
 		s, old := &states[i], &states[i%max(len(all)/2, 1)]
 		s.JudgeClock(p.clock)
 		if p.Growth != nil && s.IsStill(old) {
-			s.Wrong = []cli.Finding{} // these belong to the old shard
+			s.Wrong = []cli.Finding{} // the problems belong to the old shard
 			continue
 		}
 		want := Identity{i, len(all), cluster}

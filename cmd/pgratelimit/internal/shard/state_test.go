@@ -6,7 +6,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Only clocks that certainly differ are reported.
+// JudgeClock warns only if the clocks certainly differ.
 func TestJudgeClock(t *testing.T) {
 	t.Parallel()
 

@@ -57,8 +57,8 @@ func migrateUpCommand(a *cli.App) *cobra.Command {
 	return cmd
 }
 
-// migrateUp applies all migrations. If none is pending but an object is missing, it returns an error. It warns if its
-// objects belong to another role than the schema's owner, and this role may act as the owner.
+// migrateUp applies all migrations. It returns an error if no migration is pending but an object is missing. It prints
+// a warning if the objects do not belong to the schema's owner, and this role may act as the owner.
 func migrateUp(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 	before, err := migrations.Status(ctx, pool)
 	first := err == nil && !slices.ContainsFunc(before, func(m migrations.Migration) bool { return m.Applied })
@@ -74,7 +74,7 @@ func migrateUp(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 	}
 	type owners struct{ Me, Schema, Owner string }
 	var found []owners
-	// Migrations change rows as this role, but only in the version table.
+	// Migrations only change rows of the version table as this role.
 	err = a.Transaction(ctx, pool, pgx.ReadOnly, cli.AccessShare, true, func(tx pgx.Tx) error {
 		rows, err := tx.Query(ctx, ownerSQL)
 		if err == nil {
@@ -105,7 +105,7 @@ func requireAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 		return err
 	}
 	if e.Server.Tables > 0 && f.Level == cli.Fine {
-		made, _ := catalog.Made(e.Applied) // empty if the version is of a newer release
+		made, _ := catalog.Made(e.Applied) // made is empty if a newer release has this version
 		var missing []string
 		for _, d := range e.Found.Differences(made, e.Server.Owner) {
 			if doctor.InPlace(d, made) && (d.Aspect == "" || e.Found[d.Object].Aspects[d.Aspect] == "") {
@@ -166,8 +166,8 @@ division, and with --undo it takes it back.`,
 	return cmd
 }
 
-// refuseDivided returns an error if the database takes part in an unfinished growth. Then some counts may exist only in
-// objects that a rollback would drop.
+// refuseDivided returns an error if the database takes part in an unfinished growth, because a rollback of migrations
+// could drop the only counts of some keys.
 func refuseDivided(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 	var growth *shards.Growth
 	state := shard.NewState(a)
@@ -177,7 +177,7 @@ func refuseDivided(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 		}
 		return err
 	}); err != nil {
-		return ctx.Err() // what cannot be read may be the reason to roll back
+		return ctx.Err() // if the database cannot be read, allow the rollback
 	}
 	if growth == nil && !state.Divides() {
 		return nil
@@ -207,7 +207,7 @@ type MigrationStatus struct {
 	Version   int64      `json:"version"`
 	Name      string     `json:"name"`
 	Applied   bool       `json:"applied"`
-	AppliedAt *time.Time `json:"applied_at"` // null if it is not applied, or if the time is unknown
+	AppliedAt *time.Time `json:"applied_at"` // null if the migration is not applied, or if the time is not known
 }
 
 // migrate changes the database, and then prints the applied migrations.
@@ -287,7 +287,7 @@ func migratePrintCommand(a *cli.App) *cobra.Command {
 	return cmd
 }
 
-// choose returns the migrations with the given versions, or all if none are given.
+// choose returns the migrations that have the given versions, or all migrations if versions is empty.
 func choose(all []cli.Migration, versions []string) ([]cli.Migration, error) {
 	if len(versions) == 0 {
 		return all, nil

@@ -41,7 +41,7 @@ because an expired row means the same as no row.`,
   pgratelimit sweep --existing login --existing api`,
 		Args: cobra.NoArgs,
 		RunE: a.OnDatabase(func(ctx context.Context, pool *pgxpool.Pool, _ []string) error {
-			config.Logger = slog.New(slog.DiscardHandler) // only the result of one pass is printed
+			config.Logger = slog.New(slog.DiscardHandler) // the command prints the result of its only pass
 			if every != 0 {
 				config.Interval, config.Logger = every, logger(a)
 			}
@@ -72,7 +72,7 @@ because an expired row means the same as no row.`,
 			return errors.Join(err, printSweep(a, result))
 		}),
 	}
-	cmd.PreRunE = func(cmd *cobra.Command, _ []string) error { // a zero would mean the default
+	cmd.PreRunE = func(cmd *cobra.Command, _ []string) error { // for cleanup, 0 means the default
 		switch {
 		case cmd.Flags().Changed("every") && every == 0:
 			return cli.Usage(errors.New("--every must be at least 1s"))

@@ -1,19 +1,19 @@
--- Looks for objects in the schema that have one of our names but differ from the migrations' objects: a view, a table
--- with others' triggers, rules or row-level security, or a function that would run with its caller's rights. A correct
--- object is found too if its owner could change that before it is used. It returns a description of the object, and the
--- statement that removes the addition from a table.
+-- This query looks for objects in the schema that have names of the limiter's objects but differ from the migrations'
+-- objects. They may be a view, a table with triggers, rules or row-level security of other roles, or a function with
+-- its caller's rights. A correct object counts too if its owner is not trusted and could change the object before it is
+-- used. The result has a description of the object, and a statement that removes the difference.
 --
--- Platforms add some things to every table that are harmless: row-level security without a policy, from which the owner
--- is exempt, and AFTER triggers for auditing, if the owner of their code has this role's rights. If a trusted role owns
--- the code, it may also run with the rights of the role that changes the rows, unless this role does that. Our
--- functions change rows as their owner. Deferred triggers run at the end of the transaction, as this role.
+-- Platforms add harmless things to every table: row-level security without a policy, which does not restrict the owner,
+-- and AFTER triggers for auditing. A trigger is harmless if the owner of its function has this role's rights. It is
+-- also harmless if the function runs as its owner, who is trusted, or if this role changes no rows: then the limiter's
+-- functions change them as their owner. Deferred triggers run at the end of the transaction as this role.
 --
--- This query must not run any of these objects. This role may be a superuser, and others may be able to create in the
--- schema, or in an earlier schema of search_path. The owners of the schema and of the database are trusted, and every
--- role with this role's rights. Only functions that a call of ours would run count: those with exactly the same types.
---   $1  whether functions are called
---   $2  the tables that are locked, and so stay what they are
---   $3  whether this role changes rows itself, rather than by calls of functions
+-- This query must not run such an object, because this role may be a superuser, and other roles may create objects in
+-- the schemas of search_path. Trusted roles are the owners of the schema and of the database, and all roles that have
+-- this role's rights. A function only counts if its argument types are those that the limiter calls it with.
+--   $1  whether the command calls functions
+--   $2  the tables that are locked, so that they cannot be replaced
+--   $3  whether this role changes rows itself, and not by calls of functions
 WITH schema AS (
     SELECT n.oid, n.nspname, n.nspowner, d.datdba, me.oid AS me
     FROM pg_namespace AS n
@@ -47,10 +47,10 @@ LEFT JOIN LATERAL (
     FROM pg_policy AS p
     WHERE p.polrelid = c.oid AND ($1::boolean OR row_security_active(c.oid))
     UNION ALL
-    -- relhasrules and relhastriggers stay true after the last one is dropped, until VACUUM runs.
+    -- pg_class.relhasrules and relhastriggers stay true until VACUUM, even if no rule or trigger remains.
     SELECT format('it has the rule %I', w.rulename), format('`DROP RULE %I ON %s`', w.rulename, c.oid::regclass)
     FROM pg_rewrite AS w
-    WHERE w.ev_class = c.oid AND w.rulename <> '_RETURN' -- every view has this
+    WHERE w.ev_class = c.oid AND w.rulename <> '_RETURN' -- every view has this rule
     UNION ALL
     SELECT format('trigger %I runs %s of %I', t.tgname, p.oid::regprocedure, pg_get_userbyid(p.proowner)),
         CASE WHEN NOT t.tgisinternal THEN format('`DROP TRIGGER %I ON %s`', t.tgname, c.oid::regclass) END
@@ -60,9 +60,9 @@ LEFT JOIN LATERAL (
         WHEN t.tgisinternal THEN c.relname <> 'rate_limit_policy'
         WHEN p.pronamespace = n.oid AND p.proname = ANY (CASE WHEN c.relname = 'rate_limit_policy'
                 THEN ARRAY['_rate_limit_check_policy', '_rate_limit_note_policy']
-                ELSE ARRAY['_rate_limit_note_deleted'] END) -- during a division of the shard
+                ELSE ARRAY['_rate_limit_note_deleted'] END) -- while the shard is divided
             THEN $1::boolean AND (NOT p.prosecdef OR p.proowner NOT IN (SELECT t.oid FROM trusted AS t))
-        -- A trigger before the change (2) or instead of it (64) affects the written row.
+        -- A BEFORE (2) or INSTEAD OF (64) trigger can change the row that is written.
         ELSE t.tgtype & 66 <> 0 OR NOT (pg_has_role(p.proowner, n.me, 'USAGE')
             OR (p.prosecdef OR NOT ($3::boolean OR t.tgdeferrable))
                 AND p.proowner IN (SELECT t.oid FROM trusted AS t)) END

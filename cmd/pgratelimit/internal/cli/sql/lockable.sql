@@ -1,6 +1,6 @@
--- The tables to lock: their names, and the same as SQL has them.
+-- This query returns the names of the tables to lock, and the same names quoted for SQL.
 --   $1  the names to look for, in the order of locking
---   $2  whether tables that this role may not read count too
+--   $2  whether to include tables that this role may not read
 SELECT coalesce(array_agg(c.relname::text), '{}'), coalesce(
     array_agg(format('%I.%I', n.nspname, c.relname) ORDER BY array_position($1::text[], c.relname::text)), '{}')
 FROM pg_class AS c

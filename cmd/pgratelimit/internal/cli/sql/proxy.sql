@@ -1,5 +1,5 @@
--- Returns whether the schema has the functions of a proxy, and which untrusted role other than a superuser could have
--- made the foreign server. That server could lead this command, with its password, to another server.
+-- This query returns whether the schema has the functions of a proxy, and an untrusted role that could have made the
+-- foreign server. Such a server could lead this command, with its password, to another server. Superusers are trusted.
 SELECT
     EXISTS (
         SELECT FROM pg_proc AS p

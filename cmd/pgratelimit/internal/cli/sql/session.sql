@@ -1,8 +1,8 @@
--- Sets up a transaction. Returns the schema of the tables and functions, or '' if there is none, and the session's
--- process id. From here on names are looked up only in pg_catalog, because this role may be a superuser, and
--- others may create in the schemas of search_path.
---   $1  longest time for a statement, in milliseconds
---   $2  the schema; '' looks for it in search_path
+-- This query prepares a transaction. It returns the process id of the session, and the schema of the tables and
+-- functions, or '' if there is none. It sets search_path to pg_catalog, because this role may be a superuser, and other
+-- roles may create objects in the schemas of search_path.
+--   $1  statement_timeout in milliseconds
+--   $2  the schema; if it is '', look for the schema in search_path
 SELECT
     found.schema,
     pg_catalog.pg_backend_pid(),
@@ -10,7 +10,7 @@ SELECT
     pg_catalog.set_config('pgratelimit.schema', found.schema, true),
     pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true),
     pg_catalog.set_config('timezone', 'UTC', true),
-    pg_catalog.set_config('row_security', 'off', true) -- makes hidden rows an error instead of leaving them out
+    pg_catalog.set_config('row_security', 'off', true) -- rows that row-level security hides cause an error
 FROM (
     SELECT CASE WHEN $2::pg_catalog.text OPERATOR(pg_catalog.<>) '' THEN $2::pg_catalog.text ELSE coalesce((
         SELECT n.nspname::pg_catalog.text
@@ -19,7 +19,7 @@ FROM (
         WHERE c.oid OPERATOR(pg_catalog.=) coalesce(
             pg_catalog.to_regclass('rate_limit_ephemeral'), pg_catalog.to_regclass('rate_limit_durable'))
     ), (
-        SELECT n.nspname::pg_catalog.text -- for a proxy, which has no tables
+        SELECT n.nspname::pg_catalog.text -- the schema of a proxy, which has no tables
         FROM pg_catalog.pg_proc AS p
         JOIN pg_catalog.pg_namespace AS n ON n.oid OPERATOR(pg_catalog.=) p.pronamespace
         WHERE p.oid OPERATOR(pg_catalog.=) pg_catalog.to_regprocedure('rate_limit_shards()')

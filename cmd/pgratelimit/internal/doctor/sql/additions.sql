@@ -1,5 +1,6 @@
--- Additions of platforms and operators to our tables: row-level security, audit triggers, and grants to roles that are
--- not in deploy/grants.sql. Each row has the severity, the addition, and the statement that removes it.
+-- This query finds what platforms and operators have added to the limiter's tables: row-level security, audit triggers,
+-- and grants to roles that are not in deploy/grants.sql. Each row has a severity, the addition, and a statement that
+-- removes it.
 WITH ours AS (
     SELECT c.*, c.oid::regclass::text AS name
     FROM pg_class AS c
@@ -9,7 +10,7 @@ WITH ours AS (
             'rate_limit_goose_version', 'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow',
             'rate_limit_shard', 'rate_limit_shard_deleted')
 ),
--- Keys are personal data, and if a sequence is set back, inserts fail. strangers.sql reports TRIGGER.
+-- Other roles must not read keys, which are personal data, or set sequences back. strangers.sql reports TRIGGER.
 granted AS (
     SELECT coalesce(quote_ident(r.rolname), 'PUBLIC') AS role,
         string_agg(DISTINCT c.oid::regclass::text, ', ' ORDER BY c.oid::regclass::text) AS names
@@ -27,13 +28,13 @@ granted AS (
     WHERE a.grantee <> c.relowner AND a.privilege_type <> 'TRIGGER'
         AND (r.rolsuper OR pg_has_role(r.oid, c.relowner, 'MEMBER')) IS NOT TRUE
         AND NOT (a.privilege_type = 'SELECT' AND (c.relkind = 'S'
-            OR c.relname IN ('rate_limit_sweeper', 'rate_limit_goose_version', 'rate_limit_shard'))) -- no keys
+            OR c.relname IN ('rate_limit_sweeper', 'rate_limit_goose_version', 'rate_limit_shard'))) -- they have no keys
         AND (r.rolname = 'rate_limit_reader' AND a.privilege_type = 'SELECT'
             OR r.rolname = 'rate_limit_policy_admin' AND (a.privilege_type = 'SELECT'
                 OR c.relname = 'rate_limit_policy' AND a.privilege_type IN ('INSERT', 'UPDATE', 'DELETE'))) IS NOT TRUE
     GROUP BY r.rolname
 ),
--- Roles that have rights on a table, but see none of its rows.
+-- blind has roles that have rights on a table, but do not see its rows.
 blind AS (
     SELECT o.name, string_agg(DISTINCT coalesce(quote_ident(r.rolname), 'everybody'), ', ') AS roles
     FROM ours AS o

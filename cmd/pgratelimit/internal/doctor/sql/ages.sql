@@ -1,6 +1,6 @@
--- How close the server is to refusing everything that needs a new transaction id (54000). The database with the oldest
--- ids decides. A row for each kind of id: the database, their age, when autovacuum comes, and the main obstacle for
--- VACUUM, with its age and the statement that ends it.
+-- This query shows how soon the server will refuse statements that need a new transaction id (54000). For each kind of
+-- id, it returns the database with the oldest ids, their age, the age at which autovacuum starts, and the transaction
+-- or slot that holds up VACUUM most, with its age and a statement that ends it.
 WITH holder AS (
     SELECT h.*
     FROM (

@@ -1,4 +1,4 @@
--- Facts about a proxy's own database.
+-- This query describes the database of a proxy.
 SELECT
     coalesce((SELECT e.extversion FROM pg_extension AS e WHERE e.extname = 'plproxy'), ''),
     current_setting('server_version_num')::integer / 10000,

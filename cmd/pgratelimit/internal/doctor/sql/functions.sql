@@ -1,9 +1,9 @@
--- Which roles may execute the functions. Only functions of the tables' owner count, because nobody should grant rights
--- on others' functions.
+-- This query returns which roles may execute the limiter's functions. It leaves out functions that do not belong to the
+-- tables' owner, because no role should get rights on them.
 SELECT
     p.proname,
     has_function_privilege(p.oid, 'EXECUTE'),
-    -- Functions that only a shard has run with their caller's rights, or are called by nobody.
+    -- The functions that only shards have run with their caller's rights, or are never called.
     coalesce(p.proargnames[1] <> 'shard', true)
         AND p.proname NOT IN ('_rate_limit_shard', '_rate_limit_note_deleted') AND EXISTS (
         SELECT FROM aclexplode(coalesce(p.proacl, acldefault('f', p.proowner)))

@@ -1,5 +1,5 @@
--- The transaction that holds up VACUUM longest: a session's or a prepared one. The last column says whether this role
--- can see other roles' transactions.
+-- This query finds the session or prepared transaction that holds up VACUUM longest. The last column tells whether this
+-- role can see the transactions of other roles.
 SELECT held.seconds, held.what, held.mend, pg_has_role('pg_read_all_stats', 'USAGE')
 FROM (
     SELECT extract(epoch FROM clock_timestamp() - xact_start)::bigint AS seconds,

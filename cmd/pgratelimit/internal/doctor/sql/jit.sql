@@ -1,8 +1,8 @@
--- Whether this session compiles the statements that call the functions. It does if their plan costs more than
--- jit_above_cost. The functions themselves have jit = off, but that does not apply to the statement that calls them.
--- The command has turned JIT off for its own statements, so this restores the session's setting.
+-- This query returns whether JIT compiles statements that call the functions in this session. This happens if the plan
+-- costs more than jit_above_cost, because the functions' jit = off does not apply to the statement itself. The command
+-- has turned jit off, so the query restores the session's setting.
 SELECT
-    -- The compiler is asked last: a session that asks loads it, which takes 100 ms.
+    -- Ask for the compiler last, because asking loads it, which takes 100 ms.
     CASE WHEN above.jit = 'on' AND above.cost >= 0 AND above.cost < coalesce((
         SELECT max(p.procost * current_setting('cpu_operator_cost')::float8
             + p.prorows * current_setting('cpu_tuple_cost')::float8)

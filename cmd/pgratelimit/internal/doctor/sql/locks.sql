@@ -1,9 +1,10 @@
--- Sessions and prepared transactions with locks on our tables, or with the advisory lock of the migrations, and since
--- when. The last columns have the locked object, and whether the lock keeps everybody, or all writers, from the table.
--- Only members of pg_read_all_stats can see the time for sessions of other roles; otherwise these are left out.
+-- This query returns the sessions and prepared transactions that have a lock on the limiter's tables, or the advisory
+-- lock of the migrations, and since when. The last columns are the locked object, and whether the lock blocks all
+-- sessions or all writers. The time of other roles' sessions is only visible to members of pg_read_all_stats. Sessions
+-- without a time are left out.
 --   $1  the schema
---   $2  for how many seconds at least
---   $3  the advisory lock of migrations
+--   $2  the minimum age of a lock in seconds
+--   $3  the advisory lock of the migrations
 WITH held AS (
     SELECT l.pid, l.virtualtransaction,
         string_agg(DISTINCT coalesce(l.mode || ' on ' || c.relname, 'the lock of migrations'), ', ') AS what,

@@ -1,4 +1,4 @@
--- The functions of a proxy, and which roles may execute them.
+-- This query returns the functions of a proxy, and which roles may execute them.
 SELECT
     p.proname::text,
     concat_ws(' ', l.lanname, CASE WHEN p.prosecdef THEN 'security definer' END),

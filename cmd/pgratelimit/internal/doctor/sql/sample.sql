@@ -1,8 +1,8 @@
--- A random sample of the blocks of both tables: the table, its rows, the live ones, the bytes of all rows with their
--- line pointers, and their bytes in the TOAST table. Postgres stores the log of a row of more than 2,032 bytes there. A
--- table without rows is left out.
---   $1  percent of the blocks of rate_limit_ephemeral to read; 100 is all
---   $2  of rate_limit_durable
+-- This query reads a random sample of the blocks of both tables. For each table that has rows, it returns the number of
+-- rows, the number of live rows, the bytes of all rows with their line pointers, and their bytes in the TOAST table.
+-- Postgres moves the log of a row of more than 2,032 bytes to the TOAST table.
+--   $1  the percentage of the blocks of rate_limit_ephemeral to read
+--   $2  the percentage of the blocks of rate_limit_durable to read
 WITH clock AS (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS now)
 SELECT r.name, count(*), count(*) FILTER (WHERE r.expires_at > (SELECT now FROM clock)),
     sum((CASE WHEN r.bytes + r.log > 2032 THEN r.bytes + 18 ELSE r.bytes + r.log END + 7) / 8 * 8 + 4),

@@ -1,4 +1,4 @@
--- Facts about the server, and where the tables are.
+-- This query describes the server, and finds the tables.
 WITH found AS (
     SELECT n.nspname, c.relname, c.relowner, has_schema_privilege(n.oid, 'USAGE') AS usable,
         has_table_privilege(c.oid, 'SELECT') AS readable
@@ -34,12 +34,14 @@ SELECT
     (SELECT count(*) FROM ours),
     (SELECT coalesce(bool_and(o.usable), true) FROM ours AS o),
     (SELECT coalesce(bool_and(o.readable), false) FROM ours AS o),
-    -- Whether this role may read and change the policies; NULL without that table.
+    -- Whether this role may read and change the policies. These columns are NULL if the table is missing.
     (SELECT p.readable FROM policies AS p),
     (SELECT p.changeable FROM policies AS p),
-    -- rate_limit_ephemeral comes first, because a stranger who may create cannot add a second table with that name.
+    -- rate_limit_ephemeral comes first, because another role that can create objects cannot add a second table of this
+    -- name.
     coalesce((SELECT pg_get_userbyid(o.relowner)::text FROM ours AS o ORDER BY o.relname DESC LIMIT 1), ''),
-    -- Without tables, this is the role that should create them: the schema's owner, if this role may act as the owner.
+    -- If there are no tables, this is the role that should create them: the schema's owner, if this role may act as the
+    -- owner.
     coalesce(
         (SELECT quote_ident(pg_get_userbyid(o.relowner)) FROM ours AS o ORDER BY o.relname DESC LIMIT 1),
         (SELECT quote_ident(r.rolname)

@@ -1,6 +1,7 @@
--- Roles that could create an object in the schema that would be taken for ours, or that have done so. Each row has the
--- problem, and the statement that fixes it. The owner is that of rate_limit_ephemeral: a stranger who may create can
--- add a function with one of our names, but no second table with that name.
+-- This query finds roles that could create an object in the schema that is taken for one of the limiter's objects, or
+-- that have done so. Each row has the problem and a statement that fixes it. The owner of rate_limit_ephemeral is
+-- trusted, because another role that can create objects can add a function with a name of the limiter's functions, but
+-- cannot add a second table of this name.
 WITH schema AS (
     SELECT n.oid, n.nspowner, n.nspacl, quote_ident(n.nspname) AS name,
         CASE pg_get_userbyid(n.nspowner) WHEN 'pg_database_owner' THEN d.datdba ELSE n.nspowner END AS owner
@@ -27,7 +28,7 @@ UNION ALL
 SELECT
     format('schema %s belongs to %I, who may put tables of their own in the place of those of %s',
         s.name, r.rolname, o.name),
-    -- If the migrations ran as another role than the schema's owner, all objects are given to that owner.
+    -- If the objects do not belong to the schema's owner, the statement gives all objects to the schema's owner.
     CASE WHEN pg_has_role(o.oid, r.oid, 'MEMBER') THEN format('`DO $$ DECLARE ours text; BEGIN FOR ours IN '
         'SELECT format(''TABLE %%s'', c.oid::regclass) FROM pg_class AS c WHERE c.relnamespace = %1$L::regnamespace '
             'AND c.relowner = %2$L::regrole AND c.relkind = ''r'' AND starts_with(c.relname, ''rate_limit_'') '

@@ -1,4 +1,4 @@
--- The tables, from the catalogs and the statistics. The tables themselves are not read.
+-- This query describes the tables with data from the catalogs and statistics. It does not read the tables.
 SELECT
     c.relname,
     c.relpersistence::text,
@@ -24,7 +24,7 @@ SELECT
     ARRAY(
         SELECT i.indexrelid::regclass::text
         FROM pg_index AS i
-        WHERE i.indrelid = c.oid AND NOT i.indisunique AND NOT i.indisexclusion -- these may refuse rows
+        WHERE i.indrelid = c.oid AND NOT i.indisunique AND NOT i.indisexclusion -- unique indexes may refuse rows
         ORDER BY 1
     )
 FROM pg_class AS c

@@ -1,4 +1,4 @@
--- Our triggers on rate_limit_policy that do not run, or run for replicated rows.
+-- This query returns the limiter's triggers on rate_limit_policy that are disabled, or that run for replicated rows.
 SELECT t.tgname::text, format('ALTER TABLE %s ENABLE TRIGGER %I', t.tgrelid::regclass, t.tgname), t.tgenabled = 'A'
 FROM pg_trigger AS t
 JOIN pg_class AS c ON c.oid = t.tgrelid

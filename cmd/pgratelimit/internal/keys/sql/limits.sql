@@ -1,6 +1,6 @@
--- The limiters' rows in the sampled part of the tables.
---   $1  percent of the blocks of rate_limit_ephemeral to read, chosen at random; 100 is all
---   $2  of rate_limit_durable
+-- This query counts the rows of all limiters in a sample of the tables.
+--   $1  the percentage of the blocks of rate_limit_ephemeral to read
+--   $2  the percentage of the blocks of rate_limit_durable to read
 WITH clock AS (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS now)
 SELECT 'rate_limit_ephemeral', prefix, bit_or(1 << algorithm), count(*),
     count(*) FILTER (WHERE expires_at > (SELECT now FROM clock)), sum(pg_column_size(r.*)), min(expires_at)

@@ -1,8 +1,8 @@
--- How much the keys of a limiter have left. It takes nothing.
---   $1 name, $2 keys, $3 whether they are in rate_limit_durable
---   $4 algorithm, $5 limit, $6 span in microseconds, $7 refill
---   $8 the time from which to count, so that several calls count from the same one
---   $9 time zone; empty if the policy has none
+-- This query returns what keys of a limiter have left. It takes nothing.
+--   $1  the name in the rows, $2  the keys, $3  whether the keys are in rate_limit_durable
+--   $4  the algorithm's code, $5  the limit, $6  the span in microseconds, $7  the refill
+--   $8  the time from which durations count, which is the same for several calls
+--   $9  the time zone, or ''
 SELECT a.ord, a.remaining, coalesce(a.retry_after_us, 0), a.reset_after_us
 FROM (SELECT ARRAY[cardinality($2::text[])] AS n) AS keys
 CROSS JOIN LATERAL rate_limit_all(

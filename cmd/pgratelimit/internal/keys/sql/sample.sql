@@ -1,7 +1,7 @@
--- Keys of a limiter, chosen at random, and how many there were to choose from.
---   $1  name
---   $2  percent of the blocks to read, chosen at random; 100 is all
---   $3  how many
+-- This query returns random keys of a limiter, and the number of keys that it has chosen from.
+--   $1  the name in the rows
+--   $2  the percentage of the blocks to read
+--   $3  the maximum number of keys
 SELECT key, count(*) OVER ()
 FROM rate_limit_ephemeral TABLESAMPLE SYSTEM ($2::real)
 WHERE prefix = $1::text

@@ -1,7 +1,7 @@
--- Adds a policy, and returns its row.
---   $1 name of the limiter, $2 key or NULL, $3 prefix or NULL, $4 mode, $5 policy
---   $6 from when on, $7 until when; NULL is without an end
---   $8 comment
+-- This statement adds a policy, and returns its row.
+--   $1  the limiter's name, $2  the key or NULL, $3  the prefix or NULL, $4  the mode, $5  the policy or NULL
+--   $6  the beginning, $7  the end; NULL means that the policy does not end
+--   $8  the comment
 INSERT INTO rate_limit_policy AS p (name, key, key_prefix, mode, policy, valid_from, valid_until, comment)
 VALUES ($1::text, $2::text, $3::text, $4::text, $5::text, $6::timestamptz,
     coalesce($7::timestamptz, 'infinity'), $8::text)

@@ -1,10 +1,10 @@
--- The policies for a key, or for the keys with a prefix, or for everybody, best first. Those for a key that have begun
--- and not ended decide in this order.
---   $1 name of the limiter
---   $2 key, or NULL
---   $3 prefix, or NULL; prefixes of it are for its keys too
---   $4 whether those that have ended are wanted too
--- Times are from the year 1 to the year 9999, which JSON needs, also of a row that came around the triggers.
+-- This query returns the policies for a key, for the keys with a prefix, or for all keys, in order of precedence. The
+-- first policy that has begun and has not ended decides.
+--   $1  the limiter's name
+--   $2  the key, or NULL
+--   $3  the prefix, or NULL; the result includes policies for shorter prefixes
+--   $4  whether to include policies that have ended
+-- JSON needs times from the year 1 to the year 9999. Rows that were written without the triggers may have other times.
 SELECT p.id, p.name, p.key, p.key_prefix, p.mode, p.policy,
     CASE WHEN p.valid_from >= '0001-01-01 00:00:00Z' THEN least(p.valid_from, '9999-12-31 00:00:00Z') END,
     CASE WHEN p.valid_until < '9999-12-31 00:00:00Z' THEN greatest(p.valid_until, '0001-01-01 00:00:00Z') END,

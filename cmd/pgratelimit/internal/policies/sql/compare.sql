@@ -1,6 +1,6 @@
--- What the shadow policies of a limiter would have decided, as the processes have reported it.
---   $1 name of the limiter
---   $2 how many keys for each, those that it would have denied most first
+-- This query returns the reported decisions of the shadow policies of a limiter.
+--   $1  the limiter's name
+--   $2  the maximum number of keys per policy; those that the policy would have denied most often come first
 SELECT p.id, p.key, p.key_prefix, p.policy, coalesce(s.decided, 0), coalesce(s.denied, 0), coalesce(s.would_deny, 0),
     least(greatest(p.valid_from, p.changed_at, '0001-01-01 00:00:00Z'), '9999-12-31 00:00:00Z'), s.last_at,
     most.keys

@@ -1,5 +1,5 @@
--- How many bans there are that limiters have made and that have not ended.
---   $1 name of a limiter; NULL is all
+-- This query counts the bans that limiters have made and that have not ended.
+--   $1  the limiter's name, or NULL for all limiters
 SELECT count(*)
 FROM rate_limit_policy AS p
 WHERE ($1::text IS NULL OR p.name = $1::text) AND p.valid_until > clock_timestamp() AND p.automatic

@@ -1,5 +1,5 @@
--- Which algorithm wrote each row of a key that has not expired: 1 << code.
---   $1 names of its rows, $2 key
+-- This query returns which algorithms wrote the live rows of a key, as 1 << code.
+--   $1  the names in the key's rows, $2  the key
 WITH clock AS (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS now)
 SELECT e.prefix, false, 1 << e.algorithm
 FROM rate_limit_ephemeral AS e

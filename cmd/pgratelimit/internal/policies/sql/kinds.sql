@@ -1,8 +1,8 @@
--- Which algorithms wrote the rows of limiters, for each table: 1 << code, added up. All that have expired count as 1.
--- It reads each table once, for however many limiters: a third of a second for a million rows.
---   $1 names
---   $2 percent of the blocks of rate_limit_ephemeral to read, chosen at random; 100 is all
---   $3 of rate_limit_durable
+-- This query returns which algorithms wrote the rows of limiters in each table, as a sum of 1 << code. Expired rows
+-- count as 1. The query reads each table once, which takes a third of a second for a million rows.
+--   $1  the names in the rows
+--   $2  the percentage of the blocks of rate_limit_ephemeral to read
+--   $3  the percentage of the blocks of rate_limit_durable to read
 WITH clock AS (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS now)
 SELECT e.prefix, false, bit_or(CASE WHEN e.expires_at > (SELECT now FROM clock) THEN 1 << e.algorithm ELSE 1 END)
 FROM rate_limit_ephemeral AS e TABLESAMPLE SYSTEM ($2::real)

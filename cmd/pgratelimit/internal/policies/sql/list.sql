@@ -1,7 +1,7 @@
--- The policies that have not ended, those for the same together, and of these, the one that began last first.
---   $1 name of a limiter; NULL is all
---   $2 whether bans that limiters have made are wanted too
--- Times are from the year 1 to the year 9999, which JSON needs, also of a row that came around the triggers.
+-- This query returns the policies that have not ended, ordered by target, and then the last to begin first.
+--   $1  the limiter's name, or NULL for all limiters
+--   $2  whether to include bans that limiters have made
+-- JSON needs times from the year 1 to the year 9999. Rows that were written without the triggers may have other times.
 SELECT p.id, p.name, p.key, p.key_prefix, p.mode, p.policy,
     CASE WHEN p.valid_from >= '0001-01-01 00:00:00Z' THEN least(p.valid_from, '9999-12-31 00:00:00Z') END,
     CASE WHEN p.valid_until < '9999-12-31 00:00:00Z' THEN greatest(p.valid_until, '0001-01-01 00:00:00Z') END,

@@ -1,3 +1,3 @@
--- Removes policies.
---   $1 their ids
+-- This statement removes policies.
+--   $1  the ids of their rows
 DELETE FROM rate_limit_policy AS p WHERE p.id = ANY ($1::bigint[])

@@ -1,3 +1,3 @@
--- Waits until nobody else is changing policies, and keeps others from it until the transaction ends. A trigger takes
--- that lock before a statement changes anything, also if it then changes nothing.
+-- This statement waits until no other session changes policies, and blocks others until the transaction ends. A trigger
+-- takes the lock before each statement that could change a policy, even if no row changes.
 DELETE FROM rate_limit_policy WHERE false

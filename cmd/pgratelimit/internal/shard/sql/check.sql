@@ -1,6 +1,6 @@
--- Creates a function with which PL/Proxy asks one shard whether its role has the rights that a proxy needs.
---   %[1]s  the schema, and %[2]s the same in a literal
---   %[3]s  further conditions
+-- This statement creates a function that PL/Proxy uses to ask a shard whether the proxy's role has all rights it needs.
+--   %[1]s  the schema, %[2]s  the schema as a literal
+--   %[3]s  additional conditions
 CREATE FUNCTION %[1]s._rate_limit_check_shard(
     shard integer, shards integer, needed text[], OUT login text, OUT missing text[]
 )

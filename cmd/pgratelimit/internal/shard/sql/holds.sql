@@ -1,3 +1,3 @@
--- Whether there are counts, and policies.
+-- This query returns whether the database has counts, and whether it has policies.
 SELECT EXISTS (SELECT FROM rate_limit_ephemeral) OR EXISTS (SELECT FROM rate_limit_durable),
     EXISTS (SELECT FROM rate_limit_policy)

@@ -1,4 +1,4 @@
--- How many shards a proxy's functions know, and their version. It calls none of them.
+-- This query reads the number of shards and the version from the text of a proxy's functions. It does not call them.
 SELECT
     coalesce(max(substring(p.prosrc, '[0-9]+')::bigint) FILTER (WHERE p.proname = 'rate_limit_shards'), 0),
     coalesce(max(substring(p.prosrc, '[0-9]+')::bigint) FILTER (WHERE p.proname = 'rate_limit_version'), 0)

@@ -1,7 +1,7 @@
--- The state of a database that is a shard, or will become one. It calls no function of ours.
---   $1  the advisory lock of whoever divides shards
+-- This query describes a database that is a shard, or will become a shard. It calls none of the limiter's functions.
+--   $1  the advisory lock of the session that divides shards
 SELECT
-    -- 0 if it is not migrated
+    -- The version of the migrations, or 0.
     coalesce((
         SELECT substring(p.prosrc, '[0-9]+')::bigint
         FROM pg_proc AS p
@@ -23,14 +23,14 @@ SELECT
         WHERE c.relnamespace = n.oid AND c.relname = 'rate_limit_shard'
     ), false),
     EXISTS (SELECT FROM pg_foreign_server AS s WHERE s.srvname = 'rate_limit_shards'),
-    -- it is being divided, or a division of it was interrupted
+    -- Whether the shard is being divided, or a division was interrupted.
     EXISTS (
         SELECT FROM pg_trigger AS t
         JOIN pg_class AS c ON c.oid = t.tgrelid
         WHERE c.relnamespace = n.oid AND c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable')
             AND t.tgname IN ('rate_limit_note_deleted', 'rate_limit_note_truncated')
     ),
-    -- the process that divides the shards now; 0 if there is none, or this is not the first shard
+    -- The process id of the session that divides the shards now, or 0. Only the first shard has this lock.
     coalesce((
         SELECT l.pid
         FROM pg_locks AS l

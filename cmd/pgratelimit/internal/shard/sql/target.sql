@@ -1,4 +1,4 @@
--- The state of a database that is a proxy, or will become one. $1  the schema
+-- This query describes a database that is a proxy, or will become a proxy. $1  the schema
 SELECT
     current_database(),
     quote_ident(current_user),
@@ -26,5 +26,5 @@ SELECT
 FROM (SELECT $1::text AS nspname) AS wanted
 LEFT JOIN pg_namespace AS n USING (nspname)
 JOIN pg_database AS d ON d.datname = current_database()
--- The functions get this owner. pg_database_owner (6171) cannot log in.
+-- This role will own the functions. The role pg_database_owner (6171) cannot log in.
 LEFT JOIN pg_roles AS owner ON owner.oid = CASE WHEN n.nspowner = 6171 THEN d.datdba ELSE n.nspowner END

@@ -1,7 +1,8 @@
--- Locks its own place until the end of the transaction. While the transaction is open, only sessions in the same
--- database conflict with this lock. So this returns the first place with the same database; NULL if there is none.
---   $1  a random number for all of these transactions
---   $2  the place of this one
+-- Each database of a proxy runs this query in an open transaction. It locks the database's place until the transaction
+-- ends. Such a lock only conflicts with locks in the same database. So the query returns the first place that has the
+-- same database, or NULL.
+--   $1  a random number that is the same for all of these transactions
+--   $2  the place of this database
 SELECT min(place)
 FROM generate_series(0, $2::integer) AS place
 WHERE NOT CASE

@@ -1,4 +1,4 @@
--- The schema's owner, if that is another role and this one may act as it.
+-- This query returns the schema's owner, if the owner is another role and this role may act as the owner.
 SELECT quote_ident(current_user), quote_ident(n.nspname), quote_ident(o.rolname)
 FROM pg_namespace AS n
 JOIN pg_database AS d ON d.datname = current_database()
