@@ -28,7 +28,7 @@ granted AS (
     WHERE a.grantee <> c.relowner AND a.privilege_type <> 'TRIGGER'
         AND (r.rolsuper OR pg_has_role(r.oid, c.relowner, 'MEMBER')) IS NOT TRUE
         AND NOT (a.privilege_type = 'SELECT' AND (c.relkind = 'S'
-            OR c.relname IN ('rate_limit_sweeper', 'rate_limit_goose_version', 'rate_limit_shard'))) -- they have no keys
+            OR c.relname IN ('rate_limit_sweeper', 'rate_limit_goose_version', 'rate_limit_shard'))) -- without keys
         AND (r.rolname = 'rate_limit_reader' AND a.privilege_type = 'SELECT'
             OR r.rolname = 'rate_limit_policy_admin' AND (a.privilege_type = 'SELECT'
                 OR c.relname = 'rate_limit_policy' AND a.privilege_type IN ('INSERT', 'UPDATE', 'DELETE'))) IS NOT TRUE
