@@ -54,8 +54,7 @@ func TestNewGivesEachTestItsOwnDatabase(t *testing.T) {
 
 	require.NotNil(t, inUse)
 	defer inUse.Close(context.Background())
-	t.Log(shared.server.Describe()) // internal/runtests reads this line
-	for _, url := range urls {      // the databases are dropped, although a connection uses the first one
+	for _, url := range urls { // the databases are dropped, although a connection uses the first one
 		config, err := pgx.ParseConfig(url)
 		require.NoError(t, err)
 		require.NotContains(t, databases(t, sharedURL(t)), config.Database)

@@ -5,8 +5,8 @@
 // Without folders, it runs the tests of all modules except integration_test, which needs more programs and more time.
 // It does not run TestMistakes tests; "make test/mistakes" runs them.
 //
-// First, runtests runs a test that needs Postgres. If Postgres is missing, runtests says how to get it. At the end,
-// runtests lists the skipped tests with the reasons.
+// All packages share one server: the one at RATELIMIT_TEST_DATABASE_URL, or one that runtests starts. If Postgres is
+// missing, runtests says how to get it. At the end, runtests lists the skipped tests with the reasons.
 //
 // The exit status is 2 if Postgres is missing, and 1 if a test failed.
 package main
@@ -20,9 +20,10 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
-	"regexp"
 	"sync"
 	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
 )
 
 func main() {
@@ -45,13 +46,17 @@ func exitStatus(err error) int {
 }
 
 // run runs the tests of the modules in these folders. Without folders, it runs the tests of the default modules.
-func run(ctx context.Context, out io.Writer, modules []string) error {
-	output, err := goTest(ctx, ".", "-count=1", "-v", "-run=^TestNewGivesEachTestItsOwnDatabase$", "./internal/pgtest").
-		CombinedOutput()
+func run(ctx context.Context, out io.Writer, modules []string) (err error) {
+	server, err := pgserver.Start(ctx, pgserver.Config{
+		URL:      os.Getenv("RATELIMIT_TEST_DATABASE_URL"),
+		Major:    os.Getenv("RATELIMIT_TEST_POSTGRES_MAJOR"),
+		Settings: map[string]string{"max_connections": "1000"}, // up to 100 for each package
+	})
 	if err != nil {
-		return fmt.Errorf("%w (%w):\n%s", errNoServer, err, output)
+		return fmt.Errorf("%w: %w", errNoServer, err)
 	}
-	fmt.Fprintf(out, "%s\n", regexp.MustCompile(`PostgreSQL \d.*`).Find(output))
+	defer func() { err = errors.Join(err, server.Close()) }()
+	fmt.Fprintln(out, server.Describe())
 	if len(modules) == 0 {
 		modules = []string{".", "cmd/pgratelimit", "otelratelimit", "grpclimit"}
 		fmt.Fprintln(out, "This takes some minutes, and more when the tests are built first.")
@@ -67,8 +72,10 @@ func run(ctx context.Context, out io.Writer, modules []string) error {
 		// Do not use cached results, because Go does not know the other programs that the tests depend on. Leave out go
 		// vet, because "make lint" runs it.
 		tests.Go(func() {
-			errs[i] = report.run(goTest(ctx, module,
-				"-json", "-count=1", "-vet=off", "-timeout=40m", "-p=2", "-skip=^TestMistakes", "./..."))
+			test := goTest(ctx, module,
+				"-json", "-count=1", "-vet=off", "-timeout=40m", "-p=2", "-skip=^TestMistakes", "./...")
+			test.Env = append(os.Environ(), "RATELIMIT_TEST_DATABASE_URL="+server.URL())
+			errs[i] = report.run(test)
 		})
 	}
 	tests.Wait()
