@@ -9,8 +9,8 @@
 -- The migration may run as a superuser, and search_path may name schemas where other users can create objects.
 SELECT pg_catalog.set_config('search_path', pg_catalog.format('%I, pg_temp', pg_catalog.current_schema()), true);
 
--- The tables rate_limit_ephemeral and rate_limit_durable have the state of all keys. They have the same columns. After
--- a crash of the server, rate_limit_ephemeral is empty, and rate_limit_durable is not.
+-- The tables rate_limit_ephemeral and rate_limit_durable have the state of all keys. Both tables have the same columns.
+-- After a crash of the server, rate_limit_ephemeral is empty, and rate_limit_durable is not.
 --
 -- Times are whole microseconds since 1970-01-01 00:00 UTC, so that all arithmetic is exact. to_timestamp(expires_at /
 -- 1e6) makes a time readable.
@@ -18,13 +18,13 @@ SELECT pg_catalog.set_config('search_path', pg_catalog.format('%I, pg_temp', pg_
 -- The primary key is the only index. An index on a column that changes with every update, such as expires_at, would
 -- prevent HOT updates and bloat the table.
 --
--- key is the first column of the primary key, because keys differ more often than prefixes. So Postgres rarely compares
--- prefixes. In the other order, a batch of 64 keys took a tenth more instructions of the server. The cost is that
--- listing the keys of a limiter reads the whole table, which takes 0.2 s for a million rows. Only people list keys.
+-- key is the first column of the primary key, because keys differ more often than prefixes. So Postgres rarely has to
+-- compare prefixes. In the other order, a batch of 64 keys took a tenth more instructions of the server. In return,
+-- listing the keys of a limiter reads the whole table: 0.2 s for a million rows. Only people list keys.
 --
 -- Pages are filled to half, so that updates of a row find room on the row's page. Measured with 100,000 keys: with a
--- fillfactor of 50, all updates of new rows are HOT; with 90, two fifths are. The table is not larger, and a decision
--- in a batch of 256 costs the server 10 to 15 % less.
+-- fillfactor of 50, all updates of new rows are HOT; with a fillfactor of 90, only two fifths. The table is not larger,
+-- and a decision in a batch of 256 costs the server 10 to 15 % less.
 --
 -- A row that has a NULL needs 8 more bytes for the null bitmap. So all columns that some algorithms do not need are
 -- NULL in their rows. With a key of 10 bytes, the row of a fixed or sliding window has 88 bytes, the row of a calendar
@@ -48,8 +48,7 @@ CREATE UNLOGGED TABLE rate_limit_ephemeral (
 ) WITH (fillfactor = 50);
 
 -- Postgres stores a log of more than 2 kB (about 250 entries) outside of its row, and EXTERNAL prevents compression.
--- Compressing a log of 1,000 entries would save a quarter of its 8 kB, but a decision would take 555 us of CPU instead
--- of 125 us.
+-- Compressing a log of 1,000 entries would save 2 of its 8 kB, but a decision would take 555 us of CPU instead of 125.
 ALTER TABLE rate_limit_ephemeral ALTER COLUMN log SET STORAGE EXTERNAL;
 
 COMMENT ON TABLE rate_limit_ephemeral IS
@@ -256,8 +255,7 @@ BEGIN
                 'rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
                 'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow')
             AND a.grantee <> c.relowner
-            -- Revoke all rights on tables of this transaction. goose has created its table shortly before the first
-            -- migration.
+            -- Revoke all rights on tables of this transaction. goose creates its table before the first migration.
             AND (t.xmin = pg_current_xact_id()::xid OR t.relname = 'rate_limit_goose_version' AND NOT EXISTS (
                     SELECT FROM pg_proc AS p WHERE p.pronamespace = t.relnamespace AND p.proname = 'rate_limit_version')
                 OR a.privilege_type <> 'SELECT'
@@ -271,8 +269,8 @@ BEGIN
 END
 $$;
 
--- rate_limit_version returns the schema's version. internal/gensql writes the number of each migration into it. Every
--- role may call it, so an application can check that no migration is missing.
+-- rate_limit_version returns the schema's version. internal/gensql writes the number of each migration into this
+-- function. Every role may call it, so an application can check that no migration is missing.
 CREATE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT 1::bigint $$;
 COMMENT ON FUNCTION rate_limit_version() IS 'The number of the last migration that was applied.';
 GRANT EXECUTE ON FUNCTION rate_limit_version() TO PUBLIC;

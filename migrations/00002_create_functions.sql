@@ -10,7 +10,7 @@
 SELECT pg_catalog.set_config('search_path', pg_catalog.format('%I, pg_temp', pg_catalog.current_schema()), true);
 
 -- This file has the types of the functions that decide, and short functions. Postgres inlines most of these functions
--- into their callers, so they cost nothing. It does not inline a function that uses a costly argument twice: see
+-- into their callers, so they cost nothing. Postgres does not inline a function that uses a costly argument twice: see
 -- TestExpressionsAreInlined.
 
 -- rate_limit_row is a row of the tables as an algorithm sees it, with the algorithm's decision.
@@ -85,19 +85,18 @@ CREATE FUNCTION _rate_limit_set(lock_timeout_ms integer, synchronous_commit bool
             THEN set_config('synchronous_commit', synchronous_commit::text, true) END)
 $$;
 
--- _rate_limit_ceil_div returns a / b, rounded up, for a >= 0. It cannot overflow.
+-- _rate_limit_ceil_div returns a / b, rounded up, for a >= 0. The computation cannot overflow.
 CREATE FUNCTION _rate_limit_ceil_div(a bigint, b bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT CASE WHEN a > 0 THEN (a - 1) / b + 1 ELSE 0 END $$;
 
--- _rate_limit_units returns cost * asked. It returns NULL if the arguments are invalid or the product is above the
--- limit. The comparison divides, because the product could overflow.
+-- _rate_limit_units returns cost * asked. _rate_limit_units returns NULL if the arguments are invalid or the product is
+-- above the limit. The comparison divides, because the product could overflow.
 CREATE FUNCTION _rate_limit_units(cost bigint, asked bigint, max_count bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE WHEN cost BETWEEN 1 AND max_count AND asked BETWEEN 1 AND max_count / cost THEN cost * asked END
 $$;
 
--- _rate_limit_units_of_one returns cost * count of a call's only key, or max_count + 1 if the product is above the
--- limit.
+-- _rate_limit_units_of_one returns cost * count of a call's only key, or max_count + 1 if that is above the limit.
 CREATE FUNCTION _rate_limit_units_of_one(costs bigint[], counts bigint[], max_count bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE
@@ -147,8 +146,7 @@ BEGIN
 END
 $$;
 
--- _rate_limit_give_up returns false, or raises an error if a statement that began at clock has waited 25 times
--- lock_timeout_ms.
+-- _rate_limit_give_up returns false, or raises an error if 25 times lock_timeout_ms have passed since clock.
 CREATE FUNCTION _rate_limit_give_up(clock bigint, lock_timeout_ms integer, now_us bigint)
 RETURNS boolean LANGUAGE plpgsql AS $$
 BEGIN
@@ -159,7 +157,8 @@ BEGIN
 END
 $$;
 
--- Fixed windows. fixed.go defines them. Tests compare these functions with the model in internal/model/fixed.go.
+-- Fixed windows. fixed.go defines fixed windows. Tests compare these functions with the model in
+-- internal/model/fixed.go.
 
 -- _rate_limit_valid_window tells whether the numbers of a fixed or sliding window are in the range of exact arithmetic.
 CREATE FUNCTION _rate_limit_valid_window(max_count bigint, window_us bigint)
@@ -168,9 +167,9 @@ RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
         AND max_count <= 4611686018427387904 / window_us
 $$;
 
--- _rate_limit_fixed decides requests of a cost for the row s. It returns the row at the time clock, with the granted
--- units taken. asked is the number of requests. It grants at most most of them, because other rows have no room for
--- more. If cost is 0, it takes nothing.
+-- _rate_limit_fixed decides requests of a cost for the row s. _rate_limit_fixed returns the row at the time clock, with
+-- the granted units taken. asked is the number of requests. most is how many of these requests the other rows have room
+-- for. If cost is 0, it takes nothing.
 CREATE FUNCTION _rate_limit_fixed(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
@@ -222,8 +221,7 @@ BEGIN
 END
 $$;
 
--- _rate_limit_fixed_fits tells whether a row has room for units during the next 10 ms, in its window or in a new
--- window.
+-- _rate_limit_fixed_fits tells whether a row has room for units for the next 10 ms, in its window or a new window.
 CREATE FUNCTION _rate_limit_fixed_fits(
     algorithm smallint, count bigint, window_start bigint, expires_at bigint, since bigint,
     units bigint, clock bigint, max_count bigint, window_us bigint
@@ -319,7 +317,8 @@ It takes the costs and counts of each key or denies them, '
     'and returns numbers for programs, which sql/sliding.sql explains. People call rate_limit_allow.
 Example: SELECT rate_limit_take_fixed_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';
 
--- Sliding windows. sliding.go defines them. Tests compare these functions with the model in internal/model/sliding.go.
+-- Sliding windows. sliding.go defines sliding windows. Tests compare these functions with the model in
+-- internal/model/sliding.go.
 
 -- _rate_limit_sliding decides requests for a row. _rate_limit_fixed explains the arguments.
 CREATE FUNCTION _rate_limit_sliding(
@@ -430,8 +429,8 @@ $$;
 -- The result is one array, because a result with columns would cost more than the decision. It begins with nine numbers
 -- for each key whose requests were all granted at once, in the order of the keys: the time of the decision, and the
 -- row's count, prev_count, window_start, credit, scale, expires_at, since and returned. takenDecision in takes.go
--- computes the remaining units from them. For each other key, fifteen numbers follow: the key's place in keys, what
--- rate_limit_all returns from granted to expires_at, and its taken_spent, taken_since and taken_at. If there is a
+-- computes the remaining units from these numbers. For each other key, fifteen numbers follow: the key's place in keys,
+-- what rate_limit_all returns from granted to expires_at, and its taken_spent, taken_since and taken_at. If there is a
 -- single key, its log comes last. (The array may have two dimensions. unnest returns the same numbers.)
 --
 -- One statement takes from existing rows and makes missing rows. There is a statement for a single key, and one for
@@ -439,8 +438,8 @@ $$;
 --
 -- The function reads the clock before a row is locked, and again after it is locked. The decision uses the first
 -- reading. It is valid if it would be the same at any time in the next 10 ms and if the second reading is in these 10
--- ms. Otherwise _rate_limit_left_ephemeral decides. The time of the decision is the second reading. A new window or
--- bucket begins at the first reading, because no other call can have used it since then.
+-- ms. If the decision is not valid, _rate_limit_left_ephemeral decides. The time of the decision is the second reading.
+-- A new window or bucket begins at the first reading, because no other call can have used it since then.
 --
 -- ON CONFLICT also locks rows that have no room, so that all rows are locked in order.
 CREATE FUNCTION rate_limit_take_sliding_window(
@@ -537,7 +536,7 @@ It takes the costs and counts of each key or denies them, '
     'and returns numbers for programs, which sql/sliding.sql explains. People call rate_limit_allow.
 Example: SELECT rate_limit_take_sliding_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';
 
--- Token buckets. tokenbucket.go defines them. Tests compare these functions with internal/model/tokenbucket.go.
+-- Token buckets. tokenbucket.go defines buckets. Tests compare these functions with internal/model/tokenbucket.go.
 
 -- _rate_limit_valid_bucket tells whether the numbers of a bucket are in the range of exact arithmetic.
 CREATE FUNCTION _rate_limit_valid_bucket(capacity bigint, refill bigint, every_us bigint)
@@ -633,8 +632,7 @@ BEGIN
 END
 $$;
 
--- _rate_limit_bucket_runs tells whether a bucket is not full at the time clock. _rate_limit_bucket_level returns its
--- credit.
+-- _rate_limit_bucket_runs tells whether a bucket is not full at clock. _rate_limit_bucket_level returns its credit.
 CREATE FUNCTION _rate_limit_bucket_runs(
     credit bigint, window_start bigint, clock bigint, full_credit bigint, refill bigint
 ) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$ SELECT clock - window_start <= (full_credit - credit - 1) / refill $$;
@@ -646,8 +644,7 @@ CREATE FUNCTION _rate_limit_bucket_level(
         THEN credit + greatest(clock - window_start, 0) * refill ELSE full_credit END
 $$;
 
--- _rate_limit_bucket_fits tells whether a bucket has the credit need at the time clock and does not become full in the
--- next 10 ms.
+-- _rate_limit_bucket_fits tells whether a bucket has the credit need at clock, and does not become full for 10 ms.
 CREATE FUNCTION _rate_limit_bucket_fits(
     algorithm smallint, count bigint, window_start bigint, credit bigint, scale bigint, capacity bigint, refill bigint,
     need bigint, clock bigint, full_credit bigint, tokens bigint, inflow bigint, every_us bigint
@@ -767,20 +764,18 @@ It takes the costs and counts of each key or denies them, '
 Example: SELECT rate_limit_take_token_bucket(''api'', ARRAY[''user:123''], 20, 5, 10000000) '
     'takes one token from a bucket of 20 that gets 5 more every 10 seconds.';
 
--- Sliding window logs. slidinglog.go defines them. Tests compare these functions with internal/model/slidinglog.go.
+-- Sliding window logs. slidinglog.go defines logs. Tests compare these functions with internal/model/slidinglog.go.
 
 -- _rate_limit_valid_log tells whether the numbers of a log are in the range of exact arithmetic.
 CREATE FUNCTION _rate_limit_valid_log(max_count bigint, window_us bigint) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248
 $$;
 
--- _rate_limit_entry_age returns the age of a log entry at the time t, modulo 2^53, because an entry has 54 bits for its
--- time.
+-- _rate_limit_entry_age returns a log entry's age at the time t, modulo 2^53, because its time has 54 bits.
 CREATE FUNCTION _rate_limit_entry_age(entry bigint, t bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT (t - (entry >> 10)) & 9007199254740991 $$;
 
--- _rate_limit_log decides requests for a row. _rate_limit_fixed explains the arguments. A log entry is time * 1024 +
--- units.
+-- _rate_limit_log decides requests for a row. See _rate_limit_fixed. A log entry is time * 1024 + units.
 CREATE FUNCTION _rate_limit_log(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
@@ -870,7 +865,7 @@ END
 $$;
 
 -- rate_limit_take_sliding_log has the parameters and the result of rate_limit_take_sliding_window, but max_count is at
--- most 1000. It leaves all decisions to _rate_limit_left_ephemeral.
+-- most 1000. rate_limit_take_sliding_log leaves all decisions to _rate_limit_left_ephemeral.
 CREATE FUNCTION rate_limit_take_sliding_log(
     name text, keys text[], max_count bigint, window_us bigint,
     costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
@@ -906,7 +901,7 @@ It takes the costs and counts of each key or denies them, '
     'and returns numbers for programs, which sql/sliding.sql explains. People call rate_limit_allow.
 Example: SELECT rate_limit_take_sliding_log(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';
 
--- Calendar windows. calendar.go defines them. Tests compare these functions with the model in
+-- Calendar windows. calendar.go defines calendar windows. Tests compare these functions with the model in
 -- internal/model/calendar.go.
 
 -- _rate_limit_valid_calendar tells whether the numbers of a calendar window are in the range of exact arithmetic, and
@@ -920,8 +915,8 @@ RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
         AND zone COLLATE "C" !~* '^(right|posix)/'
 $$;
 
--- _rate_limit_window_end returns the end of the calendar window at the time clock, by date_trunc. It uses whole
--- seconds, because time zones change their offset at whole seconds.
+-- _rate_limit_window_end returns the end of the calendar window at the time clock, by date_trunc. The time is cut to
+-- whole seconds, because time zones change their offset at whole seconds.
 CREATE FUNCTION _rate_limit_window_end(clock bigint, window_us bigint, zone text)
 RETURNS bigint LANGUAGE plpgsql STABLE AS $$
 #variable_conflict use_variable
@@ -931,8 +926,7 @@ DECLARE
     instant CONSTANT timestamptz := timestamptz 'epoch' + clock / 1000000 * interval '1 second';
     begins CONSTANT timestamptz := date_trunc(unit, instant, zone);
     -- date_trunc of a time in the next window is the end of this window. Windows of days and more differ in length by
-    -- less than half a window. A window of an hour or a minute is only shorter than its unit if the offset changes in
-    -- it.
+    -- less than half a window. A minute or an hour ends early only if the offset changes.
     later CONSTANT timestamptz := begins
         + CASE WHEN window_us < 86400000000 THEN window_us - 1000000 ELSE window_us / 2 * 3 END
             * interval '1 microsecond';
@@ -952,8 +946,7 @@ BEGIN
 END
 $$;
 
--- _rate_limit_calendar decides requests for a row. _rate_limit_fixed explains the arguments. scale is the length of the
--- row's window.
+-- _rate_limit_calendar decides requests for a row. See _rate_limit_fixed. scale is the length of the row's window.
 CREATE FUNCTION _rate_limit_calendar(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint,
     zone text
@@ -1011,8 +1004,7 @@ BEGIN
 END
 $$;
 
--- _rate_limit_calendar_fits tells whether a row has room for units during the next 10 ms, in its window or in a new
--- window.
+-- _rate_limit_calendar_fits tells whether a row has room for units for the next 10 ms, in its window or a new one.
 CREATE FUNCTION _rate_limit_calendar_fits(
     algorithm smallint, count bigint, window_start bigint, scale bigint, expires_at bigint, since bigint,
     units bigint, clock bigint, max_count bigint, window_us bigint
@@ -1122,8 +1114,8 @@ Example: SELECT rate_limit_take_calendar_window(''mail'', ARRAY[''user:123''], 1
 
 -- The functions for all algorithms. rate_limit_all can decide every kind of request.
 
--- _rate_limit_valid tells whether a policy's numbers are in the range of exact arithmetic. It returns NULL if the
--- algorithm is unknown.
+-- _rate_limit_valid tells whether a policy's numbers are in the range of exact arithmetic. The result is NULL for an
+-- unknown algorithm.
 CREATE FUNCTION _rate_limit_valid(algorithm smallint, max_count bigint, span_us bigint, refill bigint, zone text)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE
@@ -1146,8 +1138,8 @@ CREATE FUNCTION _rate_limit_step(
         WHEN 5 THEN _rate_limit_calendar(s, clock, cost, asked, most, max_count, span_us, zone) END
 $$;
 
--- _rate_limit_check raises an error if arguments of rate_limit_all are invalid. It returns whether the parts are in the
--- order of locking and no two parts have the same row.
+-- _rate_limit_check raises an error if arguments of rate_limit_all are invalid. _rate_limit_check returns whether the
+-- parts are in the order of locking and no two parts have the same row.
 CREATE FUNCTION _rate_limit_check(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[], limits bigint[],
     spans_us bigint[], refills bigint[], zones text[], costs bigint[], counts bigint[], taken_in bigint[],
@@ -1262,8 +1254,9 @@ BEGIN
 END
 $$;
 
--- _rate_limit_try_to_make makes a row for requests with skip_held. It returns false if another transaction is making
--- the row, and does not end within lock_timeout. SKIP LOCKED cannot skip such a row, because it is not visible yet.
+-- _rate_limit_try_to_make makes a row for requests with skip_held. _rate_limit_try_to_make returns false if another
+-- transaction is making the row, and does not end within lock_timeout. SKIP LOCKED cannot skip such a row, because it
+-- is not visible yet.
 CREATE FUNCTION _rate_limit_try_to_make(name text, key text, durable boolean) RETURNS boolean LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 BEGIN
@@ -1278,8 +1271,7 @@ EXCEPTION WHEN lock_not_available THEN
 END
 $$;
 
--- _rate_limit_holder returns the id of the transaction that has locked a row. It returns NULL if no such transaction is
--- visible.
+-- _rate_limit_holder returns the id of the transaction that has locked a row, or NULL if none is visible.
 CREATE FUNCTION _rate_limit_holder(name text, key text, durable boolean) RETURNS bigint LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 BEGIN
@@ -1343,8 +1335,8 @@ $$;
 --                       leases: see TokenBucket.leased in internal/model
 --
 -- The result has a row for each part. granted is the number of granted requests. retry_after_us is 0 if the part has
--- room for another request. So the parts with another retry_after_us have denied the request, which fits after the
--- longest of them. A skipped request has a row for each part: if another transaction has locked the part's row, granted
+-- room for another request. The parts with another retry_after_us have denied the request, which fits after the longest
+-- retry_after_us. A skipped request has a row for each part: if another transaction has locked the part's row, granted
 -- is -2, and remaining is the transaction's id, or 0 if the row is being made. If the part's row is not locked, granted
 -- is NULL. If the part's row is missing and this call did not try to make it, the result has no row for the part.
 --
@@ -1358,11 +1350,11 @@ $$;
 -- first, then by key and name. (A key that many requests share is usually short, and is best locked briefly.) Making a
 -- row also locks it. The first pass stops at the first missing row, and the second pass continues there. It makes and
 -- locks a row before it goes on to the next row. So a call only waits for rows that come after all rows that it has
--- locked. If a sweeper deletes a row between the two statements, the row is made again before any later row. Several
--- calls in one transaction can deadlock, like all locks. Make one call for all keys, or sort the keys.
+-- locked. If a sweeper deletes a row between the two statements, the row is made again before any later row. Two
+-- transactions with several calls can deadlock. Make one call for all keys, or sort the keys.
 --
--- A refund makes no row if all of its rows are missing. If one exists, it makes the others. Otherwise the refund of a
--- take that has just made its rows could reach only some of its limits.
+-- A refund makes no row if all rows of the request are missing. If a row exists, the refund makes the missing rows.
+-- Otherwise the refund of a take that has just made its rows could reach only some of the limits.
 CREATE FUNCTION rate_limit_all(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[],
     limits bigint[], spans_us bigint[], refills bigint[],
@@ -1515,7 +1507,7 @@ BEGIN
             locking := false;
         END IF;
         IF NOT locking THEN
-            -- Read the other rows. One statement sees all of them at the same moment.
+            -- Read the other rows. One statement sees all rows at the same moment.
             rows[locked + 1:cardinality(part_of)] := ARRAY(
                 SELECT _rate_limit_look(names[e.part], keys[e.part], durables[e.part])
                 FROM unnest(part_of) WITH ORDINALITY AS e (part, place)
@@ -1524,8 +1516,7 @@ BEGIN
         END IF;
         needed := array_fill(false, ARRAY[cardinality(part_of)]);
 
-        -- 3. Read the clock after locking all rows. An earlier reading could be older than a row that this call waited
-        -- for.
+        -- 3. Read the clock after locking all rows. An earlier reading could be older than a row.
         decided_at := coalesce(now, clock_timestamp());
         clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
 
@@ -1559,8 +1550,7 @@ BEGIN
                 CONTINUE;
             END IF;
 
-            -- Find how many requests fit into each part. If there are several parts, grant the number that fits into
-            -- all parts.
+            -- Find how many requests fit into each part, and grant as many as fit into all parts.
             most := CASE WHEN gives OR costs[from_part] <> 0 THEN asked ELSE 0 END;
             FOR pass IN 1 .. 2 LOOP
                 granted := most;
@@ -1686,7 +1676,7 @@ END
 $$;
 
 -- _rate_limit_sliding_refund gives units back to a row if they were taken in the row's window or in the previous
--- window. rolled is the row at the present time. It may be one window later than s.
+-- window. rolled is the row at the present time. rolled may be one window later than s.
 CREATE FUNCTION _rate_limit_sliding_refund(
     s rate_limit_row, rolled rate_limit_row, units bigint, taken_in bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
@@ -1774,8 +1764,9 @@ BEGIN
 END
 $$;
 
--- _rate_limit_bucket_refund gives back units that have not flowed in again yet, and units from granted credit. It
--- leaves room for leases that have not ended. TokenBucket.Refund in internal/model explains why.
+-- _rate_limit_bucket_refund gives back units that have not flowed in again yet, and units from granted credit.
+-- _rate_limit_bucket_refund leaves room for leases that have not ended. TokenBucket.Refund in internal/model explains
+-- why.
 CREATE FUNCTION _rate_limit_bucket_refund(
     s rate_limit_row, rolled rate_limit_row, clock bigint, units bigint, spent bigint, ended bigint,
     taken_since bigint, taken_in bigint, taken_at bigint
@@ -1835,9 +1826,9 @@ BEGIN
 END
 $$;
 
--- _rate_limit_give gives units back to a row, or grants credit up to 2^61. It returns the row to write. Only the units
--- change. The row keeps its times, because limiters with other policies may still count usage that this policy does
--- not count. The row ends earlier only if nothing in it counts.
+-- _rate_limit_give gives units back to a row, or grants credit up to 2^61. _rate_limit_give returns the row to write.
+-- Only the units change. The row keeps its times, because limiters with other policies may still count usage that this
+-- policy does not count. The row ends earlier only if nothing in it counts.
 CREATE FUNCTION _rate_limit_give(
     s rate_limit_row, algorithm smallint, clock bigint, units bigint, grants boolean, ended bigint,
     taken_since bigint, taken_in bigint, taken_at bigint, taken_spent bigint,
@@ -1901,8 +1892,8 @@ END
 $$;
 
 -- _rate_limit_left_ephemeral decides the keys that are not in taken_keys. A rate_limit_take_ function calls it if its
--- statement has not taken from all keys. It returns the statement's numbers in the order of keys, and then fifteen
--- numbers for each other key. rate_limit_take_sliding_window explains the numbers.
+-- statement has not taken from all keys. _rate_limit_left_ephemeral returns the statement's numbers in the order of
+-- keys, and then fifteen numbers for each other key. rate_limit_take_sliding_window explains the numbers.
 --
 -- valid says whether the arguments are valid. began is the statement's reading of the clock. If there are several keys,
 -- the statement has already locked their rows, so this function does not wait for locks.
@@ -1926,7 +1917,7 @@ DECLARE
     n integer := coalesce(cardinality(keys), 0);
     places integer[]; -- the places of the undecided keys; NULL means all keys
     place integer;
-    done integer := 0; -- how many of places have been decided
+    done integer := 0; -- how many elements of places have been decided
     told bigint[];
     gone text[];
 BEGIN
@@ -1936,8 +1927,8 @@ BEGIN
             taken_keys := keys;
         END IF;
         IF _rate_limit_now(now_us) > began + 10000 THEN
-            -- A row that the statement made begins at began. That may be too early, because another transaction may
-            -- have made the row and rolled back while the statement waited. So delete the row, and decide again.
+            -- A row that the statement made begins at began. This time is too early if the statement waited for another
+            -- transaction that made the row and rolled back. Delete a row that is too early, and decide again.
             WITH d AS (
                 DELETE FROM rate_limit_ephemeral AS d
                 USING (
@@ -2027,7 +2018,8 @@ $$;
 
 -- Functions for many requests that take from several keys each.
 
--- _rate_limit_steps returns the next state of all rows. It returns NULL if a row has no room without granted credit.
+-- _rate_limit_steps returns the next state of all rows. _rate_limit_steps returns NULL if a row has no room without
+-- granted credit.
 CREATE FUNCTION _rate_limit_steps(
     rows rate_limit_row[], algorithms smallint[], clock bigint, units bigint[], limits bigint[], spans_us bigint[],
     refills bigint[], zones text[]
@@ -2122,8 +2114,8 @@ $$;
 --                       the request of each part, its row's place in keys, its cost, and the number of its requests
 --
 -- If every row has room for its units, all requests are granted, and the result has nine numbers for each row, like the
--- result of rate_limit_take_sliding_window. Otherwise rate_limit_all decides, and the result has fifteen numbers for
--- each part. This costs more than twice as much (measured with 32 requests for three existing rows each).
+-- result of rate_limit_take_sliding_window. If a row has no room, rate_limit_all decides, and the result has fifteen
+-- numbers for each part. This costs more than twice as much (measured with 32 requests for three existing rows each).
 CREATE FUNCTION rate_limit_take_all(
     names text[], keys text[], durable boolean, algorithms smallint[], limits bigint[], spans_us bigint[],
     refills bigint[], zones text[], units bigint[], requests integer[], row_of integer[], costs bigint[],
@@ -2142,7 +2134,7 @@ DECLARE
     taken bigint[];
 BEGIN
     -- Take from the rows only if the arguments are valid and the rows are in the order of locking. Lengths may differ
-    -- in the caller's encoding. Otherwise rate_limit_all decides, or raises an error for an invalid argument.
+    -- in the caller's encoding. In all other cases, rate_limit_all decides, or raises an error for an invalid argument.
     IF names[cardinality(names)] IS NOT NULL AND keys[cardinality(names)] IS NOT NULL
         AND cardinality(names) = ALL (ARRAY[cardinality(keys), cardinality(algorithms), cardinality(limits),
             cardinality(spans_us), cardinality(refills), cardinality(units)])
@@ -2192,7 +2184,7 @@ Example: SELECT rate_limit_take_all(ARRAY[''user'', ''everybody''], ARRAY[''user
     'ARRAY[1, 1], ARRAY[1, 2], NULL, NULL) '
     'takes one of 20 a minute and one of 1000 a minute, or neither.';
 
--- rate_limit_reset makes a key as good as new, for every algorithm. It returns whether the key had a row.
+-- rate_limit_reset makes a key as good as new, for every algorithm. rate_limit_reset returns whether the key had a row.
 -- rate_limit_take_sliding_window explains the parameters.
 CREATE FUNCTION rate_limit_reset(
     name text, key text, durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL,
@@ -2236,9 +2228,9 @@ CREATE FUNCTION _rate_limit_read_policy(
 ) LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
-    -- The text is converted to ASCII, so that the result does not depend on the database's encoding. Each byte of
-    -- another character in UTF-8 becomes a ~ and three octal digits. A ~ becomes a !, which no valid policy contains
-    -- either.
+    -- Convert the text to ASCII, so that the result does not depend on the database's encoding. Each byte of another
+    -- character in UTF-8 becomes a ~ and three octal digits. A ~ in the text becomes a !, because no valid policy has a
+    -- !.
     ascii text := translate(encode(convert_to(policy, 'UTF8'), 'escape'), chr(92) || '~', '~!');
     one text;
     words text[];   -- words of one policy: algorithm, capacity of a bucket, amount, duration or unit, time zone
@@ -2372,7 +2364,7 @@ BEGIN
             RAISE EXCEPTION 'rate_limit: no policy is given, and none is in force for the key'
                 USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
                     -- A literal must not contain the name of a table, because access.sql would insert the schema into
-                    -- it.
+                    -- the literal.
                     HINT = 'Pass a policy, such as ''sliding 10/1m'', or set one for everybody: INSERT INTO rate_limit'
                         '_policy (name, policy, comment) VALUES (<name>, ''sliding 10/1m'', <why>).';
         END IF;
@@ -2523,8 +2515,8 @@ $$;
 -- synchronous_commit is off until the transaction ends. A row that comes back after a crash is still expired.
 --
 -- Rows are kept for a minute after they have expired. So if the clock is set back by up to a minute, no decision
--- changes. If it is set back by more, the keys of rows that were deleted too early are as good as new, once. The minute
--- also keeps rows of keys that soon return, because an UPDATE is cheaper than an INSERT.
+-- changes. If the clock is set back by more, the keys of rows that were deleted too early are as good as new, once. The
+-- minute also keeps rows of keys that soon return, because an UPDATE is cheaper than an INSERT.
 --
 -- The sweeper reads the tables in their order on disk by ranges of ctid (a TID range scan, from Postgres 14 on), so it
 -- needs no index. A pass continues where the previous call stopped, even if another sweeper made that call.
@@ -2745,8 +2737,8 @@ $$;
 -- that continues after the last number it has read misses nothing. The lock comes before row locks, so that statements
 -- that change policies cannot deadlock with each other.
 --
--- It ignores rows from logical replication, because the history is replicated too, and a number assigned here could
--- conflict with a number that arrives later. Processes find such rows when they read all rows from time to time.
+-- The trigger ignores rows from logical replication, because the history is replicated too, and a number assigned here
+-- could conflict with a number that arrives later. Processes find such rows when they read all rows from time to time.
 CREATE FUNCTION _rate_limit_note_policy() RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -2789,7 +2781,7 @@ END
 $$;
 
 -- rate_limit_policies returns the policies that have changed since a process last called it, one row for each policy.
--- If there are none, it returns one row whose id is NULL.
+-- If no policy has changed, the result is one row whose id is NULL.
 --
 --   known, known_us      version and changed_us of the previous result. NULL returns all policies that have not ended.
 --                        (After a restore, another change may have the same version, but not the same time.)
@@ -2821,7 +2813,7 @@ BEGIN
     ORDER BY h.version DESC LIMIT 1;
     version := coalesce(version, 0);
     changed_us := coalesce(changed_us, 0);
-    -- Read the clock after the version. Otherwise a policy that begins when it is written could seem to begin later.
+    -- Read the clock after the version. Otherwise a policy that begins now could seem to begin later.
     clock := clock_timestamp();
     clock_us := (extract(epoch FROM clock) * 1000000)::bigint;
     complete := known IS NULL;
@@ -2830,12 +2822,11 @@ BEGIN
         RETURN;
     END IF;
     -- Return all policies if the history does not have the known change. The history may have been shortened, or the
-    -- database replaced. It never has version 0.
+    -- database replaced. The history never has version 0.
     complete := NOT EXISTS (
         SELECT FROM rate_limit_policy_history AS h
         WHERE h.version = known AND (known_us IS NULL OR (extract(epoch FROM h.at) * 1000000)::bigint = known_us));
-    -- If all policies are returned, those that people wrote come first, because a process may not have room for all
-    -- policies.
+    -- Policies that people wrote come first, because a process may not have room for all policies.
     RETURN QUERY
     SELECT version, changed_us, complete, clock_us, c.id, p.id IS NULL,
         p.name, p.key, p.key_prefix, p.mode, p.policy,
@@ -2864,8 +2855,7 @@ COMMENT ON FUNCTION rate_limit_policies IS
 Example: SELECT * FROM rate_limit_policies()';
 
 -- rate_limit_ban denies all requests of a key for a time, as the COMMENT below explains. If the key is already banned,
--- the ban does not change. lock_timeout_ms is how long to wait for other changes of policies. NULL keeps the session's
--- lock_timeout.
+-- the ban does not change. lock_timeout_ms limits the wait for other changes of policies. NULL keeps lock_timeout.
 CREATE FUNCTION rate_limit_ban(
     name text, key text, first interval, longest interval, forgiven_after interval, comment text,
     lock_timeout_ms integer DEFAULT NULL, OUT ends timestamptz, OUT made boolean
@@ -2919,7 +2909,8 @@ BEGIN
         ELSE first END;
     ends := clock + lasts;
     -- Ended bans are kept until they are forgiven. Each new ban deletes some forgiven bans, so that they do not
-    -- accumulate. It skips locked rows, because the sessions that lock them may be waiting for this transaction.
+    -- accumulate. The deletion skips locked rows, because the sessions that lock them may be waiting for this
+    -- transaction.
     ended := ARRAY(
         SELECT p.id FROM rate_limit_policy AS p
         WHERE p.name = name COLLATE "C" AND p.automatic AND p.valid_until < clock - forgiven_after
@@ -2970,7 +2961,7 @@ BEGIN
         AND EXISTS (SELECT FROM policy AS p WHERE p.id = e.policy_id)
         AND octet_length(e.key) <= 512
     ORDER BY e.policy_id, e.key COLLATE "C"
-    -- The sums stop at the largest bigint. Otherwise one report could make all later reports fail.
+    -- The sums stop at the largest bigint. With an overflow, one report could make all later reports fail.
     ON CONFLICT (policy_id, key) DO UPDATE SET
         decided = s.decided + least(excluded.decided, 9223372036854775807 - s.decided),
         denied = s.denied + least(excluded.denied, 9223372036854775807 - s.denied),
@@ -2995,11 +2986,11 @@ COMMENT ON FUNCTION rate_limit_report IS
 Example: SELECT rate_limit_report(ARRAY[1], ARRAY[''''], ARRAY[100], ARRAY[0], ARRAY[5])';
 
 -- This block sets the rights and settings of the functions. The functions have their owner's rights, so an application
--- only needs EXECUTE on them. No role has EXECUTE without a grant. The functions never run code that other roles can
+-- only needs EXECUTE on them. No role has EXECUTE without a grant. The functions run no code that other roles can
 -- create:
 --
 --   - search_path is pg_catalog. Otherwise another role could create a function or operator in another schema that has
---     exactly the argument types of a call. Postgres would prefer it to a function of pg_catalog that needs a cast.
+--     exactly the argument types of a call. Postgres would prefer that one to a function of pg_catalog that needs a cast.
 --     (pg_temp comes last, because it would come first if it was not named.)
 --   - Names of the limiter's objects have their schema. Only this block knows the schema, so it inserts the schema
 --     before each rate_limit_ and _rate_limit_ in a function's body. Calls of the limiter's functions have all
@@ -3008,10 +2999,10 @@ Example: SELECT rate_limit_report(ARRAY[1], ARRAY[''''], ARRAY[100], ARRAY[0], A
 -- Plans do not depend on the session's settings. Compiling with JIT would take longer than a decision. Without index
 -- scans, TID scans and nested loops, Postgres would scan the whole table. (Each setting costs 0.1 us per call.)
 --
--- The internal functions have no settings, because each would cost time. They run with the settings of their callers.
+-- Internal functions run with the settings of their callers, because each setting costs time.
 --
 -- A superuser may run this block, and search_path may have a schema where other roles can create objects. So every name
--- has its schema until search_path is pg_catalog.
+-- in this block has its schema until search_path is pg_catalog.
 DO $$
 DECLARE
     path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
@@ -3044,7 +3035,7 @@ BEGIN
                 'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report'))
     LOOP
         signature := fn.oid::regprocedure::text;
-        -- The body has the schema's name if an earlier migration, or the original of a twin, has got it.
+        -- An earlier migration may have inserted the schema. (A twin has the schema that its original already had.)
         named := strpos(fn.prosrc, prefix) > 0 OR strpos(fn.prosrc, internal) > 0;
         IF NOT named OR fn.proacl IS NULL THEN
             EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', signature);
@@ -3076,8 +3067,8 @@ $$;
 
 DROP FUNCTION IF EXISTS rate_limit_version;
 
--- rate_limit_version returns the schema's version. internal/gensql writes the number of each migration into it. Every
--- role may call it, so an application can check that no migration is missing.
+-- rate_limit_version returns the schema's version. internal/gensql writes the number of each migration into this
+-- function. Every role may call it, so an application can check that no migration is missing.
 CREATE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT 2::bigint $$;
 COMMENT ON FUNCTION rate_limit_version() IS 'The number of the last migration that was applied.';
 GRANT EXECUTE ON FUNCTION rate_limit_version() TO PUBLIC;
@@ -3109,8 +3100,8 @@ DROP TYPE IF EXISTS rate_limit_row, rate_limit_decision;
 
 DROP FUNCTION IF EXISTS rate_limit_version;
 
--- rate_limit_version returns the schema's version. internal/gensql writes the number of each migration into it. Every
--- role may call it, so an application can check that no migration is missing.
+-- rate_limit_version returns the schema's version. internal/gensql writes the number of each migration into this
+-- function. Every role may call it, so an application can check that no migration is missing.
 CREATE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT 1::bigint $$;
 COMMENT ON FUNCTION rate_limit_version() IS 'The number of the last migration that was applied.';
 GRANT EXECUTE ON FUNCTION rate_limit_version() TO PUBLIC;

@@ -50,8 +50,7 @@ BEGIN
                 'rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
                 'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow')
             AND a.grantee <> c.relowner
-            -- Revoke all rights on tables of this transaction. goose has created its table shortly before the first
-            -- migration.
+            -- Revoke all rights on tables of this transaction. goose creates its table before the first migration.
             AND (t.xmin = pg_current_xact_id()::xid OR t.relname = 'rate_limit_goose_version' AND NOT EXISTS (
                     SELECT FROM pg_proc AS p WHERE p.pronamespace = t.relnamespace AND p.proname = 'rate_limit_version')
                 OR a.privilege_type <> 'SELECT'
@@ -67,8 +66,8 @@ $$;
 
 DROP FUNCTION IF EXISTS rate_limit_version;
 
--- rate_limit_version returns the schema's version. internal/gensql writes the number of each migration into it. Every
--- role may call it, so an application can check that no migration is missing.
+-- rate_limit_version returns the schema's version. internal/gensql writes the number of each migration into this
+-- function. Every role may call it, so an application can check that no migration is missing.
 CREATE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT 3::bigint $$;
 COMMENT ON FUNCTION rate_limit_version() IS 'The number of the last migration that was applied.';
 GRANT EXECUTE ON FUNCTION rate_limit_version() TO PUBLIC;
@@ -87,8 +86,8 @@ DROP TRIGGER IF EXISTS rate_limit_policy_note ON rate_limit_policy;
 
 DROP FUNCTION IF EXISTS rate_limit_version;
 
--- rate_limit_version returns the schema's version. internal/gensql writes the number of each migration into it. Every
--- role may call it, so an application can check that no migration is missing.
+-- rate_limit_version returns the schema's version. internal/gensql writes the number of each migration into this
+-- function. Every role may call it, so an application can check that no migration is missing.
 CREATE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT 2::bigint $$;
 COMMENT ON FUNCTION rate_limit_version() IS 'The number of the last migration that was applied.';
 GRANT EXECUTE ON FUNCTION rate_limit_version() TO PUBLIC;

@@ -1,9 +1,9 @@
 -- This block sets the rights and settings of the functions. The functions have their owner's rights, so an application
--- only needs EXECUTE on them. No role has EXECUTE without a grant. The functions never run code that other roles can
+-- only needs EXECUTE on them. No role has EXECUTE without a grant. The functions run no code that other roles can
 -- create:
 --
 --   - search_path is pg_catalog. Otherwise another role could create a function or operator in another schema that has
---     exactly the argument types of a call. Postgres would prefer it to a function of pg_catalog that needs a cast.
+--     exactly the argument types of a call. Postgres would prefer that one to a function of pg_catalog that needs a cast.
 --     (pg_temp comes last, because it would come first if it was not named.)
 --   - Names of the limiter's objects have their schema. Only this block knows the schema, so it inserts the schema
 --     before each rate_limit_ and _rate_limit_ in a function's body. Calls of the limiter's functions have all
@@ -12,10 +12,10 @@
 -- Plans do not depend on the session's settings. Compiling with JIT would take longer than a decision. Without index
 -- scans, TID scans and nested loops, Postgres would scan the whole table. (Each setting costs 0.1 us per call.)
 --
--- The internal functions have no settings, because each would cost time. They run with the settings of their callers.
+-- Internal functions run with the settings of their callers, because each setting costs time.
 --
 -- A superuser may run this block, and search_path may have a schema where other roles can create objects. So every name
--- has its schema until search_path is pg_catalog.
+-- in this block has its schema until search_path is pg_catalog.
 DO $$
 DECLARE
     path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
@@ -48,7 +48,7 @@ BEGIN
                 'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report'))
     LOOP
         signature := fn.oid::regprocedure::text;
-        -- The body has the schema's name if an earlier migration, or the original of a twin, has got it.
+        -- An earlier migration may have inserted the schema. (A twin has the schema that its original already had.)
         named := strpos(fn.prosrc, prefix) > 0 OR strpos(fn.prosrc, internal) > 0;
         IF NOT named OR fn.proacl IS NULL THEN
             EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', signature);

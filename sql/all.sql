@@ -1,7 +1,7 @@
 -- The functions for all algorithms. rate_limit_all can decide every kind of request.
 
--- _rate_limit_valid tells whether a policy's numbers are in the range of exact arithmetic. It returns NULL if the
--- algorithm is unknown.
+-- _rate_limit_valid tells whether a policy's numbers are in the range of exact arithmetic. The result is NULL for an
+-- unknown algorithm.
 CREATE FUNCTION _rate_limit_valid(algorithm smallint, max_count bigint, span_us bigint, refill bigint, zone text)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE
@@ -24,8 +24,8 @@ CREATE FUNCTION _rate_limit_step(
         WHEN 5 THEN _rate_limit_calendar(s, clock, cost, asked, most, max_count, span_us, zone) END
 $$;
 
--- _rate_limit_check raises an error if arguments of rate_limit_all are invalid. It returns whether the parts are in the
--- order of locking and no two parts have the same row.
+-- _rate_limit_check raises an error if arguments of rate_limit_all are invalid. _rate_limit_check returns whether the
+-- parts are in the order of locking and no two parts have the same row.
 CREATE FUNCTION _rate_limit_check(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[], limits bigint[],
     spans_us bigint[], refills bigint[], zones text[], costs bigint[], counts bigint[], taken_in bigint[],
@@ -140,8 +140,9 @@ BEGIN
 END
 $$;
 
--- _rate_limit_try_to_make makes a row for requests with skip_held. It returns false if another transaction is making
--- the row, and does not end within lock_timeout. SKIP LOCKED cannot skip such a row, because it is not visible yet.
+-- _rate_limit_try_to_make makes a row for requests with skip_held. _rate_limit_try_to_make returns false if another
+-- transaction is making the row, and does not end within lock_timeout. SKIP LOCKED cannot skip such a row, because it
+-- is not visible yet.
 CREATE FUNCTION _rate_limit_try_to_make(name text, key text, durable boolean) RETURNS boolean LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 BEGIN
@@ -156,8 +157,7 @@ EXCEPTION WHEN lock_not_available THEN
 END
 $$;
 
--- _rate_limit_holder returns the id of the transaction that has locked a row. It returns NULL if no such transaction is
--- visible.
+-- _rate_limit_holder returns the id of the transaction that has locked a row, or NULL if none is visible.
 CREATE FUNCTION _rate_limit_holder(name text, key text, durable boolean) RETURNS bigint LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 BEGIN
@@ -221,8 +221,8 @@ $$;
 --                       leases: see TokenBucket.leased in internal/model
 --
 -- The result has a row for each part. granted is the number of granted requests. retry_after_us is 0 if the part has
--- room for another request. So the parts with another retry_after_us have denied the request, which fits after the
--- longest of them. A skipped request has a row for each part: if another transaction has locked the part's row, granted
+-- room for another request. The parts with another retry_after_us have denied the request, which fits after the longest
+-- retry_after_us. A skipped request has a row for each part: if another transaction has locked the part's row, granted
 -- is -2, and remaining is the transaction's id, or 0 if the row is being made. If the part's row is not locked, granted
 -- is NULL. If the part's row is missing and this call did not try to make it, the result has no row for the part.
 --
@@ -236,11 +236,11 @@ $$;
 -- first, then by key and name. (A key that many requests share is usually short, and is best locked briefly.) Making a
 -- row also locks it. The first pass stops at the first missing row, and the second pass continues there. It makes and
 -- locks a row before it goes on to the next row. So a call only waits for rows that come after all rows that it has
--- locked. If a sweeper deletes a row between the two statements, the row is made again before any later row. Several
--- calls in one transaction can deadlock, like all locks. Make one call for all keys, or sort the keys.
+-- locked. If a sweeper deletes a row between the two statements, the row is made again before any later row. Two
+-- transactions with several calls can deadlock. Make one call for all keys, or sort the keys.
 --
--- A refund makes no row if all of its rows are missing. If one exists, it makes the others. Otherwise the refund of a
--- take that has just made its rows could reach only some of its limits.
+-- A refund makes no row if all rows of the request are missing. If a row exists, the refund makes the missing rows.
+-- Otherwise the refund of a take that has just made its rows could reach only some of the limits.
 CREATE FUNCTION rate_limit_all(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[],
     limits bigint[], spans_us bigint[], refills bigint[],
@@ -393,7 +393,7 @@ BEGIN
             locking := false;
         END IF;
         IF NOT locking THEN
-            -- Read the other rows. One statement sees all of them at the same moment.
+            -- Read the other rows. One statement sees all rows at the same moment.
             rows[locked + 1:cardinality(part_of)] := ARRAY(
                 SELECT _rate_limit_look(names[e.part], keys[e.part], durables[e.part])
                 FROM unnest(part_of) WITH ORDINALITY AS e (part, place)
@@ -402,8 +402,7 @@ BEGIN
         END IF;
         needed := array_fill(false, ARRAY[cardinality(part_of)]);
 
-        -- 3. Read the clock after locking all rows. An earlier reading could be older than a row that this call waited
-        -- for.
+        -- 3. Read the clock after locking all rows. An earlier reading could be older than a row.
         decided_at := coalesce(now, clock_timestamp());
         clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
 
@@ -437,8 +436,7 @@ BEGIN
                 CONTINUE;
             END IF;
 
-            -- Find how many requests fit into each part. If there are several parts, grant the number that fits into
-            -- all parts.
+            -- Find how many requests fit into each part, and grant as many as fit into all parts.
             most := CASE WHEN gives OR costs[from_part] <> 0 THEN asked ELSE 0 END;
             FOR pass IN 1 .. 2 LOOP
                 granted := most;

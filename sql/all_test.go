@@ -26,8 +26,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// TestAllEqualsModels compares rate_limit_all with the models. It sends random requests, and decides the same rows with
-// the models. After each statement, it compares every column of every row.
+// TestAllEqualsModels compares rate_limit_all with the models. TestAllEqualsModels sends random requests, and decides
+// the same rows with the models. After each statement, it compares every column of every row.
 func TestAllEqualsModels(t *testing.T) {
 	t.Parallel()
 
@@ -132,9 +132,9 @@ func TestTakesFromAllEqualModels(t *testing.T) {
 	require.Greater(t, left, 30*limitertest.Rounds(t))
 }
 
-// tellTakes sends requests of several parts to rate_limit_take_all, sometimes for rows with granted credit. It returns
-// how many calls rate_limit_take_all decided, how many it left to rate_limit_all, and the first difference from the
-// models. Most policies have one of the given algorithms. If none is given, policies have any algorithm.
+// tellTakes sends requests of several parts to rate_limit_take_all, sometimes for rows with granted credit. tellTakes
+// returns how many calls rate_limit_take_all decided, how many it left to rate_limit_all, and the first difference from
+// the models. Most policies have one of the given algorithms. If none is given, policies have any algorithm.
 func tellTakes(
 	t *testing.T, pool *pgxpool.Pool, r *rand.Rand, story uint64, mostly []int16,
 ) (taken, left int, err error) {
@@ -342,8 +342,8 @@ func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []model
 	require.Len(t, got, int(ord), title)
 }
 
-// rowSetOfModel returns the rows that requests take from, and their parts. It returns nil if rate_limit_take_all cannot
-// decide the requests.
+// rowSetOfModel returns the rows that requests take from, and their parts. rowSetOfModel returns nil if
+// rate_limit_take_all cannot decide the requests.
 func rowSetOfModel(requests []modeltest.Request) (*engine.RowSet, []*engine.Part) {
 	var asked []*engine.Request
 	var into []*engine.Part
@@ -426,7 +426,7 @@ func rowsDiffer(t *testing.T, pool *pgxpool.Pool, space string, asModel modeltes
 }
 
 // rate_limit_all first reads rows without locks if a row is missing. If the rows deny a request, the request is denied
-// without a lock. Otherwise all of its rows are locked before the decision.
+// without a lock. All rows of another request are locked before the decision.
 func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")

@@ -163,7 +163,7 @@ func TestSQLAllowsUnderThePolicyInForce(t *testing.T) {
 	}
 }
 
-// rate_limit_allow and limiters ignore the same rows. Such rows can only be written without the triggers.
+// rate_limit_allow and limiters ignore the same invalid rows. The triggers would refuse to write such rows.
 func TestSQLPassesOverWhatLimitersPassOver(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -318,7 +318,7 @@ func TestSQLForPeopleNeedsNothingButExecute(t *testing.T) {
 	}
 }
 
-// rate_limit_peek writes nothing, so it works on a standby. rate_limit_allow does not.
+// rate_limit_peek writes nothing, so it works on a standby. rate_limit_allow fails there.
 func TestSQLPeeksWhereNothingCanBeWritten(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")

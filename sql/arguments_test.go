@@ -117,8 +117,7 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 		require.Empty(t, pgtest.StoredRows(t, db.Pool, durable))
 	}
 
-	// Costs and counts that are NULL, less than 1 or in arrays of another shape are refused, whether or not the key has a
-	// row.
+	// Costs and counts that are NULL, below 1 or in arrays of another shape are refused, even if the key has no row.
 	for name, call := range calls {
 		for _, durable := range []string{"", ", durable => true"} {
 			pgtest.Exec(t, db.Pool, "SELECT "+fmt.Sprintf(call, "'n'", "'{there}'", durable))
@@ -247,8 +246,8 @@ func closing(text string) int {
 	})
 }
 
-// If all rows exist, the take functions check only some arguments. Nevertheless, they refuse invalid arguments, and
-// take nothing.
+// If all rows exist, the take functions check only some arguments. However, the functions refuse all invalid arguments,
+// and take nothing.
 func TestTakesFromRowsRefuseBadArguments(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -299,7 +298,7 @@ func TestTakesFromRowsRefuseBadArguments(t *testing.T) {
 	}
 }
 
-// A row that another transaction is inserting is skipped. The other requests of the call are decided.
+// A row that another transaction is inserting is skipped. All other requests of the call are decided.
 func TestRowsBeingMadeSpoilNoOthers(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -381,7 +380,7 @@ func TestLargestTakes(t *testing.T) {
 	}
 }
 
-// rate_limit_take_all leaves calls with odd arguments to rate_limit_all. So no row loses more units than it has. For
+// rate_limit_take_all leaves calls with odd arguments to rate_limit_all. No row loses more units than the row has. For
 // example, rows are repeated or in another order, parts do not belong to the rows, or requests never fit.
 func TestTakesOfSetsAskedBadly(t *testing.T) {
 	t.Parallel()

@@ -1,4 +1,4 @@
--- Calendar windows. calendar.go defines them. Tests compare these functions with the model in
+-- Calendar windows. calendar.go defines calendar windows. Tests compare these functions with the model in
 -- internal/model/calendar.go.
 
 -- _rate_limit_valid_calendar tells whether the numbers of a calendar window are in the range of exact arithmetic, and
@@ -12,8 +12,8 @@ RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
         AND zone COLLATE "C" !~* '^(right|posix)/'
 $$;
 
--- _rate_limit_window_end returns the end of the calendar window at the time clock, by date_trunc. It uses whole
--- seconds, because time zones change their offset at whole seconds.
+-- _rate_limit_window_end returns the end of the calendar window at the time clock, by date_trunc. The time is cut to
+-- whole seconds, because time zones change their offset at whole seconds.
 CREATE FUNCTION _rate_limit_window_end(clock bigint, window_us bigint, zone text)
 RETURNS bigint LANGUAGE plpgsql STABLE AS $$
 #variable_conflict use_variable
@@ -23,8 +23,7 @@ DECLARE
     instant CONSTANT timestamptz := timestamptz 'epoch' + clock / 1000000 * interval '1 second';
     begins CONSTANT timestamptz := date_trunc(unit, instant, zone);
     -- date_trunc of a time in the next window is the end of this window. Windows of days and more differ in length by
-    -- less than half a window. A window of an hour or a minute is only shorter than its unit if the offset changes in
-    -- it.
+    -- less than half a window. A minute or an hour ends early only if the offset changes.
     later CONSTANT timestamptz := begins
         + CASE WHEN window_us < 86400000000 THEN window_us - 1000000 ELSE window_us / 2 * 3 END
             * interval '1 microsecond';
@@ -44,8 +43,7 @@ BEGIN
 END
 $$;
 
--- _rate_limit_calendar decides requests for a row. _rate_limit_fixed explains the arguments. scale is the length of the
--- row's window.
+-- _rate_limit_calendar decides requests for a row. See _rate_limit_fixed. scale is the length of the row's window.
 CREATE FUNCTION _rate_limit_calendar(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint,
     zone text
@@ -103,8 +101,7 @@ BEGIN
 END
 $$;
 
--- _rate_limit_calendar_fits tells whether a row has room for units during the next 10 ms, in its window or in a new
--- window.
+-- _rate_limit_calendar_fits tells whether a row has room for units for the next 10 ms, in its window or a new one.
 CREATE FUNCTION _rate_limit_calendar_fits(
     algorithm smallint, count bigint, window_start bigint, scale bigint, expires_at bigint, since bigint,
     units bigint, clock bigint, max_count bigint, window_us bigint

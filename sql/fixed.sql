@@ -1,4 +1,5 @@
--- Fixed windows. fixed.go defines them. Tests compare these functions with the model in internal/model/fixed.go.
+-- Fixed windows. fixed.go defines fixed windows. Tests compare these functions with the model in
+-- internal/model/fixed.go.
 
 -- _rate_limit_valid_window tells whether the numbers of a fixed or sliding window are in the range of exact arithmetic.
 CREATE FUNCTION _rate_limit_valid_window(max_count bigint, window_us bigint)
@@ -7,9 +8,9 @@ RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
         AND max_count <= 4611686018427387904 / window_us
 $$;
 
--- _rate_limit_fixed decides requests of a cost for the row s. It returns the row at the time clock, with the granted
--- units taken. asked is the number of requests. It grants at most most of them, because other rows have no room for
--- more. If cost is 0, it takes nothing.
+-- _rate_limit_fixed decides requests of a cost for the row s. _rate_limit_fixed returns the row at the time clock, with
+-- the granted units taken. asked is the number of requests. most is how many of these requests the other rows have room
+-- for. If cost is 0, it takes nothing.
 CREATE FUNCTION _rate_limit_fixed(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
@@ -61,8 +62,7 @@ BEGIN
 END
 $$;
 
--- _rate_limit_fixed_fits tells whether a row has room for units during the next 10 ms, in its window or in a new
--- window.
+-- _rate_limit_fixed_fits tells whether a row has room for units for the next 10 ms, in its window or a new window.
 CREATE FUNCTION _rate_limit_fixed_fits(
     algorithm smallint, count bigint, window_start bigint, expires_at bigint, since bigint,
     units bigint, clock bigint, max_count bigint, window_us bigint

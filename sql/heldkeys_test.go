@@ -110,7 +110,8 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 	require.Less(t, refused, passed/2)
 }
 
-// rate_limit_all skips a request if one of its rows is held, and takes nothing for it. It decides all other requests.
+// rate_limit_all takes nothing for a request if one of the request's rows is held. rate_limit_all decides all other
+// requests.
 func TestAllSkipsRequestsWithAHeldPart(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")

@@ -1,6 +1,6 @@
 -- _rate_limit_left_ephemeral decides the keys that are not in taken_keys. A rate_limit_take_ function calls it if its
--- statement has not taken from all keys. It returns the statement's numbers in the order of keys, and then fifteen
--- numbers for each other key. rate_limit_take_sliding_window explains the numbers.
+-- statement has not taken from all keys. _rate_limit_left_ephemeral returns the statement's numbers in the order of
+-- keys, and then fifteen numbers for each other key. rate_limit_take_sliding_window explains the numbers.
 --
 -- valid says whether the arguments are valid. began is the statement's reading of the clock. If there are several keys,
 -- the statement has already locked their rows, so this function does not wait for locks.
@@ -24,7 +24,7 @@ DECLARE
     n integer := coalesce(cardinality(keys), 0);
     places integer[]; -- the places of the undecided keys; NULL means all keys
     place integer;
-    done integer := 0; -- how many of places have been decided
+    done integer := 0; -- how many elements of places have been decided
     told bigint[];
     gone text[];
 BEGIN
@@ -34,8 +34,8 @@ BEGIN
             taken_keys := keys;
         END IF;
         IF _rate_limit_now(now_us) > began + 10000 THEN
-            -- A row that the statement made begins at began. That may be too early, because another transaction may
-            -- have made the row and rolled back while the statement waited. So delete the row, and decide again.
+            -- A row that the statement made begins at began. This time is too early if the statement waited for another
+            -- transaction that made the row and rolled back. Delete a row that is too early, and decide again.
             WITH d AS (
                 DELETE FROM rate_limit_ephemeral AS d
                 USING (

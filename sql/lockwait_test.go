@@ -13,8 +13,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// A calendar window may end while a call waits for a row. Then the units count in the window that contains the time of
-// the lock. Check that the test notices functions that always use the window of the clock's first reading.
+// A calendar window may end while a call waits for a row. The call's units must count in the window that contains the
+// time of the lock. Check that the test notices functions that always use the window of the clock's first reading.
 func TestWindowsOfTheCalendarThatEndDuringAWaitAreOver(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")

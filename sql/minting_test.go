@@ -41,8 +41,8 @@ func TestRefundsMintNothingOnAServer(t *testing.T) {
 	}
 }
 
-// mintsOnAServer takes and refunds at random with a limiter. It returns an error if a refund gave back more units than
-// were taken.
+// mintsOnAServer takes and refunds at random with a limiter. mintsOnAServer returns an error if a refund gave back more
+// units than were taken.
 func mintsOnAServer(t *testing.T, d modeltest.Dice, pool *pgxpool.Pool, kind int64, name string) error {
 	t.Helper()
 	var clock time.Time

@@ -297,8 +297,8 @@ func TestMistakesInTakingFromAllDifferFromTheModels(t *testing.T) {
 	}
 }
 
-// The concurrency tests compare the granted units with the limit and with the rows. They notice functions that decide
-// from an unlocked row, or from a row as it was before the lock. Such functions admit too many requests.
+// The concurrency tests compare the granted units with the limit and with the rows. A function that decides from an
+// unlocked row, or from a row as it was before the lock, admits too many requests.
 func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")

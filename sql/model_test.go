@@ -108,7 +108,7 @@ func changedBuckets() []modeltest.Step {
 }
 
 // refundOfTheWindowBefore refunds the newest take, which is in the previous window. The units of older windows no
-// longer count. They stay in the row, and the row's expiry does not change.
+// longer count. These units stay in the row, and the row's expiry does not change.
 func refundOfTheWindowBefore() []modeltest.Step {
 	policy := model.SlidingWindow{Limit: 3, Window: time.Minute}
 	return []modeltest.Step{
@@ -141,7 +141,7 @@ func calendarBehindTheClock() []modeltest.Step {
 }
 
 // refundBehindTheClock refunds the newest entry of a log with a shorter window, after the clock was set back to a time
-// before the entry. The entry before it had already left the log, and does not come back.
+// before the entry. The previous entry had already left the log, and does not come back.
 func refundBehindTheClock() []modeltest.Step {
 	long, short := model.SlidingLog{Limit: 3, Window: 2 * time.Microsecond}, model.SlidingLog{Limit: 1, Window: time.Microsecond}
 	return []modeltest.Step{
@@ -210,8 +210,8 @@ type difference struct {
 
 func (d *difference) Error() string { return d.text }
 
-// replay runs steps, and compares every decision and every row after each step. It stops at the first difference. space
-// is a prefix for all names that no other call uses.
+// replay runs steps, and compares every decision and every row after each step. replay stops at the first difference.
+// space is a prefix for all names that no other call uses.
 func replay(ctx context.Context, pool *pgxpool.Pool, space string, steps []modeltest.Step, perBatch int) error {
 	model := modeltest.NewRows()
 	if pgtest.Shards() > 0 {
@@ -368,7 +368,7 @@ func compare(results pgx.BatchResults, space string, steps []modeltest.Step, fir
 	return nil
 }
 
-// describe describes a failing story. It leaves out all elements that are not necessary for the failure.
+// describe describes a failing story. describe leaves out all elements that are not necessary for the failure.
 func describe(ctx context.Context, pool *pgxpool.Pool, steps []modeltest.Step, err error, title string) string {
 	tries := 0
 	failing := func(steps []modeltest.Step) error {

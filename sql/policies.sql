@@ -83,8 +83,8 @@ $$;
 -- that continues after the last number it has read misses nothing. The lock comes before row locks, so that statements
 -- that change policies cannot deadlock with each other.
 --
--- It ignores rows from logical replication, because the history is replicated too, and a number assigned here could
--- conflict with a number that arrives later. Processes find such rows when they read all rows from time to time.
+-- The trigger ignores rows from logical replication, because the history is replicated too, and a number assigned here
+-- could conflict with a number that arrives later. Processes find such rows when they read all rows from time to time.
 CREATE FUNCTION _rate_limit_note_policy() RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -127,7 +127,7 @@ END
 $$;
 
 -- rate_limit_policies returns the policies that have changed since a process last called it, one row for each policy.
--- If there are none, it returns one row whose id is NULL.
+-- If no policy has changed, the result is one row whose id is NULL.
 --
 --   known, known_us      version and changed_us of the previous result. NULL returns all policies that have not ended.
 --                        (After a restore, another change may have the same version, but not the same time.)
@@ -159,7 +159,7 @@ BEGIN
     ORDER BY h.version DESC LIMIT 1;
     version := coalesce(version, 0);
     changed_us := coalesce(changed_us, 0);
-    -- Read the clock after the version. Otherwise a policy that begins when it is written could seem to begin later.
+    -- Read the clock after the version. Otherwise a policy that begins now could seem to begin later.
     clock := clock_timestamp();
     clock_us := (extract(epoch FROM clock) * 1000000)::bigint;
     complete := known IS NULL;
@@ -168,12 +168,11 @@ BEGIN
         RETURN;
     END IF;
     -- Return all policies if the history does not have the known change. The history may have been shortened, or the
-    -- database replaced. It never has version 0.
+    -- database replaced. The history never has version 0.
     complete := NOT EXISTS (
         SELECT FROM rate_limit_policy_history AS h
         WHERE h.version = known AND (known_us IS NULL OR (extract(epoch FROM h.at) * 1000000)::bigint = known_us));
-    -- If all policies are returned, those that people wrote come first, because a process may not have room for all
-    -- policies.
+    -- Policies that people wrote come first, because a process may not have room for all policies.
     RETURN QUERY
     SELECT version, changed_us, complete, clock_us, c.id, p.id IS NULL,
         p.name, p.key, p.key_prefix, p.mode, p.policy,
@@ -202,8 +201,7 @@ COMMENT ON FUNCTION rate_limit_policies IS
 Example: SELECT * FROM rate_limit_policies()';
 
 -- rate_limit_ban denies all requests of a key for a time, as the COMMENT below explains. If the key is already banned,
--- the ban does not change. lock_timeout_ms is how long to wait for other changes of policies. NULL keeps the session's
--- lock_timeout.
+-- the ban does not change. lock_timeout_ms limits the wait for other changes of policies. NULL keeps lock_timeout.
 CREATE FUNCTION rate_limit_ban(
     name text, key text, first interval, longest interval, forgiven_after interval, comment text,
     lock_timeout_ms integer DEFAULT NULL, OUT ends timestamptz, OUT made boolean
@@ -257,7 +255,8 @@ BEGIN
         ELSE first END;
     ends := clock + lasts;
     -- Ended bans are kept until they are forgiven. Each new ban deletes some forgiven bans, so that they do not
-    -- accumulate. It skips locked rows, because the sessions that lock them may be waiting for this transaction.
+    -- accumulate. The deletion skips locked rows, because the sessions that lock them may be waiting for this
+    -- transaction.
     ended := ARRAY(
         SELECT p.id FROM rate_limit_policy AS p
         WHERE p.name = name COLLATE "C" AND p.automatic AND p.valid_until < clock - forgiven_after
@@ -308,7 +307,7 @@ BEGIN
         AND EXISTS (SELECT FROM policy AS p WHERE p.id = e.policy_id)
         AND octet_length(e.key) <= 512
     ORDER BY e.policy_id, e.key COLLATE "C"
-    -- The sums stop at the largest bigint. Otherwise one report could make all later reports fail.
+    -- The sums stop at the largest bigint. With an overflow, one report could make all later reports fail.
     ON CONFLICT (policy_id, key) DO UPDATE SET
         decided = s.decided + least(excluded.decided, 9223372036854775807 - s.decided),
         denied = s.denied + least(excluded.denied, 9223372036854775807 - s.denied),

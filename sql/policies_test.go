@@ -68,8 +68,8 @@ func (r *policyReader) policies() []string {
 
 const addPolicySQL = "INSERT INTO rate_limit_policy (name, key, policy, comment) VALUES ('n', $1, $2, 'why')"
 
-// A row that limiters could not read is refused. The error says what is wrong and what is right. It contains no part of
-// a key.
+// A row that limiters could not read is refused. The error says what is wrong and what is right. The error contains no
+// part of a key.
 func TestPoliciesThatNobodyCouldRead(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -206,7 +206,8 @@ func TestPoliciesAreNotTruncated(t *testing.T) {
 	require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy"))
 }
 
-// The history has each change, with the row before and after it. It names the role that logged in, even after SET ROLE.
+// The history has each change, with the row before and after it. The history names the role that logged in, even after
+// SET ROLE.
 func TestHistoryOfPolicies(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -288,8 +289,7 @@ func TestProcessesReadWhatHasChanged(t *testing.T) {
 	require.Equal(t, []string{"fixed 1/1h", "fixed 3/1h"}, reader.policies())
 	require.Equal(t, 2, reader.told) // each row is reported once
 
-	// A row that was inserted and deleted between two reads is reported as removed. A row that has ended is reported
-	// unchanged.
+	// A row that was inserted and deleted between two reads is reported as removed. A row that has ended is reported.
 	pgtest.Exec(t, db.Pool, addPolicySQL, "d", "fixed 4/1h")
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE key = 'd'")
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_until = clock_timestamp() WHERE key = 'c'")
@@ -297,7 +297,7 @@ func TestProcessesReadWhatHasChanged(t *testing.T) {
 	require.Equal(t, []string{"fixed 1/1h", "fixed 3/1h"}, reader.policies())
 	require.Equal(t, 2, reader.told)
 
-	// If all rows are read, rows that have ended are left out, and rows that begin later are not.
+	// If all rows are read, rows that have ended are left out, and rows that begin later are included.
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_from = now() + interval '1 day' WHERE key = 'a'")
 	var all policyReader
 	require.True(t, all.read(t, db.Pool))
@@ -334,8 +334,8 @@ func TestProcessesReadWhatHasChanged(t *testing.T) {
 		"SELECT array_agg(p.key) FROM rate_limit_policies() AS p"))
 }
 
-// A process that reads while others write misses no change, in whatever order they commit. Without the lock, it would
-// miss changes of a long transaction.
+// A process that reads while others write misses no change, in whatever order they commit. Without the lock, a process
+// would miss changes of a long transaction.
 func TestInterleavedWritersOfPolicies(t *testing.T) {
 	t.Parallel()
 
@@ -374,8 +374,8 @@ func TestInterleavedWritersOfPolicies(t *testing.T) {
 	}
 }
 
-// Two people change the same policies in different orders. One waits for the other before it locks a row, so they do
-// not deadlock. If the first changed row took the lock, they would deadlock.
+// Two people change the same policies in different orders. One transaction waits for the other before it locks a row,
+// so they do not deadlock. If the first changed row took the lock, they would deadlock.
 func TestWritersOfPoliciesDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -523,7 +523,7 @@ func TestPoliciesInASchemaWithAnOddName(t *testing.T) {
 }
 
 // A plan that was made while the tables were small does not scan them after they have grown. If a function may use
-// sequential scans, the plan does.
+// sequential scans, the plan scans the tables.
 func TestPlansOfPolicies(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
@@ -563,7 +563,7 @@ func TestPlansOfPolicies(t *testing.T) {
 	}
 }
 
-// Without the triggers, rows are neither checked nor reported. The tests above would notice this.
+// Without the triggers, rows are neither checked nor reported. The tests above would notice a missing trigger.
 func TestPoliciesWithoutTriggers(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")

@@ -7,9 +7,9 @@ CREATE FUNCTION _rate_limit_read_policy(
 ) LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
-    -- The text is converted to ASCII, so that the result does not depend on the database's encoding. Each byte of
-    -- another character in UTF-8 becomes a ~ and three octal digits. A ~ becomes a !, which no valid policy contains
-    -- either.
+    -- Convert the text to ASCII, so that the result does not depend on the database's encoding. Each byte of another
+    -- character in UTF-8 becomes a ~ and three octal digits. A ~ in the text becomes a !, because no valid policy has a
+    -- !.
     ascii text := translate(encode(convert_to(policy, 'UTF8'), 'escape'), chr(92) || '~', '~!');
     one text;
     words text[];   -- words of one policy: algorithm, capacity of a bucket, amount, duration or unit, time zone

@@ -15,7 +15,7 @@ END
 $$;
 
 -- _rate_limit_sliding_refund gives units back to a row if they were taken in the row's window or in the previous
--- window. rolled is the row at the present time. It may be one window later than s.
+-- window. rolled is the row at the present time. rolled may be one window later than s.
 CREATE FUNCTION _rate_limit_sliding_refund(
     s rate_limit_row, rolled rate_limit_row, units bigint, taken_in bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
@@ -103,8 +103,9 @@ BEGIN
 END
 $$;
 
--- _rate_limit_bucket_refund gives back units that have not flowed in again yet, and units from granted credit. It
--- leaves room for leases that have not ended. TokenBucket.Refund in internal/model explains why.
+-- _rate_limit_bucket_refund gives back units that have not flowed in again yet, and units from granted credit.
+-- _rate_limit_bucket_refund leaves room for leases that have not ended. TokenBucket.Refund in internal/model explains
+-- why.
 CREATE FUNCTION _rate_limit_bucket_refund(
     s rate_limit_row, rolled rate_limit_row, clock bigint, units bigint, spent bigint, ended bigint,
     taken_since bigint, taken_in bigint, taken_at bigint
@@ -164,9 +165,9 @@ BEGIN
 END
 $$;
 
--- _rate_limit_give gives units back to a row, or grants credit up to 2^61. It returns the row to write. Only the units
--- change. The row keeps its times, because limiters with other policies may still count usage that this policy does
--- not count. The row ends earlier only if nothing in it counts.
+-- _rate_limit_give gives units back to a row, or grants credit up to 2^61. _rate_limit_give returns the row to write.
+-- Only the units change. The row keeps its times, because limiters with other policies may still count usage that this
+-- policy does not count. The row ends earlier only if nothing in it counts.
 CREATE FUNCTION _rate_limit_give(
     s rate_limit_row, algorithm smallint, clock bigint, units bigint, grants boolean, ended bigint,
     taken_since bigint, taken_in bigint, taken_at bigint, taken_spent bigint,

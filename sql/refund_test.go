@@ -15,7 +15,7 @@ import (
 )
 
 // Batches with takes of new keys and refunds of old keys lock rows in one order, so they do not deadlock. Without this
-// order, they deadlock.
+// order, batches deadlock.
 func TestCrossingRefundsDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")

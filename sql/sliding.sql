@@ -1,4 +1,5 @@
--- Sliding windows. sliding.go defines them. Tests compare these functions with the model in internal/model/sliding.go.
+-- Sliding windows. sliding.go defines sliding windows. Tests compare these functions with the model in
+-- internal/model/sliding.go.
 
 -- _rate_limit_sliding decides requests for a row. _rate_limit_fixed explains the arguments.
 CREATE FUNCTION _rate_limit_sliding(
@@ -109,8 +110,8 @@ $$;
 -- The result is one array, because a result with columns would cost more than the decision. It begins with nine numbers
 -- for each key whose requests were all granted at once, in the order of the keys: the time of the decision, and the
 -- row's count, prev_count, window_start, credit, scale, expires_at, since and returned. takenDecision in takes.go
--- computes the remaining units from them. For each other key, fifteen numbers follow: the key's place in keys, what
--- rate_limit_all returns from granted to expires_at, and its taken_spent, taken_since and taken_at. If there is a
+-- computes the remaining units from these numbers. For each other key, fifteen numbers follow: the key's place in keys,
+-- what rate_limit_all returns from granted to expires_at, and its taken_spent, taken_since and taken_at. If there is a
 -- single key, its log comes last. (The array may have two dimensions. unnest returns the same numbers.)
 --
 -- One statement takes from existing rows and makes missing rows. There is a statement for a single key, and one for
@@ -118,8 +119,8 @@ $$;
 --
 -- The function reads the clock before a row is locked, and again after it is locked. The decision uses the first
 -- reading. It is valid if it would be the same at any time in the next 10 ms and if the second reading is in these 10
--- ms. Otherwise _rate_limit_left_ephemeral decides. The time of the decision is the second reading. A new window or
--- bucket begins at the first reading, because no other call can have used it since then.
+-- ms. If the decision is not valid, _rate_limit_left_ephemeral decides. The time of the decision is the second reading.
+-- A new window or bucket begins at the first reading, because no other call can have used it since then.
 --
 -- ON CONFLICT also locks rows that have no room, so that all rows are locked in order.
 CREATE FUNCTION rate_limit_take_sliding_window(

@@ -1,17 +1,15 @@
--- Sliding window logs. slidinglog.go defines them. Tests compare these functions with internal/model/slidinglog.go.
+-- Sliding window logs. slidinglog.go defines logs. Tests compare these functions with internal/model/slidinglog.go.
 
 -- _rate_limit_valid_log tells whether the numbers of a log are in the range of exact arithmetic.
 CREATE FUNCTION _rate_limit_valid_log(max_count bigint, window_us bigint) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248
 $$;
 
--- _rate_limit_entry_age returns the age of a log entry at the time t, modulo 2^53, because an entry has 54 bits for its
--- time.
+-- _rate_limit_entry_age returns a log entry's age at the time t, modulo 2^53, because its time has 54 bits.
 CREATE FUNCTION _rate_limit_entry_age(entry bigint, t bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT (t - (entry >> 10)) & 9007199254740991 $$;
 
--- _rate_limit_log decides requests for a row. _rate_limit_fixed explains the arguments. A log entry is time * 1024 +
--- units.
+-- _rate_limit_log decides requests for a row. See _rate_limit_fixed. A log entry is time * 1024 + units.
 CREATE FUNCTION _rate_limit_log(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
@@ -101,7 +99,7 @@ END
 $$;
 
 -- rate_limit_take_sliding_log has the parameters and the result of rate_limit_take_sliding_window, but max_count is at
--- most 1000. It leaves all decisions to _rate_limit_left_ephemeral.
+-- most 1000. rate_limit_take_sliding_log leaves all decisions to _rate_limit_left_ephemeral.
 CREATE FUNCTION rate_limit_take_sliding_log(
     name text, keys text[], max_count bigint, window_us bigint,
     costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,

@@ -18,8 +18,8 @@
 -- synchronous_commit is off until the transaction ends. A row that comes back after a crash is still expired.
 --
 -- Rows are kept for a minute after they have expired. So if the clock is set back by up to a minute, no decision
--- changes. If it is set back by more, the keys of rows that were deleted too early are as good as new, once. The minute
--- also keeps rows of keys that soon return, because an UPDATE is cheaper than an INSERT.
+-- changes. If the clock is set back by more, the keys of rows that were deleted too early are as good as new, once. The
+-- minute also keeps rows of keys that soon return, because an UPDATE is cheaper than an INSERT.
 --
 -- The sweeper reads the tables in their order on disk by ranges of ctid (a TID range scan, from Postgres 14 on), so it
 -- needs no index. A pass continues where the previous call stopped, even if another sweeper made that call.

@@ -1,6 +1,7 @@
 -- Functions for many requests that take from several keys each.
 
--- _rate_limit_steps returns the next state of all rows. It returns NULL if a row has no room without granted credit.
+-- _rate_limit_steps returns the next state of all rows. _rate_limit_steps returns NULL if a row has no room without
+-- granted credit.
 CREATE FUNCTION _rate_limit_steps(
     rows rate_limit_row[], algorithms smallint[], clock bigint, units bigint[], limits bigint[], spans_us bigint[],
     refills bigint[], zones text[]
@@ -95,8 +96,8 @@ $$;
 --                       the request of each part, its row's place in keys, its cost, and the number of its requests
 --
 -- If every row has room for its units, all requests are granted, and the result has nine numbers for each row, like the
--- result of rate_limit_take_sliding_window. Otherwise rate_limit_all decides, and the result has fifteen numbers for
--- each part. This costs more than twice as much (measured with 32 requests for three existing rows each).
+-- result of rate_limit_take_sliding_window. If a row has no room, rate_limit_all decides, and the result has fifteen
+-- numbers for each part. This costs more than twice as much (measured with 32 requests for three existing rows each).
 CREATE FUNCTION rate_limit_take_all(
     names text[], keys text[], durable boolean, algorithms smallint[], limits bigint[], spans_us bigint[],
     refills bigint[], zones text[], units bigint[], requests integer[], row_of integer[], costs bigint[],
@@ -115,7 +116,7 @@ DECLARE
     taken bigint[];
 BEGIN
     -- Take from the rows only if the arguments are valid and the rows are in the order of locking. Lengths may differ
-    -- in the caller's encoding. Otherwise rate_limit_all decides, or raises an error for an invalid argument.
+    -- in the caller's encoding. In all other cases, rate_limit_all decides, or raises an error for an invalid argument.
     IF names[cardinality(names)] IS NOT NULL AND keys[cardinality(names)] IS NOT NULL
         AND cardinality(names) = ALL (ARRAY[cardinality(keys), cardinality(algorithms), cardinality(limits),
             cardinality(spans_us), cardinality(refills), cardinality(units)])

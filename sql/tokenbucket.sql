@@ -1,4 +1,4 @@
--- Token buckets. tokenbucket.go defines them. Tests compare these functions with internal/model/tokenbucket.go.
+-- Token buckets. tokenbucket.go defines buckets. Tests compare these functions with internal/model/tokenbucket.go.
 
 -- _rate_limit_valid_bucket tells whether the numbers of a bucket are in the range of exact arithmetic.
 CREATE FUNCTION _rate_limit_valid_bucket(capacity bigint, refill bigint, every_us bigint)
@@ -94,8 +94,7 @@ BEGIN
 END
 $$;
 
--- _rate_limit_bucket_runs tells whether a bucket is not full at the time clock. _rate_limit_bucket_level returns its
--- credit.
+-- _rate_limit_bucket_runs tells whether a bucket is not full at clock. _rate_limit_bucket_level returns its credit.
 CREATE FUNCTION _rate_limit_bucket_runs(
     credit bigint, window_start bigint, clock bigint, full_credit bigint, refill bigint
 ) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$ SELECT clock - window_start <= (full_credit - credit - 1) / refill $$;
@@ -107,8 +106,7 @@ CREATE FUNCTION _rate_limit_bucket_level(
         THEN credit + greatest(clock - window_start, 0) * refill ELSE full_credit END
 $$;
 
--- _rate_limit_bucket_fits tells whether a bucket has the credit need at the time clock and does not become full in the
--- next 10 ms.
+-- _rate_limit_bucket_fits tells whether a bucket has the credit need at clock, and does not become full for 10 ms.
 CREATE FUNCTION _rate_limit_bucket_fits(
     algorithm smallint, count bigint, window_start bigint, credit bigint, scale bigint, capacity bigint, refill bigint,
     need bigint, clock bigint, full_credit bigint, tokens bigint, inflow bigint, every_us bigint

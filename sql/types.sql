@@ -1,5 +1,5 @@
 -- This file has the types of the functions that decide, and short functions. Postgres inlines most of these functions
--- into their callers, so they cost nothing. It does not inline a function that uses a costly argument twice: see
+-- into their callers, so they cost nothing. Postgres does not inline a function that uses a costly argument twice: see
 -- TestExpressionsAreInlined.
 
 -- rate_limit_row is a row of the tables as an algorithm sees it, with the algorithm's decision.
@@ -74,19 +74,18 @@ CREATE FUNCTION _rate_limit_set(lock_timeout_ms integer, synchronous_commit bool
             THEN set_config('synchronous_commit', synchronous_commit::text, true) END)
 $$;
 
--- _rate_limit_ceil_div returns a / b, rounded up, for a >= 0. It cannot overflow.
+-- _rate_limit_ceil_div returns a / b, rounded up, for a >= 0. The computation cannot overflow.
 CREATE FUNCTION _rate_limit_ceil_div(a bigint, b bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT CASE WHEN a > 0 THEN (a - 1) / b + 1 ELSE 0 END $$;
 
--- _rate_limit_units returns cost * asked. It returns NULL if the arguments are invalid or the product is above the
--- limit. The comparison divides, because the product could overflow.
+-- _rate_limit_units returns cost * asked. _rate_limit_units returns NULL if the arguments are invalid or the product is
+-- above the limit. The comparison divides, because the product could overflow.
 CREATE FUNCTION _rate_limit_units(cost bigint, asked bigint, max_count bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE WHEN cost BETWEEN 1 AND max_count AND asked BETWEEN 1 AND max_count / cost THEN cost * asked END
 $$;
 
--- _rate_limit_units_of_one returns cost * count of a call's only key, or max_count + 1 if the product is above the
--- limit.
+-- _rate_limit_units_of_one returns cost * count of a call's only key, or max_count + 1 if that is above the limit.
 CREATE FUNCTION _rate_limit_units_of_one(costs bigint[], counts bigint[], max_count bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE
@@ -136,8 +135,7 @@ BEGIN
 END
 $$;
 
--- _rate_limit_give_up returns false, or raises an error if a statement that began at clock has waited 25 times
--- lock_timeout_ms.
+-- _rate_limit_give_up returns false, or raises an error if 25 times lock_timeout_ms have passed since clock.
 CREATE FUNCTION _rate_limit_give_up(clock bigint, lock_timeout_ms integer, now_us bigint)
 RETURNS boolean LANGUAGE plpgsql AS $$
 BEGIN

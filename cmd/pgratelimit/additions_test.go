@@ -13,8 +13,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// hardening is SQL that does what some platforms do to each new table: it enables row-level security and audits
-// changes.
+// hardening enables row-level security and audits changes of each new table, as some platforms do.
 const hardening = `
 	CREATE SCHEMA platform;
 	CREATE TABLE platform.log (who text, what text);

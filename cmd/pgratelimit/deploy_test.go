@@ -223,8 +223,8 @@ func TestRoles(t *testing.T) {
 	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "down", "--to", "0", "--yes").done(t)
 }
 
-// The command lines in roles.sql work as a person would type them, in two databases of one server, with each form of a
-// connection string.
+// The command lines in roles.sql work as a person would type them, in two databases, with each form of a connection
+// string.
 func TestRolesInEveryDatabaseOfAServer(t *testing.T) {
 	t.Parallel()
 

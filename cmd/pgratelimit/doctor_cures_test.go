@@ -17,8 +17,8 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/doctor"
 )
 
-// doctor finds dead tuples, free space, expired rows and updates that are not HOT in Postgres's statistics. Its advice
-// cures each problem.
+// doctor finds dead tuples, free space, expired rows and updates that are not HOT in Postgres's statistics. doctor's
+// advice cures each problem.
 func TestDoctorOfATableThatNobodyTendsTo(t *testing.T) {
 	t.Parallel()
 

@@ -46,8 +46,7 @@ func TestDoctorOfAHealthyDatabase(t *testing.T) {
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 }
 
-// If JIT compiles cheap statements in a session, it also compiles calls of the functions. EXPLAIN shows whether it
-// does.
+// If JIT compiles cheap statements in a session, it also compiles calls of the functions.
 func TestDoctorFindsCallsThatAreCompiled(t *testing.T) {
 	t.Parallel()
 
@@ -120,7 +119,7 @@ func follow(t *testing.T, db *pgtest.DB, advice string) {
 	}
 }
 
-// These problems happen in real databases. doctor finds each, and its advice cures it.
+// These problems happen in real databases. doctor finds each problem, and doctor's advice cures the problem.
 func TestDoctorFindsWhatIsWrong(t *testing.T) {
 	t.Parallel()
 
@@ -490,7 +489,7 @@ func TestDoctorFindsAnOwnerWithoutRights(t *testing.T) {
 	require.Equal(t, cli.Fine, examined(t, db.URL)["rights"].Level)
 }
 
-// Rights that a role should have are no problem. Rights that it lacks are a problem.
+// Rights that a role should have are no problem. Missing rights are a problem.
 func TestDoctorOfRoles(t *testing.T) {
 	t.Parallel()
 
@@ -570,8 +569,7 @@ func TestDoctorsAdviceNamesTheSchema(t *testing.T) {
 	}
 }
 
-// Following the advice gives no rights to another role that has created a function, and does not make the function the
-// owner's.
+// doctor's advice gives no rights to a role that created a function, and does not give the function to the owner.
 func TestDoctorHelpsNoStranger(t *testing.T) {
 	t.Parallel()
 
@@ -766,7 +764,7 @@ func TestDoctorSaysWhoHasLocks(t *testing.T) {
 	require.Contains(t, all["locks"].Found, "calls fail meanwhile: process ")
 }
 
-// The most important findings come last. They are red on a terminal that allows colors.
+// The most important findings come last. The most important findings are red on a terminal that allows colors.
 func TestDoctorsOutput(t *testing.T) {
 	t.Parallel()
 

@@ -16,8 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// doctor --fix loses no change that commits meanwhile, because it waits for open transactions, and later transactions
-// wait for it.
+// doctor --fix loses no change that commits meanwhile. doctor --fix and other transactions wait for each other.
 func TestFixLosesNothingThatCommitsMeanwhile(t *testing.T) {
 	t.Parallel()
 
@@ -75,8 +74,7 @@ func TestFixLocksAllTables(t *testing.T) {
 	require.ElementsMatch(t, tables, slices.Clone(cli.AllTables))
 }
 
-// doctor --fix repairs a changed or missing column without dropping the table, and keeps what others have added to the
-// table.
+// doctor --fix repairs a changed or missing column without dropping the table, and keeps additions to it.
 func TestFixAltersColumnsInPlace(t *testing.T) {
 	t.Parallel()
 

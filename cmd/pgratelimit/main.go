@@ -1,4 +1,4 @@
-// Command pgratelimit operates rate limits in Postgres. Its --help describes it.
+// Command pgratelimit operates rate limits in Postgres. pgratelimit --help lists the commands.
 package main
 
 import (
@@ -39,8 +39,7 @@ PGPASSWORD or ~/.pgpass.
 Exit codes: 0 done, 1 failed, 2 the command line makes no sense, 3 denied (take).`
 
 func main() {
-	// A reader of the output, such as head, may close the pipe early. SIGPIPE must not end this process before it has
-	// cleaned up.
+	// A reader such as head may close the pipe early. SIGPIPE must not end this process before it has cleaned up.
 	signal.Ignore(syscall.SIGPIPE)
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
 	code := run(ctx, os.Args[1:], &cli.App{Stdin: os.Stdin, Stdout: os.Stdout, Stderr: os.Stderr})

@@ -431,8 +431,7 @@ func TestObjectsOfStrangersAreNotUsed(t *testing.T) {
 	}
 }
 
-// doctor reads tables that belong to another role. The owner cannot change a table so that doctor runs the owner's
-// code.
+// doctor reads tables of another role. The owner cannot change a table so that doctor runs the owner's code.
 func TestDoctorRunsNothingThatAppearsMeanwhile(t *testing.T) {
 	t.Parallel()
 

@@ -454,8 +454,7 @@ func TestForeignTriggersOfPoliciesAreNotRun(t *testing.T) {
 	}
 }
 
-// Rows that were written without the triggers may have times that JSON cannot represent. All commands work with such
-// rows.
+// All commands work if a row that was written without the triggers has a time that JSON cannot represent.
 func TestTimesOfPoliciesThatJSONCannotHave(t *testing.T) {
 	t.Parallel()
 

@@ -58,7 +58,7 @@ func TestShardList(t *testing.T) {
 	require.Contains(t, states[1].Wrong[0].Found, "cannot be reached")
 	require.Contains(t, invoke(t, p.URL, "shard", "list").stdout, "shard 1 (gone) cannot be reached: ")
 
-	p.setOption(t, 1, p.connections[0]) // as another proxy could have it
+	p.setOption(t, 1, p.connections[0]) // a wrong order of the shards
 	states, wrong = p.listed(t)
 	require.True(t, wrong)
 	require.Equal(t, "is shard 0 of 2, and not shard 1 of 2", states[1].Wrong[0].Found)
@@ -102,7 +102,7 @@ func TestDoctorOfProxiesWhoseMapsDiffer(t *testing.T) {
 	other.set(t).done(t)
 	require.Empty(t, wrong(other))
 
-	// An empty database becomes a shard of existing shards only if the proxy already has all of them.
+	// An empty database becomes a shard beside other shards only if the proxy already has all other shards.
 	stranger := &proxy{DB: pgtest.Empty(t), user: p.user, connections: []string{p.connections[0], strangers.connections[1]}}
 	stranger.set(t).complains(t, exitFailed, "shard 1 (", " is no shard yet, and shard 0 (", "`pgratelimit shard list` of another proxy")
 	require.Nil(t, pgtest.Scalar[*string](t, strangers.shards[1].Pool, "SELECT to_regclass('rate_limit_shard')::text"))

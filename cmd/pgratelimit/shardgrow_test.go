@@ -76,7 +76,7 @@ func (p *proxy) keepsCounts(t *testing.T) {
 
 var commandLine = regexp.MustCompile("`pgratelimit ([^`]*)`")
 
-// advice returns the command lines in a command's output. It requires that none of them destroys anything.
+// advice returns the command lines in a command's output. No command line may destroy anything.
 func advice(t *testing.T, text string) (lines []string) {
 	t.Helper()
 	require.NotRegexp(t, `TRUNCATE|DROP|DELETE|migrate`, text)

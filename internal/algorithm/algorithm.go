@@ -1,4 +1,4 @@
-// Package algorithm has a table of the rate limit algorithms. It also parses policies such as "fixed 100/1m".
+// Package algorithm has a table of the rate limit algorithms. The package also parses policies such as "fixed 100/1m".
 package algorithm
 
 import (
@@ -70,7 +70,7 @@ func ByWord(word string) (Algorithm, bool) {
 	return Algorithm{}, false
 }
 
-// ByCode returns the algorithm with this code. It panics if the code is unknown.
+// ByCode returns the algorithm with this code. ByCode panics if the code is unknown.
 func ByCode(code int16) Algorithm { return table[code-1] }
 
 // Refills tells whether the algorithm's policies have a refill.

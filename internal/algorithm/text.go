@@ -9,8 +9,7 @@ import (
 	"time"
 )
 
-// Parse parses the text of a policy, or of several policies separated by commas. It does not check whether the numbers
-// are in range.
+// Parse parses one or more policies, separated by commas. Parse does not check whether the numbers are in range.
 func Parse(text string) ([]Numbers, error) {
 	var all []Numbers
 	for one := range strings.SplitSeq(text, ",") {

@@ -1,5 +1,5 @@
 // Package catalog compares the tables, types and functions in a database with those that the migrations create. So it
-// finds objects that were changed or that something else created.
+// finds objects that were changed or created without the migrations.
 package catalog
 
 import (

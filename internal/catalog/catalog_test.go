@@ -22,7 +22,7 @@ var update = flag.Bool("update", false, "write made.json, as make sql does")
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// TestMade checks that made.json describes what the migrations make. It uses schemas with odd names.
+// TestMade checks that made.json describes what the migrations make. TestMade uses schemas with odd names.
 func TestMade(t *testing.T) {
 	t.Parallel()
 

@@ -64,7 +64,7 @@ found (object, owner, aspect, value) AS (
     JOIN pg_index AS i ON i.indrelid = r.oid
     JOIN pg_class AS x ON x.oid = i.indexrelid
     UNION ALL
-    -- From Postgres 18 on, a NOT NULL of a column is also a constraint. attnotnull already shows it.
+    -- From Postgres 18 on, a NOT NULL of a column is also a constraint. This query shows NOT NULL by attnotnull.
     SELECT r.object, r.relowner, concat('constraint ', c.conname), concat_ws(' ', pg_get_constraintdef(c.oid))
     FROM relation AS r
     JOIN pg_constraint AS c ON c.conrelid = r.oid

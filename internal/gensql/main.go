@@ -5,8 +5,7 @@
 //
 // A migration consists of some of these files, annotations for goose, and statements for the way down.
 //
-// A released migration never changes. Remove a released migration from migrations, and put changes into a new
-// migration.
+// A released migration never changes. Remove it from migrations, and put changes into a new migration.
 package main
 
 import (
@@ -83,7 +82,7 @@ func generate(root string, check bool) error {
 	return nil
 }
 
-// pin begins the up half and the down half of each migration. Its effect ends with the migration's transaction.
+// pin begins the up half and the down half of each migration. The setting ends with the migration's transaction.
 const pin = `-- From here on, Postgres looks for names only in pg_catalog and then in the schema of the limiter.
 -- The migration may run as a superuser, and search_path may name schemas where other users can create objects.
 SELECT pg_catalog.set_config('search_path', pg_catalog.format('%I, pg_temp', pg_catalog.current_schema()), true);
@@ -111,8 +110,7 @@ func (m migration) text(dir string, number int) ([]byte, error) {
 	says := func(number int) string {
 		return "\n" + versionIn.ReplaceAllString(version, fmt.Sprintf("SELECT %d::bigint", number))
 	}
-	// Drop the function of the previous version first, because a replaced function keeps its owner, who may not be
-	// trusted.
+	// Drop the previous version's function first. A replaced function keeps its owner, who may not be trusted.
 	drop := "\n" + drops(version)
 	up, down := pin+sources.String(), pin+"\n"+drops(sources.String())+drop
 	if number > 1 {
@@ -135,8 +133,7 @@ var (
 	twins = regexp.MustCompile(`\b_rate_limit_\w+_durable\b`)
 )
 
-// drops returns statements that drop the objects of sources. They use IF EXISTS, so that "down" and "up" can repair a
-// damaged schema.
+// drops returns DROP IF EXISTS for the objects of sources, so that "down" and "up" can repair a damaged schema.
 func drops(sources string) string {
 	names := map[string][]string{}
 	for _, match := range makes.FindAllStringSubmatch(sources, -1) {

@@ -45,7 +45,7 @@ var ErrHeldUp = errors.New("the time was used up by locks on rows of other keys;
 // prefix begins the text of every error of this library.
 const prefix = "ratelimit: "
 
-// Error is a failure of the database or of the connection. It wraps its kinds, such as ErrTimeout, and the driver's
+// Error is a failure of the database or of the connection. Error wraps its kinds, such as ErrTimeout, and the driver's
 // error.
 type Error struct {
 	kinds []error
@@ -75,8 +75,8 @@ func Cause(err error) error {
 	return err
 }
 
-// RolledBack returns the error of a statement in a caller's transaction. It removes ErrOutcomeUnknown if the connection
-// is closed, because the transaction is then certainly rolled back.
+// RolledBack returns the error of a statement in a caller's transaction. RolledBack removes ErrOutcomeUnknown if the
+// connection is closed, because the transaction is then certainly rolled back.
 func RolledBack(tx any, err error) error {
 	if conn := Conn(tx); !errors.Is(err, ErrOutcomeUnknown) || conn == nil || !conn.IsClosed() {
 		return err
@@ -135,8 +135,7 @@ func Translate(err error, sent bool) *Error {
 	return NewError(err, kind)
 }
 
-// notSecure tells whether the TLS handshake failed, because one side does not support TLS or does not trust the other
-// side's certificate.
+// notSecure tells whether one side does not support TLS, or does not trust the other side's certificate.
 func notSecure(err error) bool {
 	_, untrusted := errors.AsType[*tls.CertificateVerificationError](err)
 	alert, ok := errors.AsType[*net.OpError](err)
@@ -163,13 +162,13 @@ func kindsOf(err *pgconn.PgError, sent bool) []error {
 		return []error{ErrNotPermitted}
 	case class == "28", class == "3D", // login refused, or no such database
 		err.Code == "22P02", // the server cannot parse an argument's text
-		!sent && (class == "22" || class == "42" || err.Code == "0A000"): // no such setting, or not this value
+		!sent && (class == "22" || class == "42" || err.Code == "0A000"): // unknown setting, or wrong value
 		return []error{ErrSetup}
 	}
 	switch err.Code {
 	case "42P01", "42883", "3F000", "42704", "42703": // no such table, function, schema, type, column
 		return []error{ErrNotMigrated}
-	case "26000", "42P05": // no such prepared statement, one of that name already
+	case "26000", "42P05": // missing or duplicate prepared statement
 		return []error{ErrPreparedStatements}
 	case "08P01": // protocol violation
 		// Postgres raises 08P01 as an ERROR if the parameters do not fit the prepared statement. PgBouncer raises 08P01
@@ -186,7 +185,7 @@ func kindsOf(err *pgconn.PgError, sent bool) []error {
 	case err.Code == "0A000" && err.Routine == "get_relation_info": // a read of an unlogged table on a standby
 		return []error{ErrUnavailable, ErrReadOnly}
 	case sent && err.SeverityUnlocalized != "ERROR" && !EndedIdle(err):
-		// A FATAL or PANIC ends the connection. It may come after the commit.
+		// A FATAL or PANIC ends the connection. A FATAL or PANIC may come after the commit.
 		return []error{ErrUnavailable, ErrOutcomeUnknown}
 	case !sent, // the connection was refused
 		class == "08", class == "53", class == "58",
@@ -197,7 +196,7 @@ func kindsOf(err *pgconn.PgError, sent bool) []error {
 	return nil // an ERROR has rolled back the statement
 }
 
-// Unsent returns the error of a statement that pgx refused to send on db. It returns nil for any other error. pgx's
+// Unsent returns the error of a statement that pgx refused to send on db. Unsent returns nil for any other error. pgx's
 // refusals have no type, but unlike network errors they leave the connection open.
 func Unsent(db any, err error) error {
 	conn := Conn(db)
@@ -235,8 +234,8 @@ func Garbled(db any, statement string) error {
 	}
 }
 
-// Unencoded returns the error of a statement whose arguments pgx could not encode. It returns nil for any other error.
-// It hides pgx's text, because that text contains the argument.
+// Unencoded returns the error of a statement whose arguments pgx could not encode. Unencoded returns nil for any other
+// error. Unencoded hides pgx's text, because that text contains the argument.
 func Unencoded(err error) error {
 	if _, answered := errors.AsType[*pgconn.PgError](err); answered || !strings.Contains(err.Error(), "encode ") {
 		return nil
@@ -245,7 +244,7 @@ func Unencoded(err error) error {
 		"pgx cannot encode an argument; has the application registered another codec for its type?"), ErrSetup)
 }
 
-// NeverSent tells whether an error certainly came before anything was sent. It ignores pgconn.SafeToRetry for
+// NeverSent tells whether an error certainly came before anything was sent. NeverSent ignores pgconn.SafeToRetry for
 // ErrConnClosed, because a connection that breaks after the simple protocol sent the statement causes the same error.
 func NeverSent(err error) bool {
 	return pgconn.SafeToRetry(err) && !errors.Is(err, pgconn.ErrConnClosed)
@@ -302,9 +301,9 @@ func RowHeld(err error) bool {
 }
 
 // IsAway tells whether an error means that Postgres is unavailable or slow, so that the OnFailure policy decides. A
-// wrong set-up does not count, because an operator must see and repair it. A locked row does not count, because a
-// caller who can lock a row must not be allowed for that. A locked table counts. An exhausted pool counts too, because
-// an unresponsive Postgres fills the application's pool.
+// wrong set-up does not count, because an operator must see and repair it. A locked row does not count, because locking
+// a row must not let a caller through. A locked table counts. An exhausted pool counts too, because an unresponsive
+// Postgres fills the application's pool.
 func IsAway(err error) bool {
 	_, ok := errors.AsType[*Error](err)
 	return ok && !RowHeld(err) && !errors.Is(err, ErrSetup) &&

@@ -1,5 +1,5 @@
-// Package pg has functions for limiters and sweepers that use Postgres by pgx. They translate errors of the database,
-// find the connection behind a value, and put the schema into statements.
+// Package pg has functions for limiters and sweepers that use Postgres by pgx. The functions translate errors of the
+// database, find the connection behind a value, and put the schema into statements.
 package pg
 
 import (
@@ -23,8 +23,8 @@ func IsNil(db any) bool {
 	return v.Kind() == reflect.Pointer && v.IsNil()
 }
 
-// Conn returns the connection behind db, if db is a connection or a transaction. It returns nil for a pool, and for an
-// application's implementation of pgx.Tx that has no connection.
+// Conn returns the connection behind db, if db is a connection or a transaction. Conn returns nil for a pool, and for
+// an application's implementation of pgx.Tx that has no connection.
 func Conn(db any) *pgx.Conn {
 	var conn *pgx.Conn
 	switch db := db.(type) {
@@ -71,12 +71,12 @@ func Qualify(statement, schema string) string {
 
 // Pool is a pool of connections that is not a *pgxpool.Pool. Package sqldb implements it.
 type Pool interface {
-	// Use calls use with a connection that no other caller uses meanwhile. It returns use's error, or an [Error] if it
+	// Use calls use with a connection that no other caller uses meanwhile. Use returns use's error, or an [Error] if it
 	// gets no connection.
 	Use(ctx context.Context, use func(*pgx.Conn) error) error
 }
 
-// Use calls use with a connection of a pool. It returns use's error, or an [Error] if it gets no connection.
+// Use calls use with a connection of a pool. Use returns use's error, or an [Error] if it gets no connection.
 func Use(ctx context.Context, pool any, use func(*pgx.Conn) error) error {
 	switch pool := pool.(type) {
 	case *pgxpool.Pool:
@@ -102,8 +102,8 @@ func Use(ctx context.Context, pool any, use func(*pgx.Conn) error) error {
 const cancelGrace = 250 * time.Millisecond
 
 // release gives a connection back to its pool. If the connection is closed, release does not wait longer than
-// cancelGrace for the server to cancel the statement. pgxpool would wait 15 s, so a few calls for a frozen shard would
-// fill a small pool.
+// cancelGrace for the server to cancel the statement. pgxpool would wait 15 s, and calls for a frozen shard would fill
+// the pool.
 func release(conn *pgxpool.Conn) {
 	if !conn.Conn().IsClosed() {
 		conn.Release()
@@ -120,8 +120,8 @@ func release(conn *pgxpool.Conn) {
 	}()
 }
 
-// allAcquired tells whether all connections of the pool are in use. If they are in use before and after a failed wait,
-// the pool was exhausted. The check takes 100 ns.
+// allAcquired tells whether all connections of the pool are in use. If all connections are in use before and after a
+// failed wait, the pool was exhausted. The check takes 100 ns.
 func allAcquired(pool *pgxpool.Pool) bool {
 	stat := pool.Stat()
 	return stat.AcquiredConns() == stat.MaxConns()

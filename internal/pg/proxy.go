@@ -45,7 +45,7 @@ func FromProxy(err error) bool {
 	return ok && (remote(pgErr) != pgErr || ofProxy(pgErr))
 }
 
-// shardsError translates an error that a proxy for shards raised. It returns nil for any other error.
+// shardsError translates an error that a proxy for shards raised. shardsError returns nil for any other error.
 func shardsError(err *pgconn.PgError) *Error {
 	switch err.Code {
 	case severalShards, acrossShards:
@@ -68,7 +68,7 @@ func shardsError(err *pgconn.PgError) *Error {
 var remoteError = regexp.MustCompile(`(?s)^.*?\(\d+\): \[[^\]]*\] REMOTE (\pL+): (.*)$`)
 
 // remote returns a shard's error as a direct connection to the shard would have returned it, except for fields such as
-// Routine, which PL/Proxy drops. It returns any other error unchanged.
+// Routine, which PL/Proxy drops. remote returns any other error unchanged.
 func remote(err *pgconn.PgError) *pgconn.PgError {
 	if !strings.Contains(err.Message, "] REMOTE ") {
 		return err

@@ -18,10 +18,10 @@ type DB interface {
 // READ and SERIALIZABLE, a row that other transactions keep locking can cause this each time.
 const maxTries = 5
 
-// Query sends a statement, scans each row into targets, and calls each. It returns a translated error. Query retries
+// Query sends a statement, scans each row into targets, and calls each. Query returns a translated error. Query retries
 // once if nothing was sent, and retries if the server had ended an idle connection. own tells that Query's statement
-// has its own transaction. Then Query also retries on 40001 and 40P01, up to maxTries times, and once after a migration
-// or a cancellation.
+// has its own transaction. If own is true, Query also retries on 40001 and 40P01, up to maxTries times, and once after
+// a migration or a cancellation.
 func Query(ctx context.Context, db DB, own bool, sql string, args, targets []any, each func() error) error {
 	for n := 1; ; n++ {
 		first := n == 1
@@ -94,8 +94,9 @@ var (
 	ErrNameRefused = errors.New(prefix + "the encoding refuses the name of a limiter")
 )
 
-// StatementError translates an error of a statement. It returns ErrKeyRefused or ErrNameRefused if the encoding of the
-// database or of the connection refuses a text, because the database's message contains bytes of the key.
+// StatementError translates an error of a statement. StatementError returns ErrKeyRefused or ErrNameRefused if the
+// encoding of the database or of the connection refuses a text, because the database's message contains bytes of the
+// key.
 func StatementError(err error) error {
 	if argument, ok := Unencodable(err); ok && argument == "name" {
 		return ErrNameRefused

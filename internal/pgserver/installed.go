@@ -20,9 +20,9 @@ import (
 
 // programs runs a server from programs on this machine. The server's files are all in its folder.
 //
-// The postmaster is a child of this process, and pg_ctl is not used. Otherwise the postmaster would be an orphan, and a
-// killed orphan stays a zombie until init reaps it. In some containers, init never does, and Postgres does not start
-// beside a zombie.
+// The postmaster is a child of this process, and pg_ctl is not used. With pg_ctl, the postmaster would be an orphan,
+// and a killed orphan stays a zombie until init reaps it. In some containers, init never reaps orphans, and Postgres
+// does not start beside a zombie.
 type programs struct {
 	binDir string
 	from   string // a description of where the programs come from
@@ -46,7 +46,7 @@ func installFolders() []string {
 	}
 }
 
-// findInstalled looks for the server's programs in PATH. If they are not there, it chooses the newest version in
+// findInstalled looks for the server's programs in PATH. If PATH has none, findInstalled chooses the newest version in
 // folders. If major is "", any version from 14 on is accepted.
 func findInstalled(ctx context.Context, major string, folders []string) (way, error) {
 	var candidates []string
@@ -68,7 +68,8 @@ func findInstalled(ctx context.Context, major string, folders []string) (way, er
 		cmp.Or(major, "14 or later"), strings.Join(folders, ", "))
 }
 
-// versionOf returns the major version of the programs in a folder. It returns an error if the programs do not run.
+// versionOf returns the major version of the programs in a folder. versionOf returns an error if the programs do not
+// run.
 func versionOf(ctx context.Context, binDir string) (major int, err error) {
 	for _, name := range []string{"initdb", "postgres"} {
 		output, err := exec.CommandContext(ctx, filepath.Join(binDir, name), "--version").CombinedOutput()
@@ -128,7 +129,7 @@ func (w programs) prepare(ctx context.Context, p *process) error {
 		value := strings.NewReplacer(`'`, `''`, `\`, `\\`).Replace(settings[name])
 		fmt.Fprintf(&lines, "%s = '%s'\n", name, value)
 	}
-	// Settings in postgresql.conf can be changed by ALTER SYSTEM. Settings on the command line cannot.
+	// ALTER SYSTEM can change settings in postgresql.conf, and not settings on the command line.
 	file, err := os.OpenFile(filepath.Join(p.dataDir, "postgresql.conf"), os.O_WRONLY|os.O_APPEND, 0)
 	if err != nil {
 		return fmt.Errorf("pgserver: %w", err)
@@ -141,8 +142,7 @@ func (w programs) server(p *process) *exec.Cmd {
 	return w.command("postgres", "-D", p.dataDir, "-p", strconv.Itoa(p.port))
 }
 
-// command returns a command that gets only LC_ALL and PATH, because this process may have a locale and environment
-// variables for Postgres.
+// command returns a command without this process's environment, which may have a locale and variables of Postgres.
 func (w programs) command(name string, args ...string) *exec.Cmd {
 	cmd := exec.Command(filepath.Join(w.binDir, name), args...)
 	cmd.Dir = "/" // the server's user may not be allowed to enter this process's working directory
@@ -150,15 +150,15 @@ func (w programs) command(name string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// signal sends SIGINT, SIGTERM and SIGQUIT only to the postmaster. It sends other signals to the postmaster's children
-// too.
+// signal sends SIGINT, SIGTERM and SIGQUIT only to the postmaster. signal sends other signals to the postmaster's
+// children too.
 func (w programs) signal(p *process, signal syscall.Signal) error {
 	postmaster := p.pid()
 	pids := []int{postmaster}
 	switch signal {
 	case syscall.SIGINT, syscall.SIGTERM, syscall.SIGQUIT:
 	default:
-		// A suspended postmaster does not reap its children. So the operating system cannot reuse their process ids.
+		// A suspended postmaster does not reap its children, so their process ids cannot be reused.
 		if err := syscall.Kill(postmaster, syscall.SIGSTOP); err != nil {
 			return err
 		}

@@ -118,8 +118,8 @@ func install(ctx context.Context, npm string, release release, dir string) (inst
 	return installed, err
 }
 
-// link creates the symbolic links of the server's libraries. An npm package cannot contain links, so it has a list of
-// them.
+// link creates the symbolic links of the server's libraries. An npm package cannot contain links, but has a file that
+// lists the links.
 func link(dir string) error {
 	text, err := os.ReadFile(filepath.Join(dir, "native/pg-symlinks.json"))
 	if err != nil {

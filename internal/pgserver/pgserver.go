@@ -22,26 +22,24 @@ const (
 	startTimeout = time.Minute
 )
 
-// Config tells Start which server to provide. With the zero value, Start chooses the fastest server that this machine
-// can run.
+// Config says which server Start provides. The zero value is the fastest server that this machine can run.
 type Config struct {
-	// URL is the connection string of an existing server. If it is set, Start ignores the other fields. Defaults to "",
-	// which means that Start starts a server.
+	// URL is the connection string of an existing server. If URL is set, Start ignores the other fields. Defaults to
+	// "", which means that Start starts a server.
 	URL string
 
-	// Major is the server's major version, such as "17". Defaults to the version of the installed programs. If there
-	// are none, it defaults to 17.
+	// Major is the server's major version, such as "17". Defaults to the version of the installed programs. Without
+	// installed programs, Major defaults to 17.
 	Major string
 
 	// Image is a Docker image to run. Defaults to "": Start tries installed programs, then Docker, then npm.
 	Image string
 
-	// Fsync keeps the server's default durability settings. Defaults to false, which makes commits fast. Then a crash
-	// or an Immediate stop loses the last commits.
+	// Fsync keeps the server's default durability settings. Defaults to false, which makes commits fast. Without Fsync,
+	// a crash or an Immediate stop loses the last commits.
 	Fsync bool
 
-	// Settings are more settings of the server, named as in postgresql.conf. They override the settings that this
-	// package chooses.
+	// Settings are named as in postgresql.conf. Settings override those that this package chooses.
 	Settings map[string]string
 }
 
@@ -58,7 +56,7 @@ func (c Config) settings() map[string]string {
 	return settings
 }
 
-// Server is a Postgres server that Start found or started. Its methods may be called concurrently. The methods that
+// Server is a Postgres server that Start found or started. The methods may be called concurrently. The methods that
 // stop or start a server only work if Start started it.
 type Server struct {
 	url     string
@@ -76,7 +74,7 @@ func Start(ctx context.Context, config Config) (*Server, error) {
 	return launch(ctx, config)
 }
 
-// URL returns a superuser's connection string for the database "postgres", or Config.URL. It does not change at a
+// URL returns a superuser's connection string for the database "postgres", or Config.URL. URL does not change at a
 // Restart.
 func (s *Server) URL() string { return s.url }
 
@@ -95,7 +93,7 @@ func (s *Server) Close() error {
 	return s.process.close()
 }
 
-// ask connects once and returns the server's version. It fails if the server's data directory is not dataDir, because
+// ask connects once and returns the server's version. ask fails if the server's data directory is not dataDir, because
 // another server has taken the port. If dataDir is "", any server is accepted.
 func ask(ctx context.Context, url, dataDir string) (version string, err error) {
 	ctx, cancel := context.WithTimeout(ctx, 3*time.Second) // the server may accept connections before it can answer

@@ -142,8 +142,8 @@ func (p *process) url() string {
 func (p *process) start(ctx context.Context) (version string, err error) {
 	for {
 		if !p.settled {
-			// Choose a port that is not used for outgoing connections: those use 32768 and up on Linux, and 49152 and
-			// up on macOS. An outgoing connection could take the port while the server is stopped.
+			// Choose a port below those of outgoing connections: from 32768 on Linux, and from 49152 on macOS. An
+			// outgoing connection could take the port while the server is stopped.
 			p.port = 20000 + mathrand.IntN(12768)
 		}
 		if version, err = p.attempt(ctx); err == nil {
@@ -284,7 +284,8 @@ func (s *Server) Kill() error {
 	return err
 }
 
-// Restart starts the server again after Stop or Kill, with the same data and port. It returns when the server answers.
+// Restart starts the server again after Stop or Kill, with the same data and port. Restart returns when the server
+// answers.
 func (s *Server) Restart(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
@@ -299,7 +300,7 @@ func (s *Server) Freeze() error { return s.process.signal(syscall.SIGSTOP) }
 // Thaw resumes a server after Freeze. Thaw does nothing if the server is not frozen.
 func (s *Server) Thaw() error { return s.process.signal(syscall.SIGCONT) }
 
-// signal signals the server. It does nothing if the server does not run.
+// signal signals the server. signal does nothing if the server does not run.
 func (p *process) signal(signal syscall.Signal) error {
 	if p.running() == nil {
 		return nil
@@ -310,10 +311,10 @@ func (p *process) signal(signal syscall.Signal) error {
 	return nil
 }
 
-// DataDir returns the data directory of a server that runs from programs. It returns "" for any other server.
+// DataDir returns the data directory of a server that runs from programs. DataDir returns "" for any other server.
 func (s *Server) DataDir() string { return s.process.dataDir }
 
-// PIDs returns the process ids of the postmaster and then of its children. It returns nothing if the server does not
+// PIDs returns the process ids of the postmaster and then of its children. PIDs returns nothing if the server does not
 // run, or if it runs in Docker.
 func (s *Server) PIDs() ([]int, error) {
 	postmaster := s.process.pid()

@@ -9,7 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// given returns the server of a connection string. It never stops or changes this server. It does not wait for the
+// given returns the server of a connection string. No method stops or changes this server. given does not wait for the
 // server to answer, because the URL may be wrong.
 func given(ctx context.Context, url string) (*Server, error) {
 	version, err := ask(ctx, url, "")

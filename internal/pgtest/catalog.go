@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// InSchema returns a pool whose search_path is the schema and then public. It creates a missing schema.
+// InSchema returns a pool whose search_path is the schema and then public. InSchema creates a missing schema.
 func (db *DB) InSchema(t *testing.T, schema string) *pgxpool.Pool {
 	t.Helper()
 	quoted := pgx.Identifier{schema}.Sanitize()
@@ -44,7 +44,7 @@ func Catalog(t *testing.T, db Querier, schema string) map[string]string {
 	return all
 }
 
-// WithoutSchema replaces the schema's name in a catalog. It replaces each spelling of the name.
+// WithoutSchema replaces the schema's name in a catalog. WithoutSchema replaces each spelling of the name.
 func WithoutSchema(catalog map[string]string, schema string) map[string]string {
 	quoted := pgx.Identifier{schema}.Sanitize()
 	setting := "'" + strings.ReplaceAll(schema, "'", "''") + "'" // the name's spelling in a function's definition

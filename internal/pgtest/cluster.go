@@ -27,12 +27,12 @@ const (
 	templatePrefix = "ratelimit_template_"
 	testPrefix     = "ratelimit_test_"
 
-	// templateLock is the advisory lock for creating the template. It differs from the lock of the migrations.
+	// templateLock is the advisory lock for creating the template. The migrations use another lock.
 	templateLock int64 = 0x706774656d706c74 // "pgtemplt" in ASCII
 )
 
-// cluster is a server and its template. Both are created when a test first needs them. If that fails, all tests get the
-// same error.
+// cluster is a server and its template. The server and the template are created when a test first needs them. If that
+// fails, all tests get the same error.
 type cluster struct {
 	config func() pgserver.Config
 
@@ -54,7 +54,8 @@ type cluster struct {
 	tables string // for a shard's server: SQL that creates foreign tables on the proxy
 }
 
-// start starts the server once for all tests. It uses no test's context, because other tests continue after that test.
+// start starts the server once for all tests. start uses no test's context, because other tests continue after that
+// test.
 func (c *cluster) start() error {
 	c.starting.Do(func() {
 		ctx := context.Background()
@@ -119,7 +120,7 @@ func (c *cluster) createDatabase(ctx context.Context, name, template string) err
 	return nil
 }
 
-// drop ends the sessions of a database and drops the database. It returns no error if the database is missing.
+// drop ends the sessions of a database and drops the database. drop returns no error if the database is missing.
 func (c *cluster) drop(ctx context.Context, name string) error {
 	if _, err := c.admin.Exec(ctx, fmt.Sprintf("DROP DATABASE IF EXISTS %s WITH (FORCE)", quote(name))); err != nil {
 		return fmt.Errorf("pgtest: drop database %s: %w", name, err)

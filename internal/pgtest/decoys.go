@@ -30,8 +30,7 @@ func (db *DB) Decoys(t testing.TB, schema string, texts ...string) {
 		"text[] bigint[] integer[] smallint[] boolean[]", schema, texts)
 }
 
-// SomeDecoys creates decoys for the most frequent types only, for tests with another subject. It is three times as
-// fast.
+// SomeDecoys creates decoys for the most frequent types only, in a third of the time.
 func (db *DB) SomeDecoys(t testing.TB, schema string, texts ...string) {
 	t.Helper()
 	db.decoys(t, "text bigint integer boolean text[] bigint[]", schema, texts)
@@ -71,8 +70,7 @@ func (db *DB) decoys(t testing.TB, types, schema string, texts []string) {
 		names = append(names, match[1])
 	}
 	slices.Sort(names)
-	// Create decoys in the schema last. Otherwise its decoys would get decoys too, and there would be four times as
-	// many.
+	// Create decoys in the schema last, because otherwise decoys would get decoys, four times as many.
 	schemas := []string{"public", schema}
 	for _, where := range slices.Compact(schemas) {
 		if err := pgx.BeginFunc(t.Context(), db.Pool, func(tx pgx.Tx) error {

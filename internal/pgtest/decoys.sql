@@ -1,6 +1,6 @@
--- This script creates decoys in a schema: functions and operators that fail. They overload the functions and operators
--- that a text uses, for the types of the limiter's SQL. Postgres prefers a decoy with exactly the types of a call to a
--- function of pg_catalog that needs a cast or accepts any type.
+-- This script creates decoys in a schema: functions and operators that fail. Decoys overload the functions and
+-- operators that a text uses, for the types of the limiter's SQL. Postgres prefers a decoy with exactly the types of a
+-- call to a function of pg_catalog that needs a cast or accepts any type.
 --
 --   decoys.names   the words before a parenthesis in the text; those that name functions of pg_catalog are overloaded
 --   decoys.text    the text; the operators of pg_catalog in it are overloaded
@@ -60,8 +60,7 @@ BEGIN
         FROM pg_proc AS p, unnest(types) AS a
         WHERE p.proname = ANY (called) AND p.pronamespace = 'pg_catalog'::regnamespace AND p.pronargs >= 2 AND a NOT LIKE '%[]' AND 'internal'::regtype <> ALL (p.proargtypes::oid[])
         UNION
-        -- Overload the limiter's functions: leave out optional arguments, and change the type of each argument to
-        -- another number.
+        -- Overload the limiter's functions: without optional arguments, and with another type of number in each place.
         SELECT p.proname, format('(%s)', (
             SELECT string_agg(CASE WHEN e.place = changed THEN kind || CASE WHEN t.typelem <> 0 THEN '[]' ELSE '' END ELSE t.oid::regtype::text END, ', ' ORDER BY e.place)
             FROM unnest(p.proargtypes) WITH ORDINALITY AS e (type, place)

@@ -28,7 +28,7 @@ func PgBouncer(t testing.TB, db *DB, mode string, connections int, more ...strin
 	version, err := exec.CommandContext(t.Context(), program, "--version").Output()
 	require.NoError(t, err)
 
-	// PgBouncer listens on a socket in a new folder, so its port is free. It refuses to run as root.
+	// PgBouncer listens on a socket in a new folder, so its port is free. PgBouncer refuses to run as root.
 	dir := testkit.OpenDir(t)
 	to := db.Pool.Config().ConnConfig
 	quote := func(value string) string { return "'" + strings.ReplaceAll(value, "'", "''") + "'" }

@@ -73,7 +73,7 @@ var given = os.Getenv(urlVariable) != ""
 
 // DB is a test's database.
 type DB struct {
-	// Pool has up to 8 connections. The end of the test closes it.
+	// Pool has up to 8 connections. The end of the test closes Pool.
 	Pool *pgxpool.Pool
 
 	// URL is the connection string, for other programs and drivers.
@@ -121,7 +121,7 @@ func (c *cluster) newMigrated(t testing.TB) *DB {
 	return db
 }
 
-// Empty returns a database without migrations. The end of the test drops it.
+// Empty returns a database without migrations. The end of the test drops the database.
 func Empty(t testing.TB) *DB {
 	t.Helper()
 	return shared.newDB(t, emptyTemplate)
@@ -193,15 +193,13 @@ func Server(t testing.TB, config pgserver.Config) *pgserver.Server {
 	return server
 }
 
-// OwnServer skips a test that starts a server in another way, if no server can be started but the environment names
-// one.
+// OwnServer skips a test that needs to start a server itself, if only a given server is available.
 func OwnServer(t testing.TB) {
 	t.Helper()
 	need(t, pgserver.Available(t.Context(), pgserver.Config{Major: major()}))
 }
 
-// need fails the test if it cannot have a server. It skips the test if no server can be started but the environment
-// names one.
+// need fails the test if it cannot have a server. need skips the test if only a given server is available.
 func need(t testing.TB, err error) {
 	t.Helper()
 	if given && errors.Is(err, pgserver.ErrNotFound) {

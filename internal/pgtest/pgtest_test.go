@@ -54,7 +54,7 @@ func TestNewGivesEachTestItsOwnDatabase(t *testing.T) {
 
 	require.NotNil(t, inUse)
 	defer inUse.Close(context.Background())
-	for _, url := range urls { // the databases are dropped, although a connection uses the first one
+	for _, url := range urls { // the databases are dropped, although one has a connection
 		config, err := pgx.ParseConfig(url)
 		require.NoError(t, err)
 		require.NotContains(t, databases(t, sharedURL(t)), config.Database)
@@ -103,7 +103,7 @@ func TestServerIsTheTestsOwn(t *testing.T) {
 	require.Error(t, err)
 }
 
-// Several test binaries on one server create only one template, and it remains. They drop templates of other
+// Several test binaries on one server create only one template, and it remains. Test binaries drop templates of other
 // migrations, and no other databases.
 func TestSharedServer(t *testing.T) {
 	t.Parallel()

@@ -171,8 +171,8 @@ func Objects(t testing.TB, db Querier, schema ...string) []string {
 	return all
 }
 
-// LeaveToRules changes a function whose name begins with rate_limit_take_, so that it decides nothing itself. It leaves
-// everything to the function Left.
+// LeaveToRules changes a function whose name begins with rate_limit_take_, so that it decides nothing itself. The
+// changed function leaves everything to the function Left.
 func LeaveToRules(t testing.TB, db Executor, take string) {
 	t.Helper()
 	if take != "rate_limit_take_sliding_log" { // the function for logs always leaves everything to Left
@@ -180,8 +180,8 @@ func LeaveToRules(t testing.TB, db Executor, take string) {
 	}
 }
 
-// LeaveToAll lets a function whose name begins with rate_limit_take_ leave everything to rate_limit_all. It changes the
-// function Left, so it changes the decisions of all such functions.
+// LeaveToAll lets a function whose name begins with rate_limit_take_ leave everything to rate_limit_all. LeaveToAll
+// changes the function Left, so it changes the decisions of all such functions.
 func LeaveToAll(t testing.TB, db Executor, take string) {
 	t.Helper()
 	LeaveToRules(t, db, take)

@@ -35,7 +35,7 @@ func NotThroughProxy(t testing.TB, why string) {
 	}
 }
 
-// Fleet is a proxy and its shards. Each of them has a separate server.
+// Fleet is a proxy and its shards. Each of these databases has a separate server.
 type Fleet struct {
 	*DB
 
@@ -91,7 +91,7 @@ func (db *DB) connection() string {
 	return fmt.Sprintf("host=%s port=%d dbname=%s", to.Host, to.Port, to.Database)
 }
 
-// Of returns the database that has the rows of a key. If there are shards, it is one of them.
+// Of returns the database that has the rows of a key. With shards, this is one of the shards.
 func (db *DB) Of(key string) *DB {
 	if len(db.Shards) == 0 {
 		return db

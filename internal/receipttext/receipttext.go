@@ -10,7 +10,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Receipt is a receipt's content. Its text contains the JSON of this struct.
+// Receipt is a receipt's content. The text of a receipt contains the JSON of this struct.
 type Receipt struct {
 	Limiter string       `json:"limiter"`
 	Durable bool         `json:"durable,omitempty"`
@@ -20,7 +20,7 @@ type Receipt struct {
 	Parts   []model.Take `json:"parts"`
 }
 
-// Parse parses a receipt's text. It returns false if the text was cut off or changed. The caller must validate the
+// Parse parses a receipt's text. Parse returns false if the text was cut off or changed. The caller must validate the
 // Receipt, because anybody can write a text with a correct checksum.
 func Parse(text string) (r Receipt, ok bool) {
 	content, ok := Open(text)
@@ -39,7 +39,7 @@ func Seal(content []byte) string {
 	return base64.RawURLEncoding.EncodeToString(append(checksum(content), content...))
 }
 
-// Open returns the JSON in a receipt's text. It returns false if the text has changed since Seal wrote it.
+// Open returns the JSON in a receipt's text. Open returns false if the text has changed since Seal wrote it.
 func Open(text string) (content []byte, ok bool) {
 	content, err := base64.RawURLEncoding.DecodeString(text)
 	sum := content[:min(checksumLen, len(content))]

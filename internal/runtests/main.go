@@ -93,7 +93,7 @@ func goTest(ctx context.Context, module string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// run runs go test -json. It returns an error only if go test could not run at all.
+// run runs go test -json. run returns an error only if go test could not run at all.
 func (r *report) run(cmd *exec.Cmd) error {
 	output, err := cmd.StdoutPipe()
 	if err != nil {

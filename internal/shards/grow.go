@@ -16,7 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/lockholders"
 )
 
-// GrowConfig has the connections for [Grow]. While Grow runs, nothing else may use them.
+// GrowConfig has the connections for [Grow]. While Grow runs, nothing else may use these connections.
 type GrowConfig struct {
 	Schema   string
 	Proxies  []*pgx.Conn // connections to all proxies as superusers
@@ -41,7 +41,7 @@ const (
 	Deleted  Step = "deleted"   // the old shard has deleted the rows that moved
 )
 
-// GrowLock is an advisory lock on the first shard. Grow and Undo hold it.
+// GrowLock is an advisory lock on the first shard. Grow and Undo hold the lock.
 const GrowLock int64 = 0x706773687264677a // "pgshrdgz" in ASCII
 
 // Grow turns n shards into 2n by dividing one shard after the other. Meanwhile the shards decide calls. At most one
@@ -83,7 +83,7 @@ func Grow(ctx context.Context, c GrowConfig) error {
 // ErrMoved is the error of Undo if a shard has already given up keys.
 var ErrMoved = errors.New("it has given half of its keys up, so this cannot be undone any more")
 
-// Undo reverts an interrupted [Grow]. It fails if a shard has already given up keys. New need not have databases that
+// Undo reverts an interrupted [Grow]. Undo fails if a shard has already given up keys. New need not have databases that
 // cannot be reached, because they get no calls, and the old shards have the usage of all keys.
 func Undo(ctx context.Context, c GrowConfig) error {
 	unlock, err := c.lock(ctx)
@@ -317,7 +317,7 @@ func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) e
 	return c.Progress(place, GaveUp)
 }
 
-// noteDeleted makes the old shard record deleted rows, or ends the recording. It waits at most a second for
+// noteDeleted makes the old shard record deleted rows, or ends the recording. noteDeleted waits at most a second for
 // transactions that use the tables, because new calls wait too.
 func (c GrowConfig) noteDeleted(ctx context.Context, conn *pgx.Conn, begin bool) error {
 	return pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
@@ -354,8 +354,7 @@ func busy(err error) error {
 	return err
 }
 
-// catchUp copies the changes since the horizon. It reads the old shard's tables once, and computes the shards of few
-// keys.
+// catchUp copies the changes since the horizon. catchUp reads the old tables once, and hashes few keys.
 func (c GrowConfig) catchUp(ctx context.Context, from pgx.Tx, to *pgx.Conn, moves, horizon string) error {
 	return pgx.BeginFunc(ctx, to, func(tx pgx.Tx) error {
 		for _, table := range tables() {
@@ -371,7 +370,7 @@ func (c GrowConfig) catchUp(ctx context.Context, from pgx.Tx, to *pgx.Conn, move
 				"WHERE of = '"+table+"'", "gone (of, prefix, key)"); err != nil {
 				return err
 			}
-			// A row that was frozen long ago may seem to be new. Copying it again does no harm.
+			// A row that was frozen long ago may seem to be new. Copying a row again does no harm.
 			if err := c.copy(ctx, from, to, table, "changed",
 				"pg_catalog.age(xmin) <= pg_catalog.age('"+horizon+"'::xid) AND "+moves); err != nil {
 				return err

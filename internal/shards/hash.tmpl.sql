@@ -1,6 +1,5 @@
 {{define "hash"}}
--- _rate_limit_shard hashes a key's tag, like Of in package shardkey. The tag is the text in the first braces, or the
--- key.
+-- _rate_limit_shard returns a key's shard, by a hash of the text in the first braces or of the key. See shardkey.Of.
 CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_shard(key text, shards integer)
 RETURNS integer
 LANGUAGE sql

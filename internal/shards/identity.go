@@ -21,8 +21,7 @@ func (i Identity) String() string {
 	return fmt.Sprintf("shard %d of %d", i.Place, i.Shards)
 }
 
-// Own turns a migrated database into a shard. It fails if the database is already a shard with another place. The
-// cluster may differ.
+// Own turns a migrated database into a shard. Own fails if the database is a shard with another place.
 func Own(ctx context.Context, conn *pgx.Conn, schema string, want Identity) error {
 	if err := prepare(ctx, conn, schema); err != nil {
 		return err
@@ -49,7 +48,8 @@ func Intend(ctx context.Context, conn *pgx.Conn, schema, cluster string) error {
 // Intended begins the mark that [Intend] writes. Marks of divisions do not begin with Intended.
 const Intended = "becomes a shard of "
 
-// ReadIdentity returns which shard a database is. It returns the zero Identity if the database is not a shard.
+// ReadIdentity returns which shard a database is. ReadIdentity returns the zero Identity if the database is not a
+// shard.
 func ReadIdentity(ctx context.Context, conn *pgx.Conn, schema string) (is Identity, err error) {
 	err = conn.QueryRow(ctx, qualify("SELECT place, shards, cluster FROM {schema}.rate_limit_shard "+
 		"WHERE place IS NOT NULL", schema)).Scan(&is.Place, &is.Shards, &is.Cluster)

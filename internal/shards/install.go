@@ -84,7 +84,7 @@ func connect(ctx context.Context, tx pgx.Tx, owner string, c Config) error {
 }
 
 // unrecordedSQL keeps the next statements of the transaction out of the server's log and out of pg_stat_statements,
-// which members of pg_read_all_stats can read. It also sets settings of modules that may not be loaded.
+// which members of pg_read_all_stats can read. unrecordedSQL also sets settings of modules that may not be loaded.
 const unrecordedSQL = `
 SET LOCAL log_statement = 'none';
 SET LOCAL log_min_duration_statement = -1;
@@ -97,7 +97,7 @@ SET LOCAL pg_stat_statements.track = 'none';
 SET LOCAL auto_explain.log_min_duration = -1;
 SET LOCAL pgaudit.log = 'none'`
 
-// mapSQL creates the user mapping. It reads the user and password from the transaction's settings.
+// mapSQL creates the user mapping. mapSQL reads the user and password from the transaction's settings.
 const mapSQL = `
 DO $$
 DECLARE
@@ -109,8 +109,8 @@ BEGIN
 END
 $$`
 
-// mapUser sets the user and password for PL/Proxy. It sends the password as an argument, because pg_stat_activity shows
-// the text of statements.
+// mapUser sets the user and password for PL/Proxy. mapUser sends the password as an argument, because pg_stat_activity
+// shows the text of statements.
 func mapUser(ctx context.Context, tx pgx.Tx, owner string, c Config) error {
 	if _, err := tx.Exec(ctx, unrecordedSQL, pgx.QueryExecModeSimpleProtocol); err != nil {
 		return err
@@ -130,8 +130,8 @@ func mapUser(ctx context.Context, tx pgx.Tx, owner string, c Config) error {
 	return err
 }
 
-// Connections returns the connection strings of a proxy's shards, in the order of their places. It returns nil if the
-// database is not a proxy.
+// Connections returns the connection strings of a proxy's shards, in the order of their places. Connections returns nil
+// if the database is not a proxy.
 func Connections(ctx context.Context, tx pgx.Tx) ([]string, error) {
 	var connections []string
 	err := tx.QueryRow(ctx, `
@@ -147,15 +147,14 @@ FROM pg_catalog.pg_foreign_server AS s WHERE s.srvname = $1`, Server).Scan(&conn
 	return connections, err
 }
 
-// Growth is the record of a division of the shards. A proxy stores it, so that another process can continue the
+// Growth is the record of a division of the shards. A proxy stores the record, so that another process can continue the
 // division.
 type Growth struct {
 	By      []string `json:"shards_grow_by"` // connection strings of the new shards, in order
 	Proxies int      `json:"proxies"`
 }
 
-// noteGrowth stores a Growth as a comment of the foreign server, because PL/Proxy refuses options that it does not
-// know.
+// noteGrowth stores a Growth as a comment of the foreign server, because PL/Proxy refuses unknown options.
 func noteGrowth(ctx context.Context, proxy execer, g *Growth) error {
 	text := "NULL"
 	if g != nil {

@@ -60,7 +60,7 @@ func (c *cluster) install(t *testing.T, db *pgtest.DB) {
 	pgtest.Exec(t, db.Pool, "GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA public TO PUBLIC")
 }
 
-// connect returns a connection. The end of the test closes it.
+// connect returns a connection. The end of the test closes the connection.
 func connect(t *testing.T, db *pgtest.DB) *pgx.Conn {
 	t.Helper()
 	pool := db.OwnerPool(t, func(config *pgxpool.Config) { config.MaxConns = 1 })

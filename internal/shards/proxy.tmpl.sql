@@ -1,6 +1,6 @@
--- This script creates the functions of a proxy. They have the names and arguments of a shard's functions, and PL/Proxy
--- passes each call on to the shards of its keys. PL/Proxy replaces an argument's name everywhere in a statement, except
--- after a dot.
+-- This script creates the functions of a proxy. A proxy's functions have the names and arguments of a shard's
+-- functions, and PL/Proxy passes each call on to the shards of its keys. PL/Proxy replaces an argument's name
+-- everywhere in a statement, except after a dot.
 {{define "names"}}{{range $i, $a := .}}{{if $i}}, {{end}}{{$a.Name}}{{end}}{{end}}
 {{define "typed"}}{{range $i, $a := .}}{{if $i}}, {{end}}{{$a.Name}} {{$a.Type}}{{end}}{{end}}
 {{define "columns"}}{{range $i, $a := .}}{{if $i}}, {{end}}d.{{$a.Name}}{{end}}{{end}}
@@ -39,9 +39,9 @@ IMMUTABLE
 AS $$ SELECT {{.Shards}} $$;
 
 {{template "hash" .}}
--- _rate_limit_shard_of_all returns the shard of a call's keys. It returns NULL if there are several, or raises an error
--- if the caller would call again, because an error must mean that nothing was taken. If there are no valid keys, the
--- first shard explains the error.
+-- _rate_limit_shard_of_all returns the shard of a call's keys. _rate_limit_shard_of_all returns NULL if there are
+-- several, or raises an error if the caller would call again, because an error must mean that nothing was taken. If
+-- there are no valid keys, the first shard explains the error.
 CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_shard_of_all(keys text[], again boolean)
 RETURNS integer
 LANGUAGE plpgsql

@@ -80,10 +80,10 @@ BEGIN
 END
 $$;
 
--- _rate_limit_own_shard raises an error if this database does not have all keys of a shard. It waits while a division
--- locks rate_limit_shard. It also sets the formats of times, because PL/Proxy passes times on as text. It does not set
--- search_path, which would double its cost. pg_catalog's functions come first anyway, because the argument types fit
--- them exactly.
+-- _rate_limit_own_shard raises an error if this database does not have all keys of a shard. _rate_limit_own_shard waits
+-- while a division locks rate_limit_shard. _rate_limit_own_shard also sets the formats of times, because PL/Proxy
+-- passes times on as text. _rate_limit_own_shard does not set search_path, which would double its cost. pg_catalog's
+-- functions come first anyway, because the argument types fit them exactly.
 CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_own_shard(shard integer, shards integer)
 RETURNS boolean
 LANGUAGE plpgsql

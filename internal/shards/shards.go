@@ -42,7 +42,7 @@ type Function struct {
 // Argument is an argument of a function, or a column.
 type Argument struct{ Name, Type string }
 
-// PerKey tells whether the argument is an array with an element for each key. It is only valid for functions that
+// PerKey tells whether the argument is an array with an element for each key. PerKey is only valid in functions that
 // decide many keys.
 func (a Argument) PerKey() bool { return strings.HasSuffix(a.Type, "[]") }
 
@@ -68,8 +68,7 @@ WHERE p.pronamespace = $1::pg_catalog.regnamespace AND (p.proname IN (
         'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report')
     OR p.proretset AND p.prorettype = pg_catalog.to_regtype($1 || '.rate_limit_decision') AND p.proname LIKE 'rate%'
     OR p.prorettype = 'bigint[]'::pg_catalog.regtype AND p.proname LIKE 'rate#_limit#_take#_%' ESCAPE '#')
-    -- The proxy's superuser runs SQL that is made from the result. So leave out functions of other owners, and odd
-    -- names.
+    -- A superuser will run SQL that is made from these rows, so leave out other owners and odd names.
     AND p.proname ~ '^[a-z_]+$'
     AND NOT EXISTS (SELECT FROM pg_catalog.unnest(p.proargnames) AS a (name) WHERE a.name !~ '^[a-z_]+$')
     AND p.proowner = (SELECT c.relowner FROM pg_catalog.pg_class AS c
@@ -143,8 +142,7 @@ var files embed.FS
 //nolint:gochecknoglobals // nobody changes them
 var templates = template.Must(template.New("").Funcs(template.FuncMap{"literal": literal}).ParseFS(files, "*.tmpl.sql"))
 
-// Proxy returns the SQL that creates or replaces a proxy's functions. owner will own them. Only a superuser can run the
-// SQL.
+// Proxy returns the SQL that a superuser runs to create or replace a proxy's functions, which owner will own.
 func (s Source) Proxy(schema, owner string, shards int) (string, error) {
 	var text bytes.Buffer
 	err := templates.ExecuteTemplate(&text, "proxy.tmpl.sql", struct {

@@ -67,8 +67,7 @@ func Together(n int, call func(i int)) {
 	wg.Wait()
 }
 
-// Offspring calls run. The returned function counts the goroutines that run has started, directly or indirectly, and
-// that have not ended.
+// Offspring calls run. The returned function counts the running goroutines that run started, directly or indirectly.
 func Offspring(t testing.TB, run func(ctx context.Context)) (count func() int) {
 	t.Helper()
 	label := rand.Text()

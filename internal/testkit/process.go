@@ -42,7 +42,7 @@ func WriteProgram(t testing.TB, path string, content []byte) {
 	require.NoError(t, os.Chmod(path, 0o755)) // 0o755 regardless of the umask
 }
 
-// Program returns the path of a program in PATH or /usr/sbin. It returns "" if the program is not there.
+// Program returns the path of a program in PATH or /usr/sbin. Program returns "" if the program is not there.
 func Program(name string) string {
 	for _, path := range []string{name, "/usr/sbin/" + name} {
 		if found, err := exec.LookPath(path); err == nil {
@@ -52,7 +52,7 @@ func Program(name string) string {
 	return ""
 }
 
-// Start runs a server until the test ends. It returns as soon as ready returns nil.
+// Start runs a server until the test ends. Start returns as soon as ready returns nil.
 func Start(t testing.TB, ready func() error, program string, args ...string) {
 	t.Helper()
 	cmd := exec.CommandContext(context.Background(), program, args...)
@@ -81,7 +81,8 @@ func Start(t testing.TB, ready func() error, program string, args ...string) {
 	}, "%s does not get ready", program)
 }
 
-// Accepts returns a ready function for Start. It returns nil as soon as a server accepts connections at the address.
+// Accepts returns a ready function for Start. That function returns nil as soon as a server accepts connections at the
+// address.
 func Accepts(address string) (ready func() error) {
 	return func() error {
 		conn, err := net.Dial("tcp", address)

@@ -39,7 +39,8 @@ func Seed(t testing.TB, variable string) uint64 {
 	return seed
 }
 
-// Quantile returns the duration below which this share of the durations lies. It returns 0 if there are no durations.
+// Quantile returns the duration below which this share of the durations lies. Quantile returns 0 if there are no
+// durations.
 func Quantile(durations []time.Duration, share float64) time.Duration {
 	if len(durations) == 0 {
 		return 0

@@ -17,7 +17,7 @@ type Turn struct{ held chan struct{} }
 // New returns a Turn that nobody holds.
 func New() *Turn { return &Turn{make(chan struct{}, 1)} }
 
-// Take waits until nobody holds the turn, and takes it. It returns the context's error if the context ends first.
+// Take waits until nobody holds the turn, and takes it. Take returns the context's error if the context ends first.
 func (t *Turn) Take(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -48,7 +48,7 @@ func (t *Turn) Pass() { <-t.held }
 //nolint:gochecknoglobals // the maps belong to pgx, so all limiters and sweepers must share this lock
 var connections sync.Mutex
 
-// Of returns the turn of db's connection. It returns nil if db is neither a connection nor a transaction.
+// Of returns the turn of db's connection. Of returns nil if db is neither a connection nor a transaction.
 func Of(db any) *Turn {
 	switch db.(type) {
 	case *pgx.Conn, *pgxpool.Conn, pgx.Tx:

@@ -1,5 +1,4 @@
-// Package cli has code that all commands share: output, questions, flags, errors, and access to the database or its
-// shards.
+// Package cli has what all commands share: output, questions, flags, errors, and access to the database or shards.
 package cli
 
 import (

@@ -6,13 +6,12 @@ import (
 	"github.com/schollz/progressbar/v3"
 )
 
-// Bar shows the progress of a command. The first update shows the bar. Errors are ignored, because the bar is not
-// important.
+// Bar shows the progress of a command, from the first update on. Errors of the bar are ignored.
 type Bar struct {
 	Shown *progressbar.ProgressBar // nil if no terminal would show the bar
 }
 
-// NewBar returns a Bar. It shows nothing if standard error is not a terminal.
+// NewBar returns a Bar. NewBar shows nothing if standard error is not a terminal.
 func (a *App) NewBar(description string) Bar {
 	if a.JSON || !IsTerminal(a.Stderr) {
 		return Bar{}

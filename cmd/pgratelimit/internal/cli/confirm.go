@@ -16,7 +16,7 @@ func AddYes(cmd *cobra.Command, yes *bool) {
 	cmd.Flags().BoolVarP(yes, "yes", "y", false, "do not ask")
 }
 
-// Confirm asks the user a question at the terminal. It returns an error if the answer is not yes.
+// Confirm asks the user a question at the terminal. Confirm returns an error if the answer is not yes.
 func (a *App) Confirm(ctx context.Context, question string, yes bool) error {
 	if yes {
 		return nil

@@ -81,8 +81,7 @@ func (a *App) Open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pg
 	return pgxpool.NewWithConfig(ctx, config)
 }
 
-// checkSearchPath returns an error if search_path has a schema before pg_catalog, because functions of other roles in
-// it would be used.
+// checkSearchPath returns an error if search_path has a schema before pg_catalog that may have other roles' functions.
 func checkSearchPath(ctx context.Context, conn *pgx.Conn) error {
 	var path string
 	if err := conn.QueryRow(ctx, "SHOW search_path").Scan(&path); err != nil {
@@ -96,8 +95,8 @@ func checkSearchPath(ctx context.Context, conn *pgx.Conn) error {
 	return nil
 }
 
-// Home returns the schema of the tables and functions, or "" if there is none. It returns an error if their owners are
-// not trusted.
+// Home returns the schema of the tables and functions, or "" if there is none. Home checks whether their owners are
+// trusted.
 func (a *App) Home(ctx context.Context, pool *pgxpool.Pool) (schema string, err error) {
 	err = a.Read(ctx, pool, func(tx pgx.Tx) error {
 		schema = tx.(Qualified).Schema
@@ -106,8 +105,7 @@ func (a *App) Home(ctx context.Context, pool *pgxpool.Pool) (schema string, err 
 	return schema, err
 }
 
-// InSchema sets search_path to --schema in all connections of a pool. Work that is not in a single transaction needs
-// this.
+// InSchema sets search_path to --schema in all connections of a pool, for work in several transactions.
 func (a *App) InSchema(config *pgxpool.Config) {
 	if a.Schema != "" {
 		config.ConnConfig.RuntimeParams["search_path"] = pgx.Identifier{a.Schema}.Sanitize()
@@ -157,13 +155,11 @@ func (a *App) Transaction(
 	ctx context.Context, pool *pgxpool.Pool, mode pgx.TxAccessMode, lock string, changes bool,
 	query func(tx pgx.Tx) error,
 ) error {
-	// READ COMMITTED lets each statement see all earlier commits. The default of the database may be another isolation
-	// level.
+	// READ COMMITTED lets each statement see all earlier commits. A database may have another default.
 	return refusedText(pgx.BeginTxFunc(ctx, pool, pgx.TxOptions{
 		IsoLevel: pgx.ReadCommitted, AccessMode: mode,
 	}, func(tx pgx.Tx) error {
-		// If enable_nestloop is off, Postgres overestimates the cost of catalog queries, and JIT would compile them for
-		// seconds.
+		// If enable_nestloop is off, Postgres overestimates catalog queries, and JIT would compile them for seconds.
 		if _, err := tx.Exec(ctx, "SET LOCAL jit = off"); err != nil {
 			return err
 		}

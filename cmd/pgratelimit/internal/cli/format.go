@@ -35,8 +35,7 @@ func Count[N int | int64](n N, thing string) string {
 }
 
 // Span formats a time in microseconds. It rounds up to milliseconds, so that the time is over when the text says so.
-// From an hour on, the text has two units, such as 1h5m or 4d9h. Minutes are rounded up, and hours are rounded to the
-// nearest hour.
+// From an hour on, the text has two units, such as 1h5m or 4d9h. Minutes are rounded up, and hours to the nearest.
 func Span(micros int64) string {
 	const day = 24 * time.Hour
 	span := time.Duration((micros+999)/1000) * time.Millisecond
@@ -51,7 +50,7 @@ func Span(micros int64) string {
 	return fmt.Sprintf("%dd", span/day) + part(span%day, time.Hour, "h")
 }
 
-// part formats the number of a unit, such as 5m. It returns "" for 0.
+// part formats the number of a unit, such as 5m. part returns "" for 0.
 func part(span, unit time.Duration, name string) string {
 	if span < unit {
 		return ""

@@ -145,7 +145,7 @@ func writeLists(out *strings.Builder, rows [][]string, width int) {
 	}
 }
 
-// Help prints the help of a command. It wraps paragraphs and the descriptions of flags.
+// Help prints the help of a command. Help wraps paragraphs and the descriptions of flags.
 func (a *App) Help(cmd *cobra.Command, _ []string) {
 	columns := cmp.Or(width(a.Stdout), PageWidth)
 	for paragraph := range strings.SplitSeq(strings.TrimSpace(cmp.Or(cmd.Long, cmd.Short)), "\n\n") {

@@ -29,8 +29,8 @@ type shardError struct {
 func (e *shardError) Error() string { return e.shard + ": " + e.err.Error() }
 func (e *shardError) Unwrap() error { return e.err }
 
-// Shards returns an App for each shard of a proxy, in the order of their places. It returns none if the database is not
-// a proxy. A proxy and its shards use the same schema name.
+// Shards returns an App for each shard of a proxy, in the order of their places. Shards returns none if the database is
+// not a proxy. A proxy and its shards use the same schema name.
 func (a *App) Shards(ctx context.Context, pool *pgxpool.Pool) ([]*App, error) {
 	var connections []string
 	if err := a.Look(ctx, pool, func(tx pgx.Tx) (err error) {
@@ -56,7 +56,7 @@ func (a *App) Each(connections []string) (all []*App) {
 	return all
 }
 
-// readProxy returns the connection strings of a proxy's shards, and the schema of the functions. It returns no
+// readProxy returns the connection strings of a proxy's shards, and the schema of the functions. readProxy returns no
 // connection strings if the database is not a proxy.
 func readProxy(ctx context.Context, tx pgx.Tx) (connections []string, schema string, err error) {
 	var proxy bool

@@ -144,8 +144,7 @@ func (d *demo) openDatabase(ctx context.Context, databaseURL string) (err error)
 		d.printf("   The demo works in a schema of its own, %s, and drops it when it ends.\n", d.schema)
 	}
 
-	// Creating the schema must not be interrupted. Otherwise the server might still create it after close has looked
-	// for it.
+	// Do not interrupt createSchema, or the server might create the schema after close has looked for it.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), setUpTimeout)
 	defer cancel()
 	if d.pool, err = pgxpool.NewWithConfig(ctx, config); err != nil {

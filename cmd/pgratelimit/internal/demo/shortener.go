@@ -21,8 +21,8 @@ type shortener struct {
 	links sync.Map // maps the code of a link to its URL
 }
 
-// newShortener returns the demo's web application: POST /shorten makes a short link, and GET follows a short link. Only
-// POST is limited.
+// newShortener returns the web application: POST /shorten makes a short link, and GET follows a link. Only POST is
+// limited.
 func newShortener(base string, limiter *ratelimit.Limiter) (http.Handler, error) {
 	limit, err := httplimit.New(limiter, httplimit.Config{
 		Key: httplimit.ByIP(), Headers: httplimit.XRateLimit, Logger: slog.Default(),

@@ -74,7 +74,7 @@ anew. That loses its rows and what others added to it, so doctor asks first.`,
 func printFindings(w io.Writer, findings []cli.Finding, colored bool) {
 	var text bytes.Buffer
 	count := map[cli.Level]int{}
-	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0) // it would count color codes as letters; they are added later
+	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0) // tabwriter would count color codes, so add them later
 	for _, finding := range findings {
 		count[finding.Level]++
 		fmt.Fprintf(table, "%s\t%s\t%s\n", finding.Level, finding.Check, finding.Found)
@@ -181,8 +181,7 @@ func (e *Examination) address(f *cli.Finding) {
 	f.Do = e.AsOwner(f.Do)
 }
 
-// AsOwner changes the migration commands in a text so that they run as the tables' owner, if this role may act as the
-// owner.
+// AsOwner makes migration commands in a text run as the tables' owner, if this role may act as the owner.
 func (e *Examination) AsOwner(text string) string {
 	if owner := e.Server.OwnerSQL; owner != "" && owner != e.Server.Role && !strings.Contains(owner, `"`) {
 		return strings.ReplaceAll(text, "`pgratelimit migrate", "`PGOPTIONS='-c role="+owner+"' pgratelimit migrate")

@@ -281,7 +281,7 @@ var countOn = []string{
 	FROM CAST(pg_get_serial_sequence('rate_limit_policy_history', 'version') AS regclass) AS s`,
 }
 
-// mend repairs missing or changed objects of the migrations in one transaction, and keeps grants. It returns the
+// mend repairs missing or changed objects of the migrations in one transaction, and keeps grants. mend returns the
 // repaired objects.
 func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended []string, err error) {
 	e := &Examination{App: a, Pool: pool}

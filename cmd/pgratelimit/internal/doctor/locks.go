@@ -30,7 +30,8 @@ type LockHolder struct {
 	Stopped bool // whether no other session can write to the table
 }
 
-// ReadLocks returns the sessions that have locked the limiter's tables for at least since. It does not wait for them.
+// ReadLocks returns the sessions that have locked the limiter's tables for at least since. ReadLocks does not wait for
+// them.
 func (e *Examination) ReadLocks(ctx context.Context, since time.Duration) (held []LockHolder, err error) {
 	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly}
 	err = pgx.BeginTxFunc(ctx, e.Pool, options, func(tx pgx.Tx) error {
@@ -49,8 +50,7 @@ func (e *Examination) ReadLocks(ctx context.Context, since time.Duration) (held 
 	return held, err
 }
 
-// checkLocks looks for locks on the limiter's tables. It must come first, because other checks would wait for an
-// exclusive lock.
+// checkLocks looks for locks on the limiter's tables. It comes first, because other checks would wait for a lock.
 func (e *Examination) checkLocks(ctx context.Context) (f cli.Finding, closed bool, err error) {
 	held, err := e.ReadLocks(ctx, LongLock)
 	f = JudgeLocks(held)

@@ -40,8 +40,8 @@ func (e *Examination) CheckMigrations(ctx context.Context) (cli.Finding, error) 
 			return cli.Finding{}, err
 		}
 	}
-	// A pooler does not support search_path, and a shard's connection string may lead to a pooler. In this case, the
-	// functions show the schema.
+	// A pooler does not support search_path, and a shard's connection string may lead to a pooler. If there is a
+	// pooler, the functions show the schema.
 	if e.App.Connection != "" && e.pooled && e.Server.Tables > 0 {
 		if err := e.row(ctx, shard.MapSQL, nil, &e.Applied); err != nil {
 			return cli.Finding{}, err
@@ -144,7 +144,8 @@ func (e *Examination) checkObjects(context.Context) (cli.Finding, error) {
 	return e.judgeObjects(made), nil
 }
 
-// judgeObjects returns a finding about the objects. It leaves out differences that the checks of the tables report.
+// judgeObjects returns a finding about the objects. judgeObjects leaves out differences that the checks of the tables
+// report.
 func (e *Examination) judgeObjects(made catalog.Catalog) cli.Finding {
 	var wrong, mend, drop, dropTables []string
 	inside, gone, how := false, false, cli.Warning

@@ -16,7 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// MostPolicies is how many policies a process holds at most. It ignores all others.
+// MostPolicies is how many policies a process holds at most. A process ignores all further policies.
 const MostPolicies = 200_000
 
 var (
@@ -28,7 +28,7 @@ var (
 	enforcedSQL string
 )
 
-// FoundPolicies is a row of policiesSQL. It describes rows of rate_limit_policy that are equal.
+// FoundPolicies is a row of policiesSQL. FoundPolicies describes rows of rate_limit_policy that are equal.
 type FoundPolicies struct {
 	Mode, Policy       *string
 	Count, Live, Ended int64   // numbers of all rows, of rows that have not ended, and of ended rows that people wrote
@@ -88,7 +88,7 @@ type enforcedPolicy struct {
 	IDs             []int64
 }
 
-// judgeKinds returns a warning if limiters seem to ignore policies. Otherwise it returns f.
+// judgeKinds returns a warning if limiters seem to ignore policies, or else f.
 func (s Server) judgeKinds(f cli.Finding, all []enforcedPolicy, kinds policies.Kinds) cli.Finding {
 	var passed, ids []string
 	for _, p := range all {

@@ -84,8 +84,7 @@ func examineAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Find
 	return findings, nil
 }
 
-// examineNoProxy checks a database that is not a proxy. A database that was a proxy, or will become one, must not get
-// tables.
+// examineNoProxy checks a database that is not a proxy. A former or future proxy must not get tables.
 func examineNoProxy(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Finding, error) {
 	findings, err := examine(ctx, a, pool)
 	if err != nil {
@@ -182,7 +181,8 @@ func (e *proxyExamination) checkPLProxy(ctx context.Context) (cli.Finding, error
 	return e.checkRecorded(ctx, statements, cli.OK("version %s, with a role for its connections", version))
 }
 
-// checkRecorded looks for the shards' password in pg_stat_statements. It returns otherwise if it finds no password.
+// checkRecorded looks for the shards' password in pg_stat_statements. If there is no password, it returns the finding
+// otherwise.
 func (e *proxyExamination) checkRecorded(
 	ctx context.Context, schema string, otherwise cli.Finding,
 ) (cli.Finding, error) {

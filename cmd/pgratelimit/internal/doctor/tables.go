@@ -122,7 +122,7 @@ func (t TableHealth) judgeKind() cli.Finding {
 		return cli.Warning.Finding(fmt.Sprintf("`ALTER TABLE %s SET %s`", t.sql, strings.ToUpper(kinds[want])),
 			"it is %s, and the migrations made it %s", kinds[t.Persistence], kinds[want])
 	case len(t.OtherIndexes) > 0:
-		drop := "`DROP INDEX CONCURRENTLY " // takes one index
+		drop := "`DROP INDEX CONCURRENTLY " // the statement repairs one index
 		return cli.Warning.Finding(drop+strings.Join(t.OtherIndexes, "`, "+drop)+"`",
 			"it has an index besides its primary key, so updates that change "+
 				"the index's columns are not HOT, and the table bloats")

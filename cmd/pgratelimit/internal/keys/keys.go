@@ -93,7 +93,7 @@ anew. ` + noForce
 	return cmd
 }
 
-// Answer is a command's result for a key. Its fields have the names of the SQL functions' columns.
+// Answer is a command's result for a key. The fields have the names of the SQL functions' columns.
 type Answer struct {
 	*Decision              // nil for the commands grant and refund
 	Limit        int64     `json:"limit"`

@@ -96,8 +96,7 @@ func restore(path string, taken ratelimit.Result) error {
 	return writeReceipt(file, text)
 }
 
-// createReceipt creates a file that only its owner can read, because a key may be personal data. It fails if the file
-// exists.
+// createReceipt creates a new file that only its owner can read, because a key may be personal data.
 func createReceipt(path string) (*os.File, error) {
 	return os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600) //nolint:gosec // the user names it
 }

@@ -85,7 +85,8 @@ is a failure if there is nothing to reset because the limiter's rows are in the 
 	return a.Finish(cmd)
 }
 
-// resetNames resets all keys that have rows with these names, in all databases. It returns how many rows it removed.
+// resetNames resets all keys that have rows with these names, in all databases. resetNames returns how many rows it
+// removed.
 func resetNames(
 	ctx context.Context, a *cli.App, pool *pgxpool.Pool, names []string, durable bool,
 ) (total int64, err error) {

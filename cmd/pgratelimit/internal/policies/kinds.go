@@ -104,7 +104,7 @@ func PrintWarning(w io.Writer, warning string) {
 }
 
 // Misled returns a warning if the rows of a limiter or key are in the other table, or of another kind than the policy.
-// It returns "" if this role may not read the tables.
+// Misled returns "" if this role may not read the tables.
 func Misled(ctx context.Context, a *cli.App, limiter string, key *string, policy string, durable bool) string {
 	found, err := KindsOf(ctx, a, limiter, key)
 	if err != nil {
@@ -143,9 +143,9 @@ func OfAnotherKind(own, name, others string) string {
 		"count them: give the application's policy", own, cli.Printable(name), others)
 }
 
-// OtherKinds returns the word for a policy's algorithm, and the words for the algorithms that wrote the rows. It
-// returns "" and "" if the policy's algorithm wrote some of the rows. It looks at the policy's first part only, because
-// the policy in the code may have only one part.
+// OtherKinds returns the word for a policy's algorithm, and the words for the algorithms that wrote the rows.
+// OtherKinds returns "" and "" if the policy's algorithm wrote some of the rows. OtherKinds looks at the policy's first
+// part only, because the policy in the code may have only one part.
 func OtherKinds(policy string, bits int64) (own, others string) {
 	numbers, err := algorithm.Parse(policy)
 	if err != nil || bits>>numbers[0].Algorithm&1 == 1 {

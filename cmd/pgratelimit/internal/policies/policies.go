@@ -422,7 +422,7 @@ func (c *PolicyChange) print(w io.Writer) {
 // readable tells whether limiters can read a row. A newer release may have written rows that they cannot read.
 func (r *PolicyRow) readable() bool { return r.ObeyedBy(nil) }
 
-// ObeyedBy tells whether a limiter with the policy code in its code obeys a row.
+// ObeyedBy tells whether a limiter obeys a row. code is the policy in the application's code, or nil.
 func (r *PolicyRow) ObeyedBy(code ratelimit.Policy) bool {
 	switch r.Mode {
 	case ModeOff, ModeDeny:

@@ -161,7 +161,7 @@ func own(ctx context.Context, a *cli.App, role string) (*pgx.Conn, error) {
 	return pgx.ConnectConfig(ctx, conn)
 }
 
-// Read reads all databases. It returns an error if a database has a problem.
+// Read reads all databases. Read returns an error if a database has a problem.
 func (g *growing) Read(ctx context.Context, more []string, undo bool) error {
 	var old []string
 	for i, proxy := range g.proxies {
@@ -209,8 +209,7 @@ func (g *growing) Read(ctx context.Context, more []string, undo bool) error {
 	return err
 }
 
-// readStores reads the owners of the tables. It ignores other errors, because a lost shard may be the reason for
-// --undo.
+// readStores reads the owners of the tables. A lost shard is no error, because it may be the reason for --undo.
 func (g *growing) readStores(ctx context.Context) error {
 	for i, store := range g.stores {
 		g.states = append(g.states, NewState(store))

@@ -27,7 +27,7 @@ type wantedShard struct {
 	still  bool // whether the database is an old shard whose new shard has not taken over yet
 }
 
-// readNewShards reads databases that will become shards. Its error lists the problems of each database.
+// readNewShards reads databases that will become shards. The error lists the problems of each database.
 func readNewShards(
 	ctx context.Context, stores []*cli.App, want func(s *State, n int) wantedShard,
 ) ([]State, error) {

@@ -18,8 +18,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// PasswordVariable is the environment variable with the password of PL/Proxy's role on the shards. Other users could
-// see an argument.
+// PasswordVariable has the password of PL/Proxy's role on the shards, because other users could see an argument.
 const PasswordVariable = "PGRATELIMIT_SHARD_PASSWORD"
 
 var (
@@ -173,7 +172,7 @@ type Target struct {
 	growth         *shards.Growth
 }
 
-// ReadTarget reads a Target. It sets a.Schema to the proxy's schema, or to the first schema of search_path.
+// ReadTarget reads a Target. ReadTarget sets a.Schema to the proxy's schema, or to the first schema of search_path.
 func ReadTarget(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (t Target, err error) {
 	if a.Schema == "" {
 		if err := a.Look(ctx, pool, func(tx pgx.Tx) error {

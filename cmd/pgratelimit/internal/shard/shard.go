@@ -49,7 +49,7 @@ user of --database-url.`,
 	return a.Finish(cmd)
 }
 
-// listShards prints the shards. It returns an error if a shard has a problem.
+// listShards prints the shards. listShards returns an error if a shard has a problem.
 func listShards(ctx context.Context, a *cli.App) error {
 	pool, err := a.Open(ctx)
 	if err != nil {
@@ -102,8 +102,7 @@ func printShards(w io.Writer, states []State) {
 	}
 }
 
-// checkConnections returns an error for connection strings that PL/Proxy cannot use, or that show a password to every
-// role.
+// checkConnections returns an error for connection strings that PL/Proxy cannot use, or that show a password.
 func checkConnections(connections []string) error {
 	if n := len(connections); n == 0 || n&(n-1) != 0 {
 		return cli.Usage(fmt.Errorf("the number of shards is %d, and must be a power of two: 1, 2, 4, 8 and so on", n))

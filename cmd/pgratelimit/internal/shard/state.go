@@ -156,8 +156,7 @@ func (s *State) cannotBeRead(err error) {
 		"rights of this role", "cannot be reached: %s", cli.OneLine(err))
 }
 
-// judge finds a shard's problems. version is the version of the proxy's functions. If fresh is true, the shard need not
-// know its place.
+// judge finds a shard's problems. version is the proxy's version. A fresh shard need not know its place.
 func (s *State) judge(want Identity, version int64, fresh bool) {
 	if !s.Reached {
 		return
@@ -278,8 +277,7 @@ func (s *State) JudgeClock(proxy ClockTime) {
 	}
 }
 
-// States reads the states of a proxy and of all its shards at the same time. A shard that does not answer is not an
-// error.
+// States reads the states of a proxy and of its shards at the same time. A shard that does not answer is no error.
 func States(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (p ProxyState, states []State, err error) {
 	all, err := a.Shards(ctx, pool)
 	if err != nil || len(all) == 0 {

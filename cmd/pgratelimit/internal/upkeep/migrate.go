@@ -57,8 +57,8 @@ func migrateUpCommand(a *cli.App) *cobra.Command {
 	return cmd
 }
 
-// migrateUp applies all migrations. It returns an error if no migration is pending but an object is missing. It prints
-// a warning if the objects do not belong to the schema's owner, and this role may act as the owner.
+// migrateUp applies all migrations. migrateUp returns an error if no migration is pending but an object is missing.
+// migrateUp prints a warning if the objects do not belong to the schema's owner, and this role may act as the owner.
 func migrateUp(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 	before, err := migrations.Status(ctx, pool)
 	first := err == nil && !slices.ContainsFunc(before, func(m migrations.Migration) bool { return m.Applied })

@@ -1,7 +1,7 @@
 -- This query looks for objects in the schema that have names of the limiter's objects but differ from the migrations'
--- objects. They may be a view, a table with triggers, rules or row-level security of other roles, or a function with
--- its caller's rights. A correct object counts too if its owner is not trusted and could change the object before it is
--- used. The result has a description of the object, and a statement that removes the difference.
+-- objects. Such an object may be a view, a table with triggers, rules or row-level security of other roles, or a
+-- function with its caller's rights. A correct object counts too if its owner is not trusted and could change the
+-- object before it is used. The result has a description of the object, and a statement that removes the difference.
 --
 -- Platforms add harmless things to every table: row-level security without a policy, which does not restrict the owner,
 -- and AFTER triggers for auditing. A trigger is harmless if the owner of its function has this role's rights. It is

@@ -1,5 +1,5 @@
 -- This query returns whether the schema has the functions of a proxy, and an untrusted role that could have made the
--- foreign server. Such a server could lead this command, with its password, to another server. Superusers are trusted.
+-- foreign server. The foreign server could lead this command, with its password, to another server.
 SELECT
     EXISTS (
         SELECT FROM pg_proc AS p

@@ -1,6 +1,5 @@
 -- This query finds what platforms and operators have added to the limiter's tables: row-level security, audit triggers,
--- and grants to roles that are not in deploy/grants.sql. Each row has a severity, the addition, and a statement that
--- removes it.
+-- and grants to roles that are not in deploy/grants.sql. Each row has a severity, the addition, and its removal.
 WITH ours AS (
     SELECT c.*, c.oid::regclass::text AS name
     FROM pg_class AS c

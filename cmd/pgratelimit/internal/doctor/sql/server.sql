@@ -37,11 +37,9 @@ SELECT
     -- Whether this role may read and change the policies. These columns are NULL if the table is missing.
     (SELECT p.readable FROM policies AS p),
     (SELECT p.changeable FROM policies AS p),
-    -- rate_limit_ephemeral comes first, because another role that can create objects cannot add a second table of this
-    -- name.
+    -- rate_limit_ephemeral comes first, because another role cannot add a second table of this name.
     coalesce((SELECT pg_get_userbyid(o.relowner)::text FROM ours AS o ORDER BY o.relname DESC LIMIT 1), ''),
-    -- If there are no tables, this is the role that should create them: the schema's owner, if this role may act as the
-    -- owner.
+    -- If there are no tables, this role should create them: the schema's owner, if this role may act as the owner.
     coalesce(
         (SELECT quote_ident(pg_get_userbyid(o.relowner)) FROM ours AS o ORDER BY o.relname DESC LIMIT 1),
         (SELECT quote_ident(r.rolname)

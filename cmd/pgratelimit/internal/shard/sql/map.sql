@@ -1,4 +1,5 @@
--- This query reads the number of shards and the version from the text of a proxy's functions. It does not call them.
+-- This query reads the number of shards and the version from the text of a proxy's functions. The query does not call
+-- the functions.
 SELECT
     coalesce(max(substring(p.prosrc, '[0-9]+')::bigint) FILTER (WHERE p.proname = 'rate_limit_shards'), 0),
     coalesce(max(substring(p.prosrc, '[0-9]+')::bigint) FILTER (WHERE p.proname = 'rate_limit_version'), 0)
