@@ -3,7 +3,7 @@
 -- create:
 --
 --   - search_path is pg_catalog. Otherwise another role could create a function or operator in another schema that has
---     exactly the argument types of a call. Postgres would prefer that one to a function of pg_catalog that needs a cast.
+--     exactly the argument types of a call. Postgres would prefer this to a function of pg_catalog that needs a cast.
 --     (pg_temp comes last, because it would come first if it was not named.)
 --   - Names of the limiter's objects have their schema. Only this block knows the schema, so it inserts the schema
 --     before each rate_limit_ and _rate_limit_ in a function's body. Calls of the limiter's functions have all
