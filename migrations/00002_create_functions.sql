@@ -112,7 +112,7 @@ DECLARE
     n integer := cardinality(keys);
     units bigint[];
 BEGIN
-    IF keys[1] IS NULL OR keys[n] IS NULL THEN -- also if the array does not begin at 1
+    IF keys[1] IS NULL OR keys[n] IS NULL THEN -- NULL also if the array begins elsewhere
         RETURN NULL;
     ELSIF num_nonnulls(costs, counts) = 0 THEN
         RETURN array_fill(1::bigint, ARRAY[n]);
@@ -137,8 +137,8 @@ RETURNS TABLE (key text, units bigint) LANGUAGE sql IMMUTABLE AS $$
     ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.place
 $$;
 
--- _rate_limit_late raises an error that ends a statement after several waits for rows. lock_timeout alone cannot end
--- it, because it counts the wait for each row separately.
+-- _rate_limit_late raises an error that ends a statement after several waits for rows. lock_timeout counts the wait for
+-- each row separately, so lock_timeout alone cannot end the statement.
 CREATE FUNCTION _rate_limit_late() RETURNS boolean LANGUAGE plpgsql AS $$
 BEGIN
     RAISE EXCEPTION 'rate_limit: too many rows are held, one after the other'
@@ -169,7 +169,7 @@ $$;
 
 -- _rate_limit_fixed decides requests of a cost for the row s. _rate_limit_fixed returns the row at the time clock, with
 -- the granted units taken. asked is the number of requests. most is how many of these requests the other rows have room
--- for. If cost is 0, it takes nothing.
+-- for. If cost is 0, nothing is taken.
 CREATE FUNCTION _rate_limit_fixed(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
@@ -213,7 +213,7 @@ BEGIN
         WHEN s.remaining >= greatest(cost, 1) THEN 0
         ELSE ends - clock END;
     s.reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at WHEN s.count > 0 THEN ends ELSE clock END - clock;
-    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes a moved row
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- otherwise nothing is written
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;
@@ -387,7 +387,7 @@ BEGIN
         WHEN s.count > 0 THEN least(s.window_start + 2 * window_us, s.expires_at)
         WHEN s.prev_count > 0 THEN least(s.window_start + window_us, s.expires_at)
         ELSE clock END - clock;
-    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes a moved row
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- otherwise nothing is written
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;
@@ -430,16 +430,16 @@ $$;
 -- for each key whose requests were all granted at once, in the order of the keys: the time of the decision, and the
 -- row's count, prev_count, window_start, credit, scale, expires_at, since and returned. takenDecision in takes.go
 -- computes the remaining units from these numbers. For each other key, fifteen numbers follow: the key's place in keys,
--- what rate_limit_all returns from granted to expires_at, and its taken_spent, taken_since and taken_at. If there is a
--- single key, its log comes last. (The array may have two dimensions. unnest returns the same numbers.)
+-- what rate_limit_all returns from granted to expires_at, and its taken_spent, taken_since and taken_at. The log of a
+-- single key comes last. (The array may have two dimensions. unnest returns the same numbers.)
 --
 -- One statement takes from existing rows and makes missing rows. There is a statement for a single key, and one for
 -- several keys. _rate_limit_left_ephemeral decides less common cases.
 --
 -- The function reads the clock before a row is locked, and again after it is locked. The decision uses the first
--- reading. It is valid if it would be the same at any time in the next 10 ms and if the second reading is in these 10
--- ms. If the decision is not valid, _rate_limit_left_ephemeral decides. The time of the decision is the second reading.
--- A new window or bucket begins at the first reading, because no other call can have used it since then.
+-- reading. The decision is valid if it would be the same at any time in the next 10 ms and if the second reading is in
+-- these 10 ms. If the decision is not valid, _rate_limit_left_ephemeral decides. The time of the decision is the second
+-- reading. A new window or bucket begins at the first reading, because no other call can have used it since then.
 --
 -- ON CONFLICT also locks rows that have no room, so that all rows are locked in order.
 CREATE FUNCTION rate_limit_take_sliding_window(
@@ -623,7 +623,7 @@ BEGIN
         WHEN s.credit < full_credit
             THEN least(t + _rate_limit_ceil_div(full_credit - s.credit, refill), s.expires_at)
         ELSE clock END - clock;
-    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes a moved row
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- otherwise nothing is written
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;
@@ -855,7 +855,7 @@ BEGIN
         WHEN s.credit > 0 THEN s.expires_at
         WHEN s.count > 0 THEN least(s.window_start + window_us, s.expires_at)
         ELSE clock END - clock;
-    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes a moved row
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- otherwise nothing is written
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;
@@ -996,7 +996,7 @@ BEGIN
         WHEN s.remaining >= greatest(cost, 1) THEN 0
         ELSE ends - clock END;
     s.reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at WHEN s.count > 0 THEN ends ELSE clock END - clock;
-    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes a moved row
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- otherwise nothing is written
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;
@@ -1255,8 +1255,8 @@ END
 $$;
 
 -- _rate_limit_try_to_make makes a row for requests with skip_held. _rate_limit_try_to_make returns false if another
--- transaction is making the row, and does not end within lock_timeout. SKIP LOCKED cannot skip such a row, because it
--- is not visible yet.
+-- transaction is making the row, and does not end within lock_timeout. SKIP LOCKED cannot skip a row that is not
+-- visible yet.
 CREATE FUNCTION _rate_limit_try_to_make(name text, key text, durable boolean) RETURNS boolean LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 BEGIN
@@ -1282,7 +1282,7 @@ BEGIN
 END
 $$;
 
--- _rate_limit_look reads a row without a lock. It is STABLE, so that it sees the same data as the calling statement.
+-- _rate_limit_look reads a row without a lock. STABLE lets _rate_limit_look see the same data as the calling statement.
 CREATE FUNCTION _rate_limit_look(name text, key text, durable boolean) RETURNS rate_limit_row
 LANGUAGE plpgsql STABLE AS $$
 #variable_conflict use_variable
@@ -1342,16 +1342,16 @@ $$;
 --
 -- The five steps are: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
 --
--- A denial must write nothing. So the first pass only locks rows. If a row is missing, it reads all other rows without
--- locks, and denies the requests that the visible rows deny. (A request for a single row whose cost is not above the
--- limit is always decided with a lock.) The second pass makes and locks the rows of all other requests.
+-- A denial must write nothing. So the first pass only locks rows. If a row is missing, the first pass reads all other
+-- rows without locks, and denies the requests that these rows deny. (A request for a single row whose cost is not above
+-- the limit is always decided with a lock.) The second pass makes and locks the rows of all other requests.
 --
 -- All calls lock rows in the same order, so they cannot deadlock: ephemeral rows before durable rows, then longer keys
 -- first, then by key and name. (A key that many requests share is usually short, and is best locked briefly.) Making a
--- row also locks it. The first pass stops at the first missing row, and the second pass continues there. It makes and
--- locks a row before it goes on to the next row. So a call only waits for rows that come after all rows that it has
--- locked. If a sweeper deletes a row between the two statements, the row is made again before any later row. Two
--- transactions with several calls can deadlock. Make one call for all keys, or sort the keys.
+-- row also locks the row. The first pass stops at the first missing row, and the second pass continues there. The
+-- second pass makes and locks a row before it goes on to the next row. So a call only waits for rows that come after
+-- all rows that it has locked. If a sweeper deletes a row between the two statements, the row is made again before any
+-- later row. Two transactions with several calls can deadlock. Make one call for all keys, or sort the keys.
 --
 -- A refund makes no row if all rows of the request are missing. If a row exists, the refund makes the missing rows.
 -- Otherwise the refund of a take that has just made its rows could reach only some of the limits.
@@ -1368,7 +1368,7 @@ LANGUAGE plpgsql
 SECURITY DEFINER
 SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statements
 SET enable_nestloop = on
-SET enable_seqscan = off -- a plan must not depend on the table's size when it was made
+SET enable_seqscan = off -- a plan must not depend on the table's size at planning
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -1828,7 +1828,7 @@ $$;
 
 -- _rate_limit_give gives units back to a row, or grants credit up to 2^61. _rate_limit_give returns the row to write.
 -- Only the units change. The row keeps its times, because limiters with other policies may still count usage that this
--- policy does not count. The row ends earlier only if nothing in it counts.
+-- policy does not count. The row ends earlier only if no unit in the row counts.
 CREATE FUNCTION _rate_limit_give(
     s rate_limit_row, algorithm smallint, clock bigint, units bigint, grants boolean, ended bigint,
     taken_since bigint, taken_in bigint, taken_at bigint, taken_spent bigint,
@@ -1891,23 +1891,23 @@ BEGIN
 END
 $$;
 
--- _rate_limit_left_ephemeral decides the keys that are not in taken_keys. A rate_limit_take_ function calls it if its
--- statement has not taken from all keys. _rate_limit_left_ephemeral returns the statement's numbers in the order of
--- keys, and then fifteen numbers for each other key. rate_limit_take_sliding_window explains the numbers.
+-- _rate_limit_left_ephemeral decides the keys that are not in taken_keys. A rate_limit_take_ function calls
+-- _rate_limit_left_ephemeral if one statement could not take from all keys. _rate_limit_left_ephemeral returns the
+-- statement's numbers in the order of keys, and then fifteen numbers for each other key. rate_limit_take_sliding_window
+-- explains the numbers.
 --
 -- valid says whether the arguments are valid. began is the statement's reading of the clock. If there are several keys,
--- the statement has already locked their rows, so this function does not wait for locks.
+-- the statement has already locked all rows, so this function does not wait for locks.
 --
--- While the rows of the keys exist, it decides one key after another. From the first missing row on, it calls
--- rate_limit_all, which costs more than twice as much.
--- rate_limit_all, which costs more than twice as much.
+-- This function decides one key after another, up to the first missing row. From there on, rate_limit_all decides,
+-- which costs more than twice as much. rate_limit_all, which costs more than twice as much.
 CREATE FUNCTION _rate_limit_left_ephemeral(
     name text, keys text[], algorithm smallint, max_count bigint, span_us bigint, refill bigint, zone text,
     costs bigint[], counts bigint[], lock_timeout_ms integer, now_us bigint,
     valid boolean, began bigint, taken_keys text[], taken bigint[]
 ) RETURNS bigint[]
 LANGUAGE plpgsql
-SET enable_seqscan = off -- a plan must not depend on the table's size when it was made
+SET enable_seqscan = off -- a plan must not depend on the table's size at planning
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -2041,11 +2041,11 @@ END
 $$;
 
 -- _rate_limit_take_all_ephemeral takes units from all rows, and returns nine numbers for each row. If a row has no
--- room, it takes nothing and returns NULL.
+-- room, nothing is taken, and the result is NULL.
 --
--- It locks the rows in the given order. If a row is missing or has no room, it releases the locks. If rows are missing
--- and the existing rows have room, it makes missing rows and locks existing rows in the given order, and starts again.
--- So a request that the existing rows deny makes no row.
+-- The function locks the rows in the given order. If a row is missing or has no room, the function releases the locks.
+-- If rows are missing and the existing rows have room, the function makes missing rows and locks existing rows in the
+-- given order, and starts again. So a request that the existing rows deny makes no row.
 CREATE FUNCTION _rate_limit_take_all_ephemeral(
     names text[], keys text[], algorithms smallint[], limits bigint[], spans_us bigint[], refills bigint[],
     zones text[], units bigint[], lock_timeout_ms integer, now_us bigint
@@ -2102,8 +2102,8 @@ BEGIN
 END
 $$;
 
--- rate_limit_take_all makes the same decisions as rate_limit_all, at lower cost. It is for many requests that each take
--- from several rows of one table. The Go package calls it.
+-- rate_limit_take_all makes the same decisions as rate_limit_all, at lower cost. rate_limit_take_all is for many
+-- requests that each take from several rows of one table. The Go package calls it.
 --
 --   names, keys         the rows in the order of locking, each row once
 --   durable             true for rows in rate_limit_durable, false for rows in rate_limit_ephemeral
@@ -2126,7 +2126,7 @@ LANGUAGE plpgsql
 SECURITY DEFINER
 SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statement
 SET enable_nestloop = on
-SET enable_seqscan = off -- a plan must not depend on the table's size when it was made
+SET enable_seqscan = off -- a plan must not depend on the table's size at planning
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -2221,7 +2221,7 @@ Example: SELECT rate_limit_reset(''login'', ''user:123'')';
 
 -- _rate_limit_read_policy parses the text of a policy, such as "sliding 10/1m", or of several policies separated by
 -- commas. ParsePolicy of the Go package accepts the same texts (TestSQLReadsPoliciesAsGoDoes). Only other functions
--- call it, as its name begins with _rate_limit_.
+-- call a function whose name begins with _rate_limit_.
 CREATE FUNCTION _rate_limit_read_policy(
     policy text, OUT algorithms smallint[], OUT limits bigint[], OUT spans_us bigint[], OUT refills bigint[],
     OUT zones text[]
@@ -2326,7 +2326,7 @@ $$;
 
 -- Functions for people, triggers and programs in other languages.
 
--- _rate_limit_ask decides a request. If cost is 0, it takes nothing. If policy is NULL, the row of rate_limit_policy
+-- _rate_limit_ask decides a request. If cost is 0, nothing is taken. If policy is NULL, the row of rate_limit_policy
 -- that is in force for the key decides. Texts are compared with the tables' collation, not with the caller's.
 CREATE FUNCTION _rate_limit_ask(
     name text, key text, policy text, cost bigint, durable boolean,
@@ -2495,8 +2495,8 @@ BEGIN
 END
 $$;
 
--- rate_limit_sweep deletes expired rows, a limited number in each call. The package cleanup calls it repeatedly, each
--- time in a short transaction. pg_cron calls it once a minute, with the larger defaults.
+-- rate_limit_sweep deletes expired rows, a limited number in each call. The package cleanup calls rate_limit_sweep
+-- repeatedly, each time in a short transaction. pg_cron calls rate_limit_sweep once a minute, with the larger defaults.
 --
 --   max_rows       how many rows this call may delete. The rows stay locked until the call commits
 --   max_pages      how many pages of 8 kB this call may read
@@ -2661,8 +2661,8 @@ names => ARRAY[''login'', ''api''] deletes the rows of all other limiters too, E
 -- row with the highest id. Rows that have not begun or have ended do not count. Rows of the mode shadow are looked up
 -- separately in the same order.
 
--- _rate_limit_check_policy refuses a row that limiters could not read. It runs before the constraints, because a
--- constraint's message shows the row, and keys are personal data.
+-- _rate_limit_check_policy refuses a row that limiters could not read. The trigger runs before the constraints, because
+-- a constraint's message shows the row, and keys are personal data.
 CREATE FUNCTION _rate_limit_check_policy() RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -2732,10 +2732,10 @@ BEGIN
 END
 $$;
 
--- _rate_limit_note_policy writes the history and notifies listeners. Before a statement changes rows, it locks the
--- history until the transaction ends. So the numbers of the history ascend in the order of the commits, and a reader
--- that continues after the last number it has read misses nothing. The lock comes before row locks, so that statements
--- that change policies cannot deadlock with each other.
+-- _rate_limit_note_policy writes the history and notifies listeners. Before a statement changes rows, this trigger
+-- locks the history until the transaction ends. So the numbers of the history ascend in the order of the commits, and a
+-- reader that continues after the last number it has read misses nothing. The lock comes before row locks, so that
+-- statements that change policies cannot deadlock with each other.
 --
 -- The trigger ignores rows from logical replication, because the history is replicated too, and a number assigned here
 -- could conflict with a number that arrives later. Processes find such rows when they read all rows from time to time.
@@ -2908,8 +2908,8 @@ BEGIN
             first)
         ELSE first END;
     ends := clock + lasts;
-    -- Ended bans are kept until they are forgiven. Each new ban deletes some forgiven bans, so that they do not
-    -- accumulate. The deletion skips locked rows, because the sessions that lock them may be waiting for this
+    -- Ended bans are kept until they are forgiven. Each new ban deletes some forgiven bans, so that forgiven bans do
+    -- not accumulate. The deletion skips locked rows, because the sessions that lock them may be waiting for this
     -- transaction.
     ended := ARRAY(
         SELECT p.id FROM rate_limit_policy AS p
@@ -2946,8 +2946,8 @@ DECLARE
     id bigint;
     surplus tid[];
 BEGIN
-    -- A session that changes a policy locks its row and then deletes its counts. A report skips locked policies instead
-    -- of waiting, so that it cannot deadlock with such a session.
+    -- A session that changes a policy locks its row and then deletes its counts. A report skips locked policies, so
+    -- that it cannot deadlock with a session that changes a policy.
     WITH policy AS MATERIALIZED (
         SELECT p.id FROM rate_limit_policy AS p
         WHERE p.id = ANY (policy_ids) AND p.mode = 'shadow'
@@ -2989,8 +2989,8 @@ Example: SELECT rate_limit_report(ARRAY[1], ARRAY[''''], ARRAY[100], ARRAY[0], A
 -- only needs EXECUTE on them. No role has EXECUTE without a grant. The functions run no code that other roles can
 -- create:
 --
---   - search_path is pg_catalog. Otherwise another role could create a function or operator in another schema that has
---     exactly the argument types of a call. Postgres would prefer this to a function of pg_catalog that needs a cast.
+--   - search_path is pg_catalog. In another schema, a role could create a function or operator with exactly the
+--     argument types of a call. Postgres would prefer that function to a function of pg_catalog that needs a cast.
 --     (pg_temp comes last, because it would come first if it was not named.)
 --   - Names of the limiter's objects have their schema. Only this block knows the schema, so it inserts the schema
 --     before each rate_limit_ and _rate_limit_ in a function's body. Calls of the limiter's functions have all
@@ -3068,7 +3068,7 @@ $$;
 DROP FUNCTION IF EXISTS rate_limit_version;
 
 -- rate_limit_version returns the schema's version. internal/gensql writes the number of each migration into this
--- function. Every role may call it, so an application can check that no migration is missing.
+-- function. Every role may call this function, so an application can check that no migration is missing.
 CREATE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT 2::bigint $$;
 COMMENT ON FUNCTION rate_limit_version() IS 'The number of the last migration that was applied.';
 GRANT EXECUTE ON FUNCTION rate_limit_version() TO PUBLIC;
@@ -3101,7 +3101,7 @@ DROP TYPE IF EXISTS rate_limit_row, rate_limit_decision;
 DROP FUNCTION IF EXISTS rate_limit_version;
 
 -- rate_limit_version returns the schema's version. internal/gensql writes the number of each migration into this
--- function. Every role may call it, so an application can check that no migration is missing.
+-- function. Every role may call this function, so an application can check that no migration is missing.
 CREATE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT 1::bigint $$;
 COMMENT ON FUNCTION rate_limit_version() IS 'The number of the last migration that was applied.';
 GRANT EXECUTE ON FUNCTION rate_limit_version() TO PUBLIC;

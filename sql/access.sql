@@ -2,8 +2,8 @@
 -- only needs EXECUTE on them. No role has EXECUTE without a grant. The functions run no code that other roles can
 -- create:
 --
---   - search_path is pg_catalog. Otherwise another role could create a function or operator in another schema that has
---     exactly the argument types of a call. Postgres would prefer this to a function of pg_catalog that needs a cast.
+--   - search_path is pg_catalog. In another schema, a role could create a function or operator with exactly the
+--     argument types of a call. Postgres would prefer that function to a function of pg_catalog that needs a cast.
 --     (pg_temp comes last, because it would come first if it was not named.)
 --   - Names of the limiter's objects have their schema. Only this block knows the schema, so it inserts the schema
 --     before each rate_limit_ and _rate_limit_ in a function's body. Calls of the limiter's functions have all

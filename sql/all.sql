@@ -141,8 +141,8 @@ END
 $$;
 
 -- _rate_limit_try_to_make makes a row for requests with skip_held. _rate_limit_try_to_make returns false if another
--- transaction is making the row, and does not end within lock_timeout. SKIP LOCKED cannot skip such a row, because it
--- is not visible yet.
+-- transaction is making the row, and does not end within lock_timeout. SKIP LOCKED cannot skip a row that is not
+-- visible yet.
 CREATE FUNCTION _rate_limit_try_to_make(name text, key text, durable boolean) RETURNS boolean LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 BEGIN
@@ -168,7 +168,7 @@ BEGIN
 END
 $$;
 
--- _rate_limit_look reads a row without a lock. It is STABLE, so that it sees the same data as the calling statement.
+-- _rate_limit_look reads a row without a lock. STABLE lets _rate_limit_look see the same data as the calling statement.
 CREATE FUNCTION _rate_limit_look(name text, key text, durable boolean) RETURNS rate_limit_row
 LANGUAGE plpgsql STABLE AS $$
 #variable_conflict use_variable
@@ -228,16 +228,16 @@ $$;
 --
 -- The five steps are: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
 --
--- A denial must write nothing. So the first pass only locks rows. If a row is missing, it reads all other rows without
--- locks, and denies the requests that the visible rows deny. (A request for a single row whose cost is not above the
--- limit is always decided with a lock.) The second pass makes and locks the rows of all other requests.
+-- A denial must write nothing. So the first pass only locks rows. If a row is missing, the first pass reads all other
+-- rows without locks, and denies the requests that these rows deny. (A request for a single row whose cost is not above
+-- the limit is always decided with a lock.) The second pass makes and locks the rows of all other requests.
 --
 -- All calls lock rows in the same order, so they cannot deadlock: ephemeral rows before durable rows, then longer keys
 -- first, then by key and name. (A key that many requests share is usually short, and is best locked briefly.) Making a
--- row also locks it. The first pass stops at the first missing row, and the second pass continues there. It makes and
--- locks a row before it goes on to the next row. So a call only waits for rows that come after all rows that it has
--- locked. If a sweeper deletes a row between the two statements, the row is made again before any later row. Two
--- transactions with several calls can deadlock. Make one call for all keys, or sort the keys.
+-- row also locks the row. The first pass stops at the first missing row, and the second pass continues there. The
+-- second pass makes and locks a row before it goes on to the next row. So a call only waits for rows that come after
+-- all rows that it has locked. If a sweeper deletes a row between the two statements, the row is made again before any
+-- later row. Two transactions with several calls can deadlock. Make one call for all keys, or sort the keys.
 --
 -- A refund makes no row if all rows of the request are missing. If a row exists, the refund makes the missing rows.
 -- Otherwise the refund of a take that has just made its rows could reach only some of the limits.
@@ -254,7 +254,7 @@ LANGUAGE plpgsql
 SECURITY DEFINER
 SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statements
 SET enable_nestloop = on
-SET enable_seqscan = off -- a plan must not depend on the table's size when it was made
+SET enable_seqscan = off -- a plan must not depend on the table's size at planning
 AS $$
 #variable_conflict use_variable
 DECLARE

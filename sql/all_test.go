@@ -27,7 +27,7 @@ import (
 )
 
 // TestAllEqualsModels compares rate_limit_all with the models. TestAllEqualsModels sends random requests, and decides
-// the same rows with the models. After each statement, it compares every column of every row.
+// the same rows with the models. TestAllEqualsModels compares every column of every row after each statement.
 func TestAllEqualsModels(t *testing.T) {
 	t.Parallel()
 
@@ -426,7 +426,7 @@ func rowsDiffer(t *testing.T, pool *pgxpool.Pool, space string, asModel modeltes
 }
 
 // rate_limit_all first reads rows without locks if a row is missing. If the rows deny a request, the request is denied
-// without a lock. All rows of another request are locked before the decision.
+// without a lock. If not, all rows of the request are locked before the decision.
 func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")

@@ -1,6 +1,6 @@
 -- Functions for people, triggers and programs in other languages.
 
--- _rate_limit_ask decides a request. If cost is 0, it takes nothing. If policy is NULL, the row of rate_limit_policy
+-- _rate_limit_ask decides a request. If cost is 0, nothing is taken. If policy is NULL, the row of rate_limit_policy
 -- that is in force for the key decides. Texts are compared with the tables' collation, not with the caller's.
 CREATE FUNCTION _rate_limit_ask(
     name text, key text, policy text, cost bigint, durable boolean,

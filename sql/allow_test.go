@@ -217,7 +217,7 @@ func TestSQLRoundsRetryAfterUp(t *testing.T) {
 	}
 }
 
-// The error for a wrong argument names the argument and says what is right. It does not contain the key.
+// The error for a wrong argument names the argument and says what is right. The error does not contain the key.
 func TestSQLNamesTheArgumentThatItRefuses(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")

@@ -144,7 +144,7 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 		"fixed_window(repeat('n', 128), ARRAY[repeat('k', 512)], 1, 1)",
 		"calendar_window('n', ARRAY['a'], 4611686018427387904, 2678400000000, 'America/Argentina/ComodRivadavia')",
 	} {
-		// A granted take returns nine numbers. If the result is longer, its second number is the number of granted requests.
+		// A granted take returns nine numbers. The second number of a longer result is the number of granted requests.
 		taken := pgtest.Scalar[[]int64](t, db.Pool, "SELECT array_remove(rate_limit_take_"+call+", NULL)")
 		require.True(t, len(taken) <= 9 || taken[1] == 1, "%s: %v", call, taken)
 	}

@@ -10,7 +10,7 @@ $$;
 
 -- _rate_limit_fixed decides requests of a cost for the row s. _rate_limit_fixed returns the row at the time clock, with
 -- the granted units taken. asked is the number of requests. most is how many of these requests the other rows have room
--- for. If cost is 0, it takes nothing.
+-- for. If cost is 0, nothing is taken.
 CREATE FUNCTION _rate_limit_fixed(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
@@ -54,7 +54,7 @@ BEGIN
         WHEN s.remaining >= greatest(cost, 1) THEN 0
         ELSE ends - clock END;
     s.reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at WHEN s.count > 0 THEN ends ELSE clock END - clock;
-    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes a moved row
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- otherwise nothing is written
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;

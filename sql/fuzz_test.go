@@ -23,7 +23,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// These fuzz targets need a database. "make fuzz" runs them with fewer inputs than the fuzz targets in internal/model.
+// These fuzz targets need a database. "make fuzz" gives these targets fewer inputs than those in internal/model.
 
 // hostile returns texts that could have a special meaning between the caller and the table.
 func hostile() []string {

@@ -1,20 +1,20 @@
--- _rate_limit_left_ephemeral decides the keys that are not in taken_keys. A rate_limit_take_ function calls it if its
--- statement has not taken from all keys. _rate_limit_left_ephemeral returns the statement's numbers in the order of
--- keys, and then fifteen numbers for each other key. rate_limit_take_sliding_window explains the numbers.
+-- _rate_limit_left_ephemeral decides the keys that are not in taken_keys. A rate_limit_take_ function calls
+-- _rate_limit_left_ephemeral if one statement could not take from all keys. _rate_limit_left_ephemeral returns the
+-- statement's numbers in the order of keys, and then fifteen numbers for each other key. rate_limit_take_sliding_window
+-- explains the numbers.
 --
 -- valid says whether the arguments are valid. began is the statement's reading of the clock. If there are several keys,
--- the statement has already locked their rows, so this function does not wait for locks.
+-- the statement has already locked all rows, so this function does not wait for locks.
 --
--- While the rows of the keys exist, it decides one key after another. From the first missing row on, it calls
--- rate_limit_all, which costs more than twice as much.
--- rate_limit_all, which costs more than twice as much.
+-- This function decides one key after another, up to the first missing row. From there on, rate_limit_all decides,
+-- which costs more than twice as much. rate_limit_all, which costs more than twice as much.
 CREATE FUNCTION _rate_limit_left_ephemeral(
     name text, keys text[], algorithm smallint, max_count bigint, span_us bigint, refill bigint, zone text,
     costs bigint[], counts bigint[], lock_timeout_ms integer, now_us bigint,
     valid boolean, began bigint, taken_keys text[], taken bigint[]
 ) RETURNS bigint[]
 LANGUAGE plpgsql
-SET enable_seqscan = off -- a plan must not depend on the table's size when it was made
+SET enable_seqscan = off -- a plan must not depend on the table's size at planning
 AS $$
 #variable_conflict use_variable
 DECLARE

@@ -29,8 +29,8 @@ import (
 // TestRowsAreMadeAndLockedInOneOrder, TestPlansWithoutTheirSettingScanTheTable,
 // TestFunctionsWithoutTheirSearchPathTakeDecoys, TestPgBouncerHandsNoSettingsOn and TestFunctionsPassPlpgsqlCheck.
 
-// The comparison with the model notices small mistakes in code that few requests reach. A difference counts only if it
-// is in a step of the mistake's algorithm.
+// The comparison with the model notices small mistakes in code that few requests reach. Only differences in steps of
+// the mistake's algorithm count.
 func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -445,7 +445,7 @@ func TestDenialThatWritesIsSeen(t *testing.T) {
 }
 
 // Updates of the same keys are HOT, so the index does not grow and the table stays small. With an index on expires_at,
-// they would not be HOT, because nearly every update changes expires_at.
+// updates would not be HOT, because nearly every update changes expires_at.
 func TestUpdatesAreHOT(t *testing.T) {
 	t.Parallel()
 

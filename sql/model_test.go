@@ -44,8 +44,8 @@ func queryDecisions(ctx context.Context, db ratelimit.DBTX, sql string, args []a
 	return err
 }
 
-// TestSQLEqualsModel compares the SQL functions with the models. After each random request, it compares every column of
-// the result and of every row.
+// TestSQLEqualsModel compares the SQL functions with the models. TestSQLEqualsModel compares every column of the result
+// and of every row after each random request.
 func TestSQLEqualsModel(t *testing.T) {
 	t.Parallel()
 	// Each function must give the same results, even for requests that it leaves to another function.
@@ -70,7 +70,7 @@ func TestSQLEqualsModel(t *testing.T) {
 }
 
 // roundingStory takes one unit too many while 4.5 of the 10 units of the previous window still count. 4.5 is rounded up
-// to 5. The story does this in the window that counts them and in a new window.
+// to 5. The story takes the unit in the next window and in a new window.
 func roundingStory() []modeltest.Step {
 	ask := func(key string, after, cost int64) modeltest.Step {
 		return modeltest.Step{

@@ -9,8 +9,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// All SQL is ASCII, which is part of every encoding. It has no backslash, because a setting decides what a backslash in
-// a literal means. Lines have at most 120 columns, except in scripts for administrators.
+// All SQL is ASCII, which is part of every encoding. SQL has no backslash, because a setting decides what a backslash
+// in a literal means. Lines have at most 120 columns, except in scripts for administrators.
 func TestSQLIsPlain(t *testing.T) {
 	t.Parallel()
 

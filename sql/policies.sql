@@ -7,8 +7,8 @@
 -- row with the highest id. Rows that have not begun or have ended do not count. Rows of the mode shadow are looked up
 -- separately in the same order.
 
--- _rate_limit_check_policy refuses a row that limiters could not read. It runs before the constraints, because a
--- constraint's message shows the row, and keys are personal data.
+-- _rate_limit_check_policy refuses a row that limiters could not read. The trigger runs before the constraints, because
+-- a constraint's message shows the row, and keys are personal data.
 CREATE FUNCTION _rate_limit_check_policy() RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -78,10 +78,10 @@ BEGIN
 END
 $$;
 
--- _rate_limit_note_policy writes the history and notifies listeners. Before a statement changes rows, it locks the
--- history until the transaction ends. So the numbers of the history ascend in the order of the commits, and a reader
--- that continues after the last number it has read misses nothing. The lock comes before row locks, so that statements
--- that change policies cannot deadlock with each other.
+-- _rate_limit_note_policy writes the history and notifies listeners. Before a statement changes rows, this trigger
+-- locks the history until the transaction ends. So the numbers of the history ascend in the order of the commits, and a
+-- reader that continues after the last number it has read misses nothing. The lock comes before row locks, so that
+-- statements that change policies cannot deadlock with each other.
 --
 -- The trigger ignores rows from logical replication, because the history is replicated too, and a number assigned here
 -- could conflict with a number that arrives later. Processes find such rows when they read all rows from time to time.
@@ -254,8 +254,8 @@ BEGIN
             first)
         ELSE first END;
     ends := clock + lasts;
-    -- Ended bans are kept until they are forgiven. Each new ban deletes some forgiven bans, so that they do not
-    -- accumulate. The deletion skips locked rows, because the sessions that lock them may be waiting for this
+    -- Ended bans are kept until they are forgiven. Each new ban deletes some forgiven bans, so that forgiven bans do
+    -- not accumulate. The deletion skips locked rows, because the sessions that lock them may be waiting for this
     -- transaction.
     ended := ARRAY(
         SELECT p.id FROM rate_limit_policy AS p
@@ -292,8 +292,8 @@ DECLARE
     id bigint;
     surplus tid[];
 BEGIN
-    -- A session that changes a policy locks its row and then deletes its counts. A report skips locked policies instead
-    -- of waiting, so that it cannot deadlock with such a session.
+    -- A session that changes a policy locks its row and then deletes its counts. A report skips locked policies, so
+    -- that it cannot deadlock with a session that changes a policy.
     WITH policy AS MATERIALIZED (
         SELECT p.id FROM rate_limit_policy AS p
         WHERE p.id = ANY (policy_ids) AND p.mode = 'shadow'

@@ -375,7 +375,7 @@ func TestInterleavedWritersOfPolicies(t *testing.T) {
 }
 
 // Two people change the same policies in different orders. One transaction waits for the other before it locks a row,
-// so they do not deadlock. If the first changed row took the lock, they would deadlock.
+// so the two do not deadlock. If the first changed row took the lock, both transactions would deadlock.
 func TestWritersOfPoliciesDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")

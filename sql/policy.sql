@@ -1,6 +1,6 @@
 -- _rate_limit_read_policy parses the text of a policy, such as "sliding 10/1m", or of several policies separated by
 -- commas. ParsePolicy of the Go package accepts the same texts (TestSQLReadsPoliciesAsGoDoes). Only other functions
--- call it, as its name begins with _rate_limit_.
+-- call a function whose name begins with _rate_limit_.
 CREATE FUNCTION _rate_limit_read_policy(
     policy text, OUT algorithms smallint[], OUT limits bigint[], OUT spans_us bigint[], OUT refills bigint[],
     OUT zones text[]

@@ -167,7 +167,7 @@ $$;
 
 -- _rate_limit_give gives units back to a row, or grants credit up to 2^61. _rate_limit_give returns the row to write.
 -- Only the units change. The row keeps its times, because limiters with other policies may still count usage that this
--- policy does not count. The row ends earlier only if nothing in it counts.
+-- policy does not count. The row ends earlier only if no unit in the row counts.
 CREATE FUNCTION _rate_limit_give(
     s rate_limit_row, algorithm smallint, clock bigint, units bigint, grants boolean, ended bigint,
     taken_since bigint, taken_in bigint, taken_at bigint, taken_spent bigint,

@@ -68,7 +68,7 @@ BEGIN
         WHEN s.count > 0 THEN least(s.window_start + 2 * window_us, s.expires_at)
         WHEN s.prev_count > 0 THEN least(s.window_start + window_us, s.expires_at)
         ELSE clock END - clock;
-    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes a moved row
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- otherwise nothing is written
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;
@@ -111,16 +111,16 @@ $$;
 -- for each key whose requests were all granted at once, in the order of the keys: the time of the decision, and the
 -- row's count, prev_count, window_start, credit, scale, expires_at, since and returned. takenDecision in takes.go
 -- computes the remaining units from these numbers. For each other key, fifteen numbers follow: the key's place in keys,
--- what rate_limit_all returns from granted to expires_at, and its taken_spent, taken_since and taken_at. If there is a
--- single key, its log comes last. (The array may have two dimensions. unnest returns the same numbers.)
+-- what rate_limit_all returns from granted to expires_at, and its taken_spent, taken_since and taken_at. The log of a
+-- single key comes last. (The array may have two dimensions. unnest returns the same numbers.)
 --
 -- One statement takes from existing rows and makes missing rows. There is a statement for a single key, and one for
 -- several keys. _rate_limit_left_ephemeral decides less common cases.
 --
 -- The function reads the clock before a row is locked, and again after it is locked. The decision uses the first
--- reading. It is valid if it would be the same at any time in the next 10 ms and if the second reading is in these 10
--- ms. If the decision is not valid, _rate_limit_left_ephemeral decides. The time of the decision is the second reading.
--- A new window or bucket begins at the first reading, because no other call can have used it since then.
+-- reading. The decision is valid if it would be the same at any time in the next 10 ms and if the second reading is in
+-- these 10 ms. If the decision is not valid, _rate_limit_left_ephemeral decides. The time of the decision is the second
+-- reading. A new window or bucket begins at the first reading, because no other call can have used it since then.
 --
 -- ON CONFLICT also locks rows that have no room, so that all rows are locked in order.
 CREATE FUNCTION rate_limit_take_sliding_window(

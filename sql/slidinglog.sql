@@ -89,7 +89,7 @@ BEGIN
         WHEN s.credit > 0 THEN s.expires_at
         WHEN s.count > 0 THEN least(s.window_start + window_us, s.expires_at)
         ELSE clock END - clock;
-    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes a moved row
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- otherwise nothing is written
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;

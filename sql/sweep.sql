@@ -1,5 +1,5 @@
--- rate_limit_sweep deletes expired rows, a limited number in each call. The package cleanup calls it repeatedly, each
--- time in a short transaction. pg_cron calls it once a minute, with the larger defaults.
+-- rate_limit_sweep deletes expired rows, a limited number in each call. The package cleanup calls rate_limit_sweep
+-- repeatedly, each time in a short transaction. pg_cron calls rate_limit_sweep once a minute, with the larger defaults.
 --
 --   max_rows       how many rows this call may delete. The rows stay locked until the call commits
 --   max_pages      how many pages of 8 kB this call may read

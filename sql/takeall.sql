@@ -23,11 +23,11 @@ END
 $$;
 
 -- _rate_limit_take_all_ephemeral takes units from all rows, and returns nine numbers for each row. If a row has no
--- room, it takes nothing and returns NULL.
+-- room, nothing is taken, and the result is NULL.
 --
--- It locks the rows in the given order. If a row is missing or has no room, it releases the locks. If rows are missing
--- and the existing rows have room, it makes missing rows and locks existing rows in the given order, and starts again.
--- So a request that the existing rows deny makes no row.
+-- The function locks the rows in the given order. If a row is missing or has no room, the function releases the locks.
+-- If rows are missing and the existing rows have room, the function makes missing rows and locks existing rows in the
+-- given order, and starts again. So a request that the existing rows deny makes no row.
 CREATE FUNCTION _rate_limit_take_all_ephemeral(
     names text[], keys text[], algorithms smallint[], limits bigint[], spans_us bigint[], refills bigint[],
     zones text[], units bigint[], lock_timeout_ms integer, now_us bigint
@@ -84,8 +84,8 @@ BEGIN
 END
 $$;
 
--- rate_limit_take_all makes the same decisions as rate_limit_all, at lower cost. It is for many requests that each take
--- from several rows of one table. The Go package calls it.
+-- rate_limit_take_all makes the same decisions as rate_limit_all, at lower cost. rate_limit_take_all is for many
+-- requests that each take from several rows of one table. The Go package calls it.
 --
 --   names, keys         the rows in the order of locking, each row once
 --   durable             true for rows in rate_limit_durable, false for rows in rate_limit_ephemeral
@@ -108,7 +108,7 @@ LANGUAGE plpgsql
 SECURITY DEFINER
 SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statement
 SET enable_nestloop = on
-SET enable_seqscan = off -- a plan must not depend on the table's size when it was made
+SET enable_seqscan = off -- a plan must not depend on the table's size at planning
 AS $$
 #variable_conflict use_variable
 DECLARE

@@ -101,7 +101,7 @@ DECLARE
     n integer := cardinality(keys);
     units bigint[];
 BEGIN
-    IF keys[1] IS NULL OR keys[n] IS NULL THEN -- also if the array does not begin at 1
+    IF keys[1] IS NULL OR keys[n] IS NULL THEN -- NULL also if the array begins elsewhere
         RETURN NULL;
     ELSIF num_nonnulls(costs, counts) = 0 THEN
         RETURN array_fill(1::bigint, ARRAY[n]);
@@ -126,8 +126,8 @@ RETURNS TABLE (key text, units bigint) LANGUAGE sql IMMUTABLE AS $$
     ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.place
 $$;
 
--- _rate_limit_late raises an error that ends a statement after several waits for rows. lock_timeout alone cannot end
--- it, because it counts the wait for each row separately.
+-- _rate_limit_late raises an error that ends a statement after several waits for rows. lock_timeout counts the wait for
+-- each row separately, so lock_timeout alone cannot end the statement.
 CREATE FUNCTION _rate_limit_late() RETURNS boolean LANGUAGE plpgsql AS $$
 BEGIN
     RAISE EXCEPTION 'rate_limit: too many rows are held, one after the other'

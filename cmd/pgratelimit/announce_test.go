@@ -11,8 +11,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// Every command that gives units to a key tells processes to drop remembered denials of the key. It does this even if a
-// function resets the key because the role may not delete. Other commands tell processes nothing.
+// Every command that gives units to a key tells processes to drop remembered denials of the key. This includes resets
+// by a role that may only call functions. Other commands tell processes nothing.
 func TestProcessesAreToldToForget(t *testing.T) {
 	t.Parallel()
 

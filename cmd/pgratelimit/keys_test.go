@@ -263,7 +263,7 @@ func TestResetAllDeadlocksWithNobody(t *testing.T) {
 	}
 }
 
-// A reset of all keys does not deadlock under load. The server's counter of deadlocks shows this.
+// A reset of all keys under load causes no deadlock in the server's counter of deadlocks.
 func TestResetAllUnderLoad(t *testing.T) {
 	t.Parallel()
 

@@ -13,7 +13,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// If a command waits for a lock for a second, it prints who holds the lock. It does not print the holder's statement.
+// If a command waits for a lock for a second, it prints who holds the lock. The command does not print the holder's
+// statement.
 func TestNoCommandWaitsInSilence(t *testing.T) {
 	t.Parallel()
 

@@ -129,7 +129,7 @@ func TestMigrateStatusOfANewerVersion(t *testing.T) {
 	invoke(t, db.URL, "migrate", "down", "--yes").complains(t, exitFailed, "newer version of this module")
 }
 
-// The server would misread this schema name. The command gives advice before it changes anything.
+// The server would misread this schema name. The command gives advice, and changes nothing.
 func TestSchemaThatTheEncodingGarbles(t *testing.T) {
 	t.Parallel()
 

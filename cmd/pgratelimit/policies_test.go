@@ -126,8 +126,8 @@ func TestPolicySetForAWhile(t *testing.T) {
 	require.Len(t, gets(t, db.URL, "a"), 4)
 }
 
-// Without --force, policy set does not lower a limit at once or in the long run. It compares the new policy with the
-// row that it replaces, or with the row that would be in force.
+// Without --force, policy set does not lower a limit at once or in the long run. policy set compares the new policy
+// with the replaced row, or with the row that would be in force.
 func TestPolicySetLowersOnlyByForce(t *testing.T) {
 	t.Parallel()
 
@@ -171,8 +171,8 @@ func TestPolicySetLowersOnlyByForce(t *testing.T) {
 		})
 	}
 
-	// The new policy is also compared with rows in force for a shorter prefix or for all keys. It is not compared with
-	// rows for other keys, or with the policy in the code.
+	// The new policy is also compared with rows in force for a shorter prefix or for all keys. Rows for other keys and
+	// the policy in the code do not matter.
 	db := pgtest.New(t)
 	changed(t, db.URL, "policy", "set", "api", "--everybody", "sliding 50/1m", why)
 	changed(t, db.URL, "policy", "set", "api", "--prefix", "a:", "sliding 100/1m", why)
@@ -228,7 +228,7 @@ func TestPolicySetOfAnotherKind(t *testing.T) {
 	require.Empty(t, o.stderr)
 }
 
-// A dry run prints the same as the command, and changes nothing. It needs no right to change the table.
+// A dry run prints the same as the command, and changes nothing. A dry run needs no right to change the table.
 func TestPolicyDryRun(t *testing.T) {
 	t.Parallel()
 

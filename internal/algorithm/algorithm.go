@@ -30,9 +30,9 @@ const (
 
 // All returns the table of algorithms in the order of their codes.
 //
-// To add an algorithm, add a row to the table. Write its policy in NAME.go, and make the policy from numbers in
-// policyOf in policy.go. Write its rules in internal/model/NAME.go and NAME_test.go, and make the rules from numbers in
-// model.Of. Write the rules in SQL in sql/NAME.sql, and the statement that calls the SQL function in
+// To add an algorithm, add a row to the table. Write the algorithm's policy in NAME.go, and make the policy from
+// numbers in policyOf in policy.go. Write the rules in internal/model/NAME.go and NAME_test.go, and make the rules from
+// numbers in model.Of. Write the rules in SQL in sql/NAME.sql, and the statement that calls the SQL function in
 // internal/engine/call/NAME.sql. Name the function in deploy/grants.sql and docs/operating.md. Name the function with
 // its argument types in cmd/pgratelimit/internal/cli/sql/foreign.sql. Add an example of a policy's text to
 // docs/algorithms.md. Then run "make sql". TestEveryAlgorithmIsComplete lists the steps that are missing. If the
@@ -43,7 +43,7 @@ const (
 // and in all.sql, refund.sql, takeall.sql and policy.sql of sql/.
 func All() []Algorithm { return slices.Clone(table[:]) }
 
-//nolint:gochecknoglobals // it never changes, and With reads it for each request
+//nolint:gochecknoglobals // the table never changes, and With reads the table for each request
 var (
 	window = []string{"max_count", "window_us"}
 	bucket = []string{"capacity", "refill", "every_us"}
@@ -60,7 +60,7 @@ var (
 	}
 )
 
-// ByWord returns the algorithm whose policies' texts begin with the word.
+// ByWord returns the algorithm with this Word.
 func ByWord(word string) (Algorithm, bool) {
 	for _, a := range table {
 		if a.Word == word {

@@ -1,5 +1,5 @@
-// Package catalog compares the tables, types and functions in a database with those that the migrations create. So it
-// finds objects that were changed or created without the migrations.
+// Package catalog compares the tables, types and functions in a database with those that the migrations create. So
+// differences show objects that were changed or created without the migrations.
 package catalog
 
 import (
@@ -29,7 +29,7 @@ type Catalog map[string]Object
 
 // Object describes a table, type or function.
 type Object struct {
-	// Owner is the role that owns the object. It is "" in made.json, because any role may run the migrations.
+	// Owner is the role that owns the object. Owner is "" in made.json, because any role may run the migrations.
 	Owner string `json:"owner,omitempty"`
 
 	// Aspects holds the object's properties by name, such as "column key" or "body". The value of "body" is a hash.

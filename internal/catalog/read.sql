@@ -1,5 +1,5 @@
--- This query describes the limiter's objects in a schema, except for their rights and comments. It returns a row for
--- each aspect of an object. The values do not have the schema's name. A function's body has {schema} in its place.
+-- This query describes the limiter's objects in a schema, except for their rights and comments. The result has a row
+-- for each aspect of an object. The values do not have the schema's name. A function's body has {schema} in its place.
 --   $1  the name of the schema
 --   $2  the names of the limiter's tables, types and functions
 WITH schema AS (

@@ -5,7 +5,7 @@
 //
 // A migration consists of some of these files, annotations for goose, and statements for the way down.
 //
-// A released migration never changes. Remove it from migrations, and put changes into a new migration.
+// A released migration never changes. Remove a released migration from the list, and put changes into a new one.
 package main
 
 import (

@@ -14,7 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 )
 
-// These are the kinds of an [Error]. Package ratelimit exports and documents them under the same names.
+// These are the kinds of an [Error]. Package ratelimit exports and documents the same names.
 var (
 	ErrNotMigrated = errors.New(prefix + "the database is not migrated, " +
 		"or ClientConfig.Schema, cleanup.Config.Schema or search_path does not name the schema; " +
@@ -197,7 +197,7 @@ func kindsOf(err *pgconn.PgError, sent bool) []error {
 }
 
 // Unsent returns the error of a statement that pgx refused to send on db. Unsent returns nil for any other error. pgx's
-// refusals have no type, but unlike network errors they leave the connection open.
+// refusals have no type, but leave the connection open, unlike network errors.
 func Unsent(db any, err error) error {
 	conn := Conn(db)
 	_, answered := errors.AsType[*pgconn.PgError](err)

@@ -69,7 +69,7 @@ func Qualify(statement, schema string) string {
 	return strings.ReplaceAll(statement, "rate_limit_", pgx.Identifier{schema}.Sanitize()+".rate_limit_")
 }
 
-// Pool is a pool of connections that is not a *pgxpool.Pool. Package sqldb implements it.
+// Pool is a pool of connections that is not a *pgxpool.Pool. Package sqldb implements Pool.
 type Pool interface {
 	// Use calls use with a connection that no other caller uses meanwhile. Use returns use's error, or an [Error] if it
 	// gets no connection.

@@ -14,8 +14,8 @@ import (
 	"time"
 )
 
-// container runs a server in Docker. The docker command stays in the foreground, so it ends with the server and prints
-// the server's log.
+// container runs a server in Docker. The docker command stays in the foreground, ends with the server, and prints the
+// server's log.
 type container struct{ docker, image string }
 
 // findDocker returns a way to run the image if the Docker engine answers. findDocker downloads the image if necessary.

@@ -86,8 +86,8 @@ func findNPM(ctx context.Context, major, cache string) (_ way, err error) {
 	return found, nil
 }
 
-// install lets npm install a package below a folder, and checks that its programs run. On Alpine they do not run,
-// because Alpine has another C library.
+// install lets npm install a package below a folder, and checks that its programs run. The programs do not run on
+// Alpine, which has another C library.
 func install(ctx context.Context, npm string, release release, dir string) (installed string, err error) {
 	// "npm ci" installs the packages of a lock file, and refuses a package with another integrity value.
 	installed = "node_modules/" + release.name

@@ -80,7 +80,8 @@ func needPrograms(t *testing.T) {
 	}
 }
 
-// startServer starts a server for a test. At the end of the test, it closes the server and checks that no files remain.
+// startServer starts a server for a test. At the end of the test, startServer closes the server and checks that no
+// files remain.
 func startServer(t *testing.T, config Config) *Server {
 	t.Helper()
 	needPrograms(t)
@@ -156,7 +157,7 @@ func TestServer(t *testing.T) {
 	defer conn.Close()
 	pids, err := server.PIDs()
 	require.NoError(t, err)
-	for _, pid := range pids { // while the postmaster is frozen, a session that ends becomes a zombie
+	for _, pid := range pids { // while the postmaster is frozen, ended sessions are zombies
 		testkit.WaitUntil(t, func() bool {
 			state, err := exec.Command("ps", "-o", "stat=", "-p", strconv.Itoa(pid)).Output()
 			return err == nil && strings.ContainsAny(string(state[:1]), "TZ")

@@ -347,13 +347,13 @@ type watchdog struct {
 	err  error         // how the script ended; set before done is closed
 }
 
-// watch stops the server in folder $1 and removes the folder. If $2 is a docker command, it removes the server's
+// watch stops the server in folder $1 and removes the folder. If $2 is a docker command, watch removes the server's
 // container. Each line that watch reads is the process id of a program that was started.
 //
-// The system reuses ids, so watch signals a process only while the folder's name is on its command line. It retries
-// docker rm, because the Docker engine may still be creating a container. It wakes frozen backends, because a
-// postmaster would wait five seconds for them. A killed postmaster leaves a small shared memory segment. The id of the
-// segment ends line 7 of postmaster.pid.
+// The system reuses ids, so watch signals a process only while the folder's name is on its command line. watch retries
+// docker rm, because the Docker engine may still be creating a container. watch wakes frozen backends, because a
+// postmaster would wait five seconds for a frozen backend. A killed postmaster leaves a small shared memory segment.
+// The id of the segment ends line 7 of postmaster.pid.
 const watch = `
 trap '' HUP INT TERM
 dir=$1 docker=$2 name=${1##*/} pid=

@@ -21,7 +21,7 @@ import (
 )
 
 const (
-	// emptyTemplate is a database that every server has. It is empty, and nobody can connect to it.
+	// emptyTemplate is a database that every server has. emptyTemplate is empty, and nobody can connect to it.
 	emptyTemplate = "template0"
 
 	templatePrefix = "ratelimit_template_"
@@ -128,7 +128,8 @@ func (c *cluster) drop(ctx context.Context, name string) error {
 	return nil
 }
 
-// migratedTemplate returns the name of the template. If the server does not have the template, it creates the template.
+// migratedTemplate returns the name of the template. If the server does not have the template, migratedTemplate creates
+// the template.
 func (c *cluster) migratedTemplate() (string, error) {
 	if err := c.start(); err != nil {
 		return "", err

@@ -18,9 +18,9 @@
 // RATELIMIT_TEST_POSTGRES_MAJOR=17 selects the major version to test. If the server at the URL has another version,
 // tests fail.
 //
-// DB.Pool connects as the owner. Tests use it to read and change tables. DB.NewPool connects as an application's role,
-// which has only the grants in docs/operating.md. So the tests prove that an application needs no other rights. If the
-// server's user may not take that role, NewPool connects as the owner.
+// DB.Pool connects as the owner. Tests use DB.Pool to read and change tables. DB.NewPool connects as an application's
+// role, which has only the grants in docs/operating.md. So the tests prove that an application needs no other rights.
+// If the server's user may not take that role, NewPool connects as the owner.
 package pgtest
 
 import (
@@ -105,8 +105,8 @@ func Main(m *testing.M) {
 	os.Exit(code)
 }
 
-// New returns a database that has all migrations in schema public. The end of the test drops it, even if there are
-// still connections. If no Postgres is found, the test fails, and the error says how to get one.
+// New returns a database that has all migrations in schema public. The end of the test drops the database, even if
+// there are still connections. If no Postgres is found, the test fails, and the error says how to get one.
 func New(t testing.TB) *DB {
 	t.Helper()
 	return shared.newMigrated(t)
@@ -128,7 +128,7 @@ func Empty(t testing.TB) *DB {
 }
 
 // NewPool returns a pool that connects to the database as an application's role. The end of the test closes the pool.
-// If configure is not nil, it may change the pool's configuration.
+// configure may change the pool's configuration, or may be nil.
 func (db *DB) NewPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Pool {
 	t.Helper()
 	if db.application == "" {
@@ -236,7 +236,7 @@ func (c *cluster) newDB(t testing.TB, template string) *DB {
 	return c.open(t, name, template)
 }
 
-// open connects a test to a database. At the end of the test, it drops the database.
+// open connects a test to a database. At the end of the test, open drops the database.
 func (c *cluster) open(t testing.TB, name, template string) *DB {
 	t.Helper()
 	t.Cleanup(func() {

@@ -89,8 +89,9 @@ func WaitUntilBlocked(t testing.TB, db Querier, sessions int) {
 	testkit.WaitUntil(t, func() bool { return sessions == Scalar[int](t, db, blocked) })
 }
 
-// Rewrite replaces parts of a function in the test's database, on all shards if there are any. Tests use it to show
-// that a check notices a broken function. oldNew has pairs: a text that the function must contain, and its replacement.
+// Rewrite replaces parts of a function in the test's database, on all shards if there are any. Tests use Rewrite to
+// show that a check notices a broken function. oldNew has pairs: a text that the function must contain, and its
+// replacement.
 func Rewrite(t testing.TB, db Executor, function string, oldNew ...string) {
 	t.Helper()
 	for _, db := range shardsOf(db) {

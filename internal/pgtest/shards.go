@@ -128,9 +128,9 @@ func (c *cluster) each(do func(shard *cluster) error) error {
 	return errors.Join(errs...)
 }
 
-// foreignTablesSQL defines foreign tables for a shard's tables. With them, tests can read, change and lock the rows of
-// all shards on the proxy. Real proxies have no such tables. The ephemeral and durable tables are partitioned by key;
-// all other tables are on shard 0.
+// foreignTablesSQL defines foreign tables for a shard's tables. With foreign tables, tests can read, change and lock
+// the rows of all shards on the proxy. Real proxies have no such tables. The ephemeral and durable tables are
+// partitioned by key; all other tables are on shard 0.
 const foreignTablesSQL = `
 WITH columns AS (
 	SELECT c.relname, string_agg(format('%I %s', a.attname, format_type(a.atttypid, a.atttypmod)) || CASE

@@ -93,8 +93,8 @@ func (b *Book[V]) IDs(is func(*Rule[V]) bool) (ids []int64) {
 }
 
 // Update adds rules, replaces the rules that have the same ids, and removes the rules with the removed ids. If all is
-// true, it also removes every rule that is not in rules. The book holds at most limit rules. Weak rules make room for
-// other new rules, and further rules are left out. Update returns how many rules had no room.
+// true, Update also removes every rule that is not in rules. The book holds at most limit rules. Weak rules make room
+// for other new rules, and further rules are left out. Update returns how many rules had no room.
 //
 // Update adds all new rules before it removes the first old rule. So a reader finds the old or the new rule of a key,
 // but never none.

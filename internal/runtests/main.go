@@ -3,10 +3,10 @@
 //	go run ./internal/runtests [FOLDER...]
 //
 // Without folders, it runs the tests of all modules except integration_test, which needs more programs and more time.
-// It does not run TestMistakes tests; "make test/mistakes" runs them.
+// "make test/mistakes" runs the TestMistakes tests.
 //
 // All packages share one server: the one at RATELIMIT_TEST_DATABASE_URL, or one that runtests starts. If Postgres is
-// missing, runtests says how to get it. At the end, runtests lists the skipped tests with the reasons.
+// missing, runtests says how to get one. At the end, runtests lists the skipped tests with the reasons.
 //
 // The exit status is 2 if Postgres is missing, and 1 if a test failed.
 package main
@@ -45,7 +45,7 @@ func exitStatus(err error) int {
 	return 1
 }
 
-// run runs the tests of the modules in these folders. Without folders, it runs the tests of the default modules.
+// run runs the tests of the modules in these folders. Without folders, run tests the default modules.
 func run(ctx context.Context, out io.Writer, modules []string) (err error) {
 	server, err := pgserver.Start(ctx, pgserver.Config{
 		URL:      os.Getenv("RATELIMIT_TEST_DATABASE_URL"),

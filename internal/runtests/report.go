@@ -39,7 +39,7 @@ type skip struct {
 	tests  []string
 }
 
-// testKey names a test. If test is "", it names a package.
+// testKey names a test. If test is "", the testKey names a package.
 type testKey struct{ pkg, test string }
 
 // read reads the events of a go test command.

@@ -45,9 +45,9 @@ const (
 const GrowLock int64 = 0x706773687264677a // "pgshrdgz" in ASCII
 
 // Grow turns n shards into 2n by dividing one shard after the other. Meanwhile the shards decide calls. At most one
-// shard decides calls for a key, and this shard has the key's whole usage, because a shard trusts only its
-// rate_limit_shard. While a shard is stopped, calls for it wait as long as reading its tables once takes. If Grow is
-// called again after an error or a crash, it continues.
+// shard decides calls for a key, and this shard has the key's whole usage. A shard trusts only its rate_limit_shard,
+// and not the proxies. While a shard is stopped, calls wait as long as reading the shard's tables once takes. After an
+// error or a crash, another call of Grow continues.
 func Grow(ctx context.Context, c GrowConfig) error {
 	n := len(c.Old)
 	unlock, err := c.lock(ctx)
@@ -83,8 +83,8 @@ func Grow(ctx context.Context, c GrowConfig) error {
 // ErrMoved is the error of Undo if a shard has already given up keys.
 var ErrMoved = errors.New("it has given half of its keys up, so this cannot be undone any more")
 
-// Undo reverts an interrupted [Grow]. Undo fails if a shard has already given up keys. New need not have databases that
-// cannot be reached, because they get no calls, and the old shards have the usage of all keys.
+// Undo reverts an interrupted [Grow]. Undo fails if a shard has already given up keys. New may leave out databases that
+// cannot be reached, because the old shards have the usage of all keys.
 func Undo(ctx context.Context, c GrowConfig) error {
 	unlock, err := c.lock(ctx)
 	if err != nil {

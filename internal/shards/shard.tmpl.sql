@@ -82,8 +82,8 @@ $$;
 
 -- _rate_limit_own_shard raises an error if this database does not have all keys of a shard. _rate_limit_own_shard waits
 -- while a division locks rate_limit_shard. _rate_limit_own_shard also sets the formats of times, because PL/Proxy
--- passes times on as text. _rate_limit_own_shard does not set search_path, which would double its cost. pg_catalog's
--- functions come first anyway, because the argument types fit them exactly.
+-- passes times on as text. Setting search_path would double the function's cost. pg_catalog's functions come first
+-- anyway, because the argument types fit them exactly.
 CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_own_shard(shard integer, shards integer)
 RETURNS boolean
 LANGUAGE plpgsql
@@ -117,8 +117,8 @@ GRANT EXECUTE ON FUNCTION {{.Schema}}._rate_limit_own_shard(integer, integer) TO
 GRANT SELECT ON {{.Schema}}.rate_limit_shard TO PUBLIC;
 {{template "hash" .}}
 {{range .Functions}}{{if .ByKeys}}
--- Proxies call this function. It returns one value, because PL/Proxy does not prepare statements. Planning a statement
--- that returns rows would take half as long as the decision.
+-- Proxies call this function. The result is one value, because PL/Proxy does not prepare statements. Planning a
+-- statement that returns rows would take half as long as the decision.
 CREATE OR REPLACE FUNCTION {{$.Schema}}._{{.Name}}(
     shard integer, shards integer, {{template "typed" .In}}
 )

@@ -25,7 +25,7 @@ const (
 )
 
 // WaitUntil waits until condition returns true. If this takes longer than Amply, WaitUntil fails the test with the
-// WaitUntil waits until condition returns true. After Amply, it fails the test with the message.
+// WaitUntil waits until condition returns true. After Amply, WaitUntil fails the test with the message.
 func WaitUntil(t testing.TB, condition func() bool, message ...any) {
 	t.Helper()
 	if len(message) == 0 {

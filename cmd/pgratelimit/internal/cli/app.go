@@ -86,7 +86,7 @@ func (a *App) Finish(cmd *cobra.Command) *cobra.Command {
 }
 
 // Print writes a command's output: value as JSON if --json is given, otherwise text. In the text, tabs separate
-// columns. Print aligns the columns, and makes them fit into the terminal.
+// columns. Print aligns the columns, and makes the table fit into the terminal.
 func (a *App) Print(value any, text func(w io.Writer)) error {
 	var out bytes.Buffer
 	if a.JSON {

@@ -95,8 +95,8 @@ func checkSearchPath(ctx context.Context, conn *pgx.Conn) error {
 	return nil
 }
 
-// Home returns the schema of the tables and functions, or "" if there is none. Home checks whether their owners are
-// trusted.
+// Home returns the schema of the tables and functions, or "" if there is none. Home checks whether the owners of these
+// objects are trusted.
 func (a *App) Home(ctx context.Context, pool *pgxpool.Pool) (schema string, err error) {
 	err = a.Read(ctx, pool, func(tx pgx.Tx) error {
 		schema = tx.(Qualified).Schema
@@ -112,7 +112,7 @@ func (a *App) InSchema(config *pgxpool.Config) {
 	}
 }
 
-// Read runs a read-only transaction. None of its statements may take longer than --timeout.
+// Read runs a read-only transaction. No statement in the transaction may take longer than --timeout.
 func (a *App) Read(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
 	return a.Transaction(ctx, pool, pgx.ReadOnly, "", false, query)
 }
@@ -133,7 +133,7 @@ func (a *App) Call(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx
 	return a.Transaction(ctx, pool, pgx.ReadWrite, "", false, query)
 }
 
-// Write runs a transaction that may change rows. None of its statements may take longer than --timeout.
+// Write runs a transaction that may change rows. No statement in the transaction may take longer than --timeout.
 func (a *App) Write(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
 	return a.Transaction(ctx, pool, pgx.ReadWrite, "", true, query)
 }
@@ -144,7 +144,7 @@ const (
 	AccessExclusive = "ACCESS EXCLUSIVE"
 )
 
-// AllTables lists the tables in the order of locking. The functions lock them in the same order.
+// AllTables lists the tables in the order of locking. The functions use the same order.
 var AllTables = []string{"rate_limit_policy", "rate_limit_policy_history", "rate_limit_shadow", "rate_limit_sweeper",
 	Table(true), Table(false)}
 

@@ -9,7 +9,7 @@ import (
 	"unicode/utf8"
 )
 
-// Printable returns a name or key in a form that cannot control a terminal. It quotes control characters.
+// Printable returns a name or key in a form that cannot control a terminal. Printable quotes control characters.
 func Printable(text string) string {
 	odd := func(r rune) bool { return !unicode.IsPrint(r) || r == utf8.RuneError }
 	if strings.ContainsFunc(text, odd) || strings.HasPrefix(text, `"`) || strings.TrimSpace(text) != text {
@@ -34,8 +34,8 @@ func Count[N int | int64](n N, thing string) string {
 	return fmt.Sprintf("%d %s", n, thing)
 }
 
-// Span formats a time in microseconds. It rounds up to milliseconds, so that the time is over when the text says so.
-// From an hour on, the text has two units, such as 1h5m or 4d9h. Minutes are rounded up, and hours to the nearest.
+// Span formats a time in microseconds. Span rounds up to milliseconds, so that the time is over when the text says so.
+// From an hour on, the text has two units, such as 1h5m or 4d9h. Minutes are rounded up, and hours to the nearest hour.
 func Span(micros int64) string {
 	const day = 24 * time.Hour
 	span := time.Duration((micros+999)/1000) * time.Millisecond

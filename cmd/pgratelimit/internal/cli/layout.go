@@ -70,7 +70,7 @@ func wrap(text string, width int) (lines []string) {
 	return lines
 }
 
-// Layout turns lines with tabs into columns. If the columns are too wide, it wraps the last column. If the table is
+// Layout turns lines with tabs into columns. If the columns are too wide, Layout wraps the last column. If the table is
 // still too wide and has headings, each row becomes a list. A width of 0 means no limit.
 func Layout(text string, width int) string {
 	var out strings.Builder

@@ -27,8 +27,8 @@ type TableSize struct {
 	TotalBytes int64  `json:"total_bytes"` // the size including the index
 }
 
-// TableSizes returns the sizes of the tables, and the percentage of each table to read. It is 100 for a small table, or
-// if exact is true.
+// TableSizes returns the sizes of the tables, and the percentage of each table to read. The percentage is 100 for a
+// small table, or if exact is true.
 func TableSizes(ctx context.Context, tx pgx.Tx, exact bool) ([]TableSize, map[string]float64, error) {
 	rows, err := tx.Query(ctx, sizesSQL)
 	if err != nil {

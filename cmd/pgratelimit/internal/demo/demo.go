@@ -39,7 +39,7 @@ const (
 )
 
 type Options struct {
-	// DatabaseURL is the Postgres to use. If it is "", the demo starts a Postgres.
+	// DatabaseURL is the Postgres to use. If DatabaseURL is "", the demo starts a Postgres.
 	DatabaseURL string
 	// serve keeps the web server running until the context ends.
 	serve bool
@@ -70,7 +70,7 @@ way it leaves nothing of it behind.`,
 	return cmd
 }
 
-// Run runs the demo, and checks its output. Before it returns, it removes everything that it has started or created.
+// Run runs the demo, and checks its output. Before Run returns, it removes everything that it has started or created.
 func Run(ctx context.Context, out io.Writer, opts Options) error {
 	d := &demo{out: out}
 	err := d.run(ctx, opts)

@@ -1,4 +1,4 @@
-// Package doctor checks a database, or a proxy and its shards. It can also create missing objects again.
+// Package doctor checks a database, or a proxy and its shards. The package can also create missing objects again.
 package doctor
 
 import (

@@ -31,7 +31,7 @@ type LockHolder struct {
 }
 
 // ReadLocks returns the sessions that have locked the limiter's tables for at least since. ReadLocks does not wait for
-// them.
+// these sessions.
 func (e *Examination) ReadLocks(ctx context.Context, since time.Duration) (held []LockHolder, err error) {
 	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly}
 	err = pgx.BeginTxFunc(ctx, e.Pool, options, func(tx pgx.Tx) error {
@@ -50,7 +50,8 @@ func (e *Examination) ReadLocks(ctx context.Context, since time.Duration) (held 
 	return held, err
 }
 
-// checkLocks looks for locks on the limiter's tables. It comes first, because other checks would wait for a lock.
+// checkLocks looks for locks on the limiter's tables. checkLocks comes first, because other checks would wait for a
+// lock.
 func (e *Examination) checkLocks(ctx context.Context) (f cli.Finding, closed bool, err error) {
 	held, err := e.ReadLocks(ctx, LongLock)
 	f = JudgeLocks(held)

@@ -42,7 +42,7 @@ type proxyExamination struct {
 	owner     string // the owner of the functions
 }
 
-// examineAll checks this database. If it is a proxy, examineAll also checks each shard.
+// examineAll checks this database. If this database is a proxy, examineAll also checks each shard.
 func examineAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Finding, error) {
 	locks, closed, err := (&Examination{App: a, Pool: pool}).checkLocks(ctx)
 	if err != nil || closed {
@@ -181,8 +181,8 @@ func (e *proxyExamination) checkPLProxy(ctx context.Context) (cli.Finding, error
 	return e.checkRecorded(ctx, statements, cli.OK("version %s, with a role for its connections", version))
 }
 
-// checkRecorded looks for the shards' password in pg_stat_statements. If there is no password, it returns the finding
-// otherwise.
+// checkRecorded looks for the shards' password in pg_stat_statements. If there is no password, checkRecorded returns
+// the finding otherwise.
 func (e *proxyExamination) checkRecorded(
 	ctx context.Context, schema string, otherwise cli.Finding,
 ) (cli.Finding, error) {

@@ -152,8 +152,8 @@ type question struct {
 	dry     bool // whether the context has already ended, so that only errors in the command line are found
 }
 
-// askCommand returns a command for one key. If the command writes, it refuses a policy or table that the limiter does
-// not seem to use.
+// askCommand returns a command for one key. A command that writes refuses a policy or table that the limiter does not
+// seem to use.
 func askCommand(a *cli.App,
 	writes bool, ask func(context.Context, question) (Answer, error),
 ) *cobra.Command {

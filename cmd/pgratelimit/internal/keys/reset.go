@@ -138,10 +138,9 @@ func announce(ctx context.Context, tx pgx.Tx, limiter string, keys ...string) er
 // remain.
 //
 // ResetAll cannot deadlock, because it does not wait for locks while it holds row locks. If a row of a batch is locked,
-// ResetAll halves the batch. It resets keys with locked rows at the end, one at a time.
+// ResetAll halves the batch. At the end, ResetAll resets the keys with locked rows, one at a time.
 //
-// Processes listen in the database that they use. If this is a proxy, ResetAll announces the keys there after each
-// transaction.
+// Processes listen in the database that they use. If the processes use a proxy, ResetAll announces the keys there.
 func ResetAll(
 	ctx context.Context, a *cli.App, pool, proxy *pgxpool.Pool, name string, durable bool,
 ) (total int64, err error) {

@@ -154,7 +154,7 @@ type sample struct {
 }
 
 // peekAll reads the states of a limiter's keys at one moment, in batches with a transaction each. If there are more
-// than maxRows keys, it reads a sample.
+// than maxRows keys, peekAll reads a sample.
 func peekAll(
 	ctx context.Context, a *cli.App, pool *pgxpool.Pool, of ratelimit.Config, maxRows int64, visit func([]keyState),
 ) (s sample, err error) {
@@ -178,8 +178,8 @@ func peekAll(
 	return s, nil
 }
 
-// sampleKeys returns all keys of a limiter. If there are more than maxRows, it chooses blocks of the table at random,
-// and then rows of the limiter in these blocks.
+// sampleKeys returns all keys of a limiter. If there are more than maxRows keys, sampleKeys chooses blocks of the table
+// at random, and then rows of the limiter in these blocks.
 func sampleKeys(
 	ctx context.Context, a *cli.App, pool *pgxpool.Pool, name string, durable bool, maxRows int64,
 ) (s sample, err error) {

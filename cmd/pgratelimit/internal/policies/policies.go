@@ -329,7 +329,7 @@ type PolicyChange struct {
 	DryRun  bool        `json:"dry_run"`
 	Removed []PolicyRow `json:"removed"`
 	Added   *PolicyRow  `json:"added"` // null if no row was added
-	// Overrides is the row for the same target that the added row overrides. It remains in the table.
+	// Overrides is the row for the same target that the added row overrides. The overridden row remains in the table.
 	Overrides *PolicyRow `json:"overrides"`
 	Lowers    bool       `json:"lowers"` // whether the change may lower the limit, so that it needs --force
 	at        time.Time
@@ -419,7 +419,7 @@ func (c *PolicyChange) print(w io.Writer) {
 	}
 }
 
-// readable tells whether limiters can read a row. A newer release may have written rows that they cannot read.
+// readable tells whether limiters can read a row. Limiters cannot read some rows of newer releases.
 func (r *PolicyRow) readable() bool { return r.ObeyedBy(nil) }
 
 // ObeyedBy tells whether a limiter obeys a row. code is the policy in the application's code, or nil.
@@ -435,7 +435,7 @@ func (r *PolicyRow) ObeyedBy(code ratelimit.Policy) bool {
 	return false
 }
 
-// sameKind tells whether a policy's text can be read, and has the algorithm of code if code is not nil.
+// sameKind tells whether text is a valid policy. If code is not nil, text must also have code's algorithm.
 func sameKind(text string, code ratelimit.Policy) bool {
 	row, err := algorithm.Parse(text)
 	if err != nil || code == nil {

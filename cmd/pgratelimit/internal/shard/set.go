@@ -129,7 +129,7 @@ func setShards(ctx context.Context, a *cli.App, config shards.Config, yes bool) 
 		if err := shards.Install(ctx, tx, source, config); err != nil {
 			return err
 		}
-		// During a division, no shard may own some of the keys.
+		// During a division, some keys may not belong to any shard.
 		return tryShards(ctx, tx, stores, source, target.owner, target.growth == nil)
 	}); err != nil {
 		return fmt.Errorf("the proxy stays as it was: %w", err)

@@ -6,7 +6,7 @@
 -- Platforms add harmless things to every table: row-level security without a policy, which does not restrict the owner,
 -- and AFTER triggers for auditing. A trigger is harmless if the owner of its function has this role's rights. It is
 -- also harmless if the function runs as its owner, who is trusted, or if this role changes no rows: then the limiter's
--- functions change them as their owner. Deferred triggers run at the end of the transaction as this role.
+-- functions change rows as the functions' owner. Deferred triggers run at the end of the transaction as this role.
 --
 -- This query must not run such an object, because this role may be a superuser, and other roles may create objects in
 -- the schemas of search_path. Trusted roles are the owners of the schema and of the database, and all roles that have

@@ -1,5 +1,5 @@
--- This query prepares a transaction. It returns the process id of the session, and the schema of the tables and
--- functions, or '' if there is none. It sets search_path to pg_catalog, because this role may be a superuser, and other
+-- This query prepares a transaction. The result has the process id of the session, and the schema of the tables and
+-- functions, or '' if there is none. search_path becomes pg_catalog, because this role may be a superuser, and other
 -- roles may create objects in the schemas of search_path.
 --   $1  statement_timeout in milliseconds
 --   $2  the schema; if it is '', look for the schema in search_path

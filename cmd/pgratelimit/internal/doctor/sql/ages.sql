@@ -1,6 +1,6 @@
--- This query shows how soon the server will refuse statements that need a new transaction id (54000). For each kind of
--- id, it returns the database with the oldest ids, their age, the age at which autovacuum starts, and the transaction
--- or slot that holds up VACUUM most, with its age and a statement that ends it.
+-- This query shows how soon the server will refuse statements that need a new transaction id (54000). The result has,
+-- for each kind of id, the database with the oldest ids, the ids' age, the age at which autovacuum starts, and the
+-- transaction or slot that holds up VACUUM most, with its age and a statement that ends it.
 WITH holder AS (
     SELECT h.*
     FROM (

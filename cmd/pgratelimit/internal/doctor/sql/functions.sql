@@ -1,5 +1,5 @@
--- This query returns which roles may execute the limiter's functions. It leaves out functions that do not belong to the
--- tables' owner, because no role should get rights on them.
+-- This query returns which roles may execute the limiter's functions. Functions that do not belong to the tables' owner
+-- are left out, because no role should get rights on these functions.
 SELECT
     p.proname,
     has_function_privilege(p.oid, 'EXECUTE'),

@@ -1,4 +1,4 @@
--- This query groups equal policies. It returns the number of rows, and how many of the rows have a problem.
+-- This query groups equal policies. The result has the number of rows, and how many of the rows have a problem.
 SELECT p.mode, p.policy, count(*),
     count(*) FILTER (WHERE p.valid_until > clock_timestamp()),
     count(*) FILTER (WHERE p.valid_until <= clock_timestamp() AND NOT p.automatic),

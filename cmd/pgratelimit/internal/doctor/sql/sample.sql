@@ -1,5 +1,5 @@
--- This query reads a random sample of the blocks of both tables. For each table that has rows, it returns the number of
--- rows, the number of live rows, the bytes of all rows with their line pointers, and their bytes in the TOAST table.
+-- This query reads a random sample of the blocks of both tables. The result has, for each table with rows, the number
+-- of rows, the number of live rows, the bytes of all rows with their line pointers, and their bytes in the TOAST table.
 -- Postgres moves the log of a row of more than 2,032 bytes to the TOAST table.
 --   $1  the percentage of the blocks of rate_limit_ephemeral to read
 --   $2  the percentage of the blocks of rate_limit_durable to read

@@ -1,4 +1,4 @@
--- This query describes the tables with data from the catalogs and statistics. It does not read the tables.
+-- This query describes the tables with data from the catalogs and statistics. The query does not read the tables.
 SELECT
     c.relname,
     c.relpersistence::text,
