@@ -96,7 +96,8 @@ COMMENT ON COLUMN rate_limit_ephemeral.refill IS 'Token bucket: the policy''s re
 COMMENT ON COLUMN rate_limit_ephemeral.returned IS
     'Token bucket: the sum of all refunds since the time in since, in units of 1/scale token. Otherwise NULL.';
 
--- The columns are those of rate_limit_ephemeral. (With LIKE, event triggers that harden tables would run twice.)
+-- This table has the same columns as rate_limit_ephemeral. (With LIKE, event triggers that harden tables would run
+-- twice.)
 CREATE TABLE rate_limit_durable (
     prefix       text COLLATE "C" NOT NULL,
     key          text COLLATE "C" NOT NULL,

@@ -117,8 +117,8 @@ func serverZones(t *testing.T, db pgtest.Executor) []string {
 	return zones
 }
 
-// Calendar windows are those of Postgres's date_trunc, in all time zones of the server, around every clock change in
-// fifty years.
+// Calendar windows equal Postgres's date_trunc in all time zones of the server, around every clock change in fifty
+// years.
 func TestCalendarWindowsAreThoseOfThePostgresCalendar(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")

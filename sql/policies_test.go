@@ -334,8 +334,8 @@ func TestProcessesReadWhatHasChanged(t *testing.T) {
 		"SELECT array_agg(p.key) FROM rate_limit_policies() AS p"))
 }
 
-// A process that reads while others write misses no change, in whatever order they commit. Without the lock, a process
-// would miss changes of a long transaction.
+// A process that reads while several sessions write misses no change, in whatever order the sessions commit. Without
+// the lock, a process would miss changes of a long transaction.
 func TestInterleavedWritersOfPolicies(t *testing.T) {
 	t.Parallel()
 

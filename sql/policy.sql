@@ -30,7 +30,7 @@ DECLARE
     terms CONSTANT text := '([0-9]+[.]?[0-9]*|[.][0-9]+)(ns|us|ms|s|m|h)';
 BEGIN
     ascii := regexp_replace(ascii, '(~302~265|~316~274)s', 'us', 'g'); -- both characters for micro, in UTF-8
-    -- These white space characters are those of Go's unicode.IsSpace.
+    -- These are the white space characters of Go's unicode.IsSpace.
     ascii := regexp_replace(ascii, '([[:space:]]|~302~205|~302~240|~341~232~200'
         '|~342~200~2(0[0-7]|1[0-2]|5[017])|~342~201~237|~343~200~200)+', ' ', 'g');
     FOREACH one IN ARRAY regexp_split_to_array(coalesce(ascii, ''), ',') LOOP

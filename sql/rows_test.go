@@ -9,7 +9,7 @@ import (
 )
 
 // A row of the year 294247, the last year that a bigint of microseconds can have, is ahead of the clock. All functions
-// set its times back.
+// set the row's times back.
 func TestRowsOfTheLastYear(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")

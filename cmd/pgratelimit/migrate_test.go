@@ -60,7 +60,7 @@ func TestMigrateUpAndDown(t *testing.T) {
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 }
 
-// If another tool runs the output of migrate print, the effect is that of migrate up.
+// If another tool runs the output of migrate print, the effect is the same as with migrate up.
 func TestMigratePrint(t *testing.T) {
 	t.Parallel()
 

@@ -288,7 +288,7 @@ func TestUndoWithoutTheNewShards(t *testing.T) {
 	p.keepsCounts(t)
 }
 
-// If 'shard set' was interrupted, it continues when it is repeated, whatever it had done.
+// A repeated 'shard set' continues after an interruption at any step.
 func TestInterruptedShardSet(t *testing.T) {
 	t.Parallel()
 

@@ -245,7 +245,7 @@ func Unencoded(err error) error {
 }
 
 // NeverSent tells whether an error certainly came before anything was sent. NeverSent ignores pgconn.SafeToRetry for
-// ErrConnClosed, because a connection that breaks after the simple protocol sent the statement causes the same error.
+// ErrConnClosed, which pgx also returns if a connection breaks after the simple protocol has sent the statement.
 func NeverSent(err error) bool {
 	return pgconn.SafeToRetry(err) && !errors.Is(err, pgconn.ErrConnClosed)
 }

@@ -31,7 +31,7 @@ type release struct{ name, version, integrity string }
 
 // releaseOf returns the package of a major version for this machine.
 func releaseOf(major string) (release, error) {
-	platform := runtime.GOOS + "-" + strings.ReplaceAll(runtime.GOARCH, "amd64", "x64") // Node.js calls amd64 x64
+	platform := runtime.GOOS + "-" + strings.ReplaceAll(runtime.GOARCH, "amd64", "x64") // Node.js says x64 for amd64
 	for line := range strings.Lines(releases) {
 		fields := strings.Fields(line)
 		if len(fields) == 3 && fields[0] == platform && strings.HasPrefix(fields[1], major+".") {

@@ -68,7 +68,7 @@ func TestNewPoolIsAnApplications(t *testing.T) {
 
 	db := New(t)
 	if !Scalar[bool](t, db.Pool, "SELECT pg_has_role('pg_monitor', 'MEMBER')") {
-		t.Skip("another role: the URL of the server has to name a superuser") // servers that the tests start do
+		t.Skip("another role: the URL of the server has to name a superuser") // the tests' servers have a superuser
 	}
 	application := db.NewPool(t, nil)
 	allow := "SELECT count(*) FROM rate_limit_take_fixed_window('name', '{key}', 1, 1000000)"

@@ -53,7 +53,7 @@ func BanLasts(t testing.TB, db Querier, key string) time.Duration {
 func Application(t testing.TB, db *DB, root string) *pgxpool.Pool {
 	t.Helper()
 	if !Scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user") {
-		t.Skip("foreign roles: the URL of the server has to name a superuser") // servers that the tests start do
+		t.Skip("foreign roles: the URL of the server has to name a superuser") // the tests' servers have a superuser
 	}
 	const role = "pg_monitor" // every server has this role, and it has no rights here
 	document, err := os.ReadFile(filepath.Join(root, "docs/operating.md"))

@@ -117,7 +117,7 @@ func TestGrowAdmitsWhatTheLimitAdmits(t *testing.T) {
 				require.NoError(t, shards.Grow(t.Context(), c.growConfig(t, progress)))
 			} else {
 				require.NoError(t, err)
-				require.Positive(t, refused) // between two steps, no shard owns some of the keys
+				require.Positive(t, refused) // between two steps, some keys belong to no shard
 			}
 			ask(limit+1, keys...)
 			for _, key := range keys {

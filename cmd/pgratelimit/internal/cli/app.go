@@ -43,7 +43,7 @@ func KnownCommand(cmd *cobra.Command, args []string) error {
 
 func MissingCommand(*cobra.Command, []string) error { return errors.New("a command is missing") }
 
-// Action makes a cobra command of run. Errors that run returns become Failures, except for those of IsUsage. All other
+// Action makes a cobra command of run. Errors that run returns become Failures, except for usage errors. All other
 // errors of cobra are errors in the command line.
 func Action(run func(ctx context.Context, args []string) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {

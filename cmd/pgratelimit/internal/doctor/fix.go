@@ -326,7 +326,7 @@ func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended
 				return err
 			}
 		}
-		// The statements are those of the migrations, and need search_path.
+		// The statements come from the migrations, and need search_path.
 		path := fmt.Sprintf("SET LOCAL search_path = %s, pg_temp", pgx.Identifier{schema}.Sanitize())
 		var grants [][2]string
 		for round := 0; ; round++ {

@@ -223,7 +223,7 @@ func (g *growing) readStores(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// growsBy returns the connection strings of the new shards: more, or those of an interrupted call.
+// growsBy returns the connection strings of the new shards: more, or the new shards of an interrupted call.
 func (t *Target) growsBy(more []string, undo bool) ([]string, error) {
 	switch {
 	case undo && t.growth == nil:

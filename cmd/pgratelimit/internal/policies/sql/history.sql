@@ -2,7 +2,7 @@
 --   $1  the limiter's name, or NULL for all limiters
 --   $2  the key or NULL, $3  the prefix or NULL, $4  whether to return only policies for all keys
 --   $5  the maximum number of changes
--- JSON needs times from the year 1 to the year 9999. Triggers refuse earlier and later times, but can be off.
+-- JSON needs times from the year 1 to the year 9999. Triggers refuse all other years, but can be off.
 SELECT h.version, least(greatest(h.at, '0001-01-01 00:00:00Z'), '9999-12-31 00:00:00Z'), h.by, h.action,
     CASE WHEN b.id IS NOT NULL THEN jsonb_strip_nulls(to_jsonb(b) || jsonb_build_object(
         'valid_from', CASE WHEN b.valid_from >= '0001-01-01 00:00:00Z'
