@@ -7,7 +7,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// CalendarWindow is the rules of a CalendarWindow.
+// CalendarWindow has the rules of ratelimit.CalendarWindow.
 type CalendarWindow struct {
 	Limit int64
 	Span  time.Duration // a minute, an hour, a day, a week, or 31 days for a month
@@ -16,7 +16,7 @@ type CalendarWindow struct {
 
 var _ Rules = CalendarWindow{}
 
-// SpanMicros is the longest that the unit can last: 31 days for a month.
+// SpanMicros returns the longest time that the unit can last: 31 days for a month.
 func (p CalendarWindow) SpanMicros() int64 { return Micros(p.Span) }
 
 func (p CalendarWindow) Lasts() int64 { return 2 * p.SpanMicros() }
@@ -46,14 +46,14 @@ func (p CalendarWindow) Refund(s State, clock int64, t Take) (State, Decision) {
 
 func (p CalendarWindow) Roll(s State, clock int64) (rolled State, moved bool) {
 	span := p.SpanMicros()
-	if s.Scale > 2*span { // it counts a longer unit's window
+	if s.Scale > 2*span { // Count is from a longer unit's window
 		s.Count = 0
 	}
 	if clock >= s.ExpiresAt || s.Count == 0 && s.Credit == 0 {
 		s = State{WindowStart: clock, ExpiresAt: s.ExpiresAt}
 	} else if s.WindowStart-clock > span {
-		// The clock has jumped back. Keep the usage for a full span, from now on. If the row were kept only until the
-		// calendar's window ends, a clock that jumps back repeatedly could pass one window's end after another.
+		// The clock has jumped back, so the usage counts for a full Span from now on. Without this, a clock that jumps back
+		// again and again could pass the end of a window each time.
 		s.WindowStart, s.Scale, s.ExpiresAt = clock, span, clock+span
 		if s.Credit > 0 {
 			s.ExpiresAt = clock + p.Lasts()
@@ -72,7 +72,7 @@ func (p CalendarWindow) Decide(s State, clock, n int64) (State, Decision) {
 	stored := s
 	s, moved := p.Roll(s, clock)
 	t := max(clock, s.WindowStart)
-	changed := moved && 0 < n && n <= p.Limit // see FixedWindow.decide
+	changed := moved && 0 < n && n <= p.Limit // as in FixedWindow.Decide
 
 	room := max(p.Limit-s.Count, 0)
 	d := Decision{Remaining: room + s.Credit}
@@ -108,7 +108,8 @@ func (p CalendarWindow) Decide(s State, clock, n int64) (State, Decision) {
 	return stored, d
 }
 
-// End is the end of the window at the given time. It computes the same as _rate_limit_window_end in sql/calendar.sql.
+// End returns the end of the window at the time clock. It computes the same as _rate_limit_window_end in
+// sql/calendar.sql.
 func (p CalendarWindow) End(clock int64) int64 {
 	zone, err := Location(p.Zone)
 	if err != nil {
@@ -148,8 +149,8 @@ func (p CalendarWindow) begins(at int64, zone *time.Location) int64 {
 	}
 	midnight := time.Date(year, month, day, 0, 0, 0, 0, time.UTC).Unix()
 
-	// If a local time does not exist or exists twice, Postgres takes the later one: see DetermineTimeZoneOffset in its
-	// source. Postgres looks at the first change of the clocks since the day before.
+	// If a local time does not exist or exists twice, Postgres takes the later time: see DetermineTimeZoneOffset in its
+	// source code. Postgres looks at the first change of the clocks since the day before.
 	before := time.Unix(midnight-daySeconds, 0).In(zone)
 	_, offset := before.Zone()
 	_, change := before.ZoneBounds()

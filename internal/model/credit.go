@@ -2,15 +2,14 @@ package model
 
 import "github.com/pgratelimit/ratelimit/internal/algorithm"
 
-// Granted credit lets a key take more than its policy's limit. Grant adds it, and a request uses it when the ordinary
-// room is not enough. It is stored in its own column of the row: credit for a window or a log, count for a bucket.
-// While a key has credit, each take and each Grant keeps its row for another window. For a SlidingWindow or a
-// CalendarWindow it is two windows, and for a bucket the time to fill it. ResetAfter tells how long that is.
+// Granted credit lets a key take more than its policy's limit. Grant adds credit, and a request uses it when the limit
+// leaves too little room. The column credit stores it for a window or a log, and the column count for a bucket. Each
+// take and each Grant keeps a row with credit for Rules.Lasts.
 
-// MaxCredit is the most credit that a key can hold. The sum of it and the largest limit fits into 64 bits.
+// MaxCredit is the most credit that a key can hold. MaxCredit plus the largest limit fits into 64 bits.
 const MaxCredit = 1 << 61
 
-// CreditColumn is the column of a row that holds granted credit.
+// CreditColumn returns the column that holds granted credit.
 func (s *State) CreditColumn(code int16) *int64 {
 	if code == algorithm.TokenBucket {
 		return &s.Count
@@ -18,7 +17,7 @@ func (s *State) CreditColumn(code int16) *int64 {
 	return &s.Credit
 }
 
-// Grant is the model of a grant of n ≥ 1.
+// Grant adds n ≥ 1 to the row's granted credit.
 func Grant(m Rules, s State, clock, n int64) (State, Decision) {
 	s, _ = m.Roll(s, clock)
 	t := max(clock, s.WindowStart)
@@ -33,8 +32,8 @@ func Grant(m Rules, s State, clock, n int64) (State, Decision) {
 	return s, d
 }
 
-// unlessNew is called for the row of a window or a log with no usage. If it has no credit either, it is as good as new,
-// so Since is cleared.
+// unlessNew clears Since if the row has no credit. The caller calls it for a window or a log without usage. Without
+// credit too, such a row is as good as new.
 func (s State) unlessNew() State {
 	if s.Credit == 0 {
 		s.Since = 0
@@ -42,9 +41,9 @@ func (s State) unlessNew() State {
 	return s
 }
 
-// withCreditBack gives back the units of k that were spent from granted credit, to the row of a window or a log. It
-// also tells whether the row changed. Credit goes back only to the row that it came from, not to a later one. rolled is
-// the row rolled forward to t.
+// withCreditBack gives back the units of k that came from granted credit, and returns whether the row changed. s is the
+// row of a window or a log, and rolled is the same row at the time t. Credit goes back only to the row that it came
+// from, not to a newer row of the key.
 func withCreditBack(s, rolled State, t, life int64, k Take) (State, bool) {
 	back := min(k.Spent, MaxCredit-rolled.Credit)
 	if back == 0 || rolled.Since == 0 || rolled.Since != k.Since {
@@ -55,19 +54,19 @@ func withCreditBack(s, rolled State, t, life int64, k Take) (State, bool) {
 	return s, true
 }
 
-// creditResetAfter is Rules.ResetAfter for a row that has granted credit, or had some until this statement spent it.
+// creditResetAfter is Rules.ResetAfter for a row that has granted credit, or had some before this statement.
 func creditResetAfter(last Decision, credit, units, life int64) int64 {
 	if credit > 0 || last.Taken.Spent == 0 || units == 0 {
 		return last.ResetAfter
 	}
-	// The last request spent credit, so there was credit before the last units were taken.
+	// The last request spent credit, so the row had credit before the last units were taken.
 	clock := last.DecidedAt.UnixMicro()
 	return max(last.State.WindowStart, clock) + life - clock
 }
 
-// afterRefund returns the decision of a refund that led to this row. It does not roll the row forward, because requests
-// under other policies may still count usage that this policy no longer counts. It does not shorten the row's life
-// either, unless nothing in the row counts.
+// afterRefund returns the row and the decision of a refund. It does not roll the row forward, because requests under
+// another policy may still count usage that this policy no longer counts. It shortens the row's life only if nothing in
+// the row counts.
 func afterRefund(m Rules, row State, clock int64, changed bool) (State, Decision) {
 	_, d := m.Decide(row, clock, 0)
 	d.Granted, d.RetryAfter, d.State.Log = 1, 0, ""

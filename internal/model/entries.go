@@ -4,12 +4,12 @@ import (
 	"encoding/binary"
 )
 
-// Entries is a log, with the oldest entry first. Each entry is 8 bytes: the time in microseconds × 1024 + the units
-// taken. That keeps 53 bits of the time, so entries within 285 years of each other are distinct. It is a string so that
-// states can be compared with ==.
+// Entries is a log, with the oldest entry first. Each entry has 8 bytes: the time in microseconds × 1024 + the units
+// taken. An entry keeps 53 bits of the time, so entries within 285 years of each other stay distinct. Entries is a
+// string so that Go can compare two States with ==.
 type Entries string
 
-// NewEntries encodes the values of the column log.
+// NewEntries encodes the values of the table's column log.
 func NewEntries(log []int64) Entries {
 	var packed []byte
 	for _, entry := range log {
@@ -22,10 +22,10 @@ func (e Entries) Entry(i int) int64 { return int64(binary.BigEndian.Uint64([]byt
 
 func (e Entries) Units(i int) int64 { return e.Entry(i) & 1023 }
 
-// Age is the time from the i-th entry to t.
+// Age returns the time from the i-th entry to t.
 func (e Entries) Age(i int, t int64) int64 { return (t - e.Entry(i)>>10) & (1<<53 - 1) }
 
-// With returns the log plus an entry of n units at t, which is not before its newest entry.
+// With returns the log plus an entry of n units at t. t must not be before the newest entry.
 func (e Entries) With(t, n int64) Entries {
 	if i := len(e)/8 - 1; i >= 0 && e.Age(i, t) == 0 {
 		e, n = e[:8*i], n+e.Units(i)
@@ -33,7 +33,7 @@ func (e Entries) With(t, n int64) Entries {
 	return e + NewEntries([]int64{t<<10 | n})
 }
 
-// without gives back up to n of the units taken at t. It returns the log and how many went back.
+// without removes up to n of the units taken at t. It returns the rest of the log and how many units it removed.
 func (e Entries) without(t, n int64) (rest Entries, back int64) {
 	for i := range len(e) / 8 {
 		entry, units := e.Entry(i), e.Units(i)
@@ -49,7 +49,7 @@ func (e Entries) without(t, n int64) (rest Entries, back int64) {
 	return e, 0
 }
 
-// Shifted returns the log with all entries moved to an earlier time.
+// Shifted returns the log with each entry moved back in time by the given microseconds.
 func (e Entries) Shifted(by int64) Entries {
 	var log []int64
 	for i := range len(e) / 8 {

@@ -6,7 +6,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// FixedWindow is the rules of a FixedWindow.
+// FixedWindow has the rules of ratelimit.FixedWindow.
 type FixedWindow struct {
 	Limit  int64
 	Window time.Duration
@@ -44,7 +44,7 @@ func (p FixedWindow) Roll(s State, clock int64) (rolled State, moved bool) {
 	window := Micros(p.Window)
 	if clock >= s.ExpiresAt || s.Count == 0 && s.Credit == 0 {
 		s = State{WindowStart: clock, ExpiresAt: s.ExpiresAt}
-	} else if s.WindowStart-clock > window { // the clock has jumped back: keep the usage, from now on
+	} else if s.WindowStart-clock > window { // the clock has jumped back, so the usage counts from now on
 		s.WindowStart = clock
 		s.ExpiresAt = clock + window
 		moved = true
@@ -61,8 +61,8 @@ func (p FixedWindow) Decide(s State, clock, n int64) (State, Decision) {
 	window, stored := Micros(p.Window), s
 	s, moved := p.Roll(s, clock)
 	t := max(clock, s.WindowStart)
-	// A denial writes nothing, unless the clock has jumped far behind the row. An unchanged row would then deny until
-	// the clock catches up.
+	// A denial writes the row only if the clock has jumped far behind it. Otherwise the unchanged row would deny until the
+	// clock catches up.
 	changed := moved && 0 < n && n <= p.Limit
 
 	room := max(p.Limit-s.Count, 0)

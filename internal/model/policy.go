@@ -6,11 +6,11 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// Policy has the rules that decide a key, one for each of its rows. It never changes.
+// Policy has the rules that decide a key. Each rule has its own row. A Policy never changes.
 type Policy struct {
 	Rules []Rules
 	Limit int64 // the largest cost that can ever be allowed
-	same  any   // equal for equal policies
+	same  any   // comparable; two policies are equal if their same is equal
 }
 
 // NewPolicy returns a policy of 1 to 8 rules.
@@ -27,12 +27,12 @@ func NewPolicy(rules ...Rules) *Policy {
 	return p
 }
 
-// Is tells whether two policies are equal. A nil policy equals only nil.
+// Is returns whether two policies are equal. A nil policy equals only nil.
 func (p *Policy) Is(other *Policy) bool {
 	return p == other || p != nil && other != nil && p.same == other.same
 }
 
-// KindsDiffer tells whether two policies cannot share rows. It also returns the kinds of the first rules that differ.
+// KindsDiffer returns whether two policies cannot share rows, and the types of the first two rules that differ.
 func (p *Policy) KindsDiffer(other *Policy) (kind, otherKind string, differ bool) {
 	for i := range min(len(p.Rules), len(other.Rules)) {
 		kind, otherKind = kindOf(p.Rules[i]), kindOf(other.Rules[i])
@@ -43,10 +43,10 @@ func (p *Policy) KindsDiffer(other *Policy) (kind, otherKind string, differ bool
 	return "", "", false
 }
 
-// kindOf is the name of the policy's type.
+// kindOf returns the name of the rule's type.
 func kindOf(r Rules) string { return reflect.TypeOf(r).Name() }
 
-// Of returns the rules with the given numbers.
+// Of returns the rules of the algorithm and numbers in n.
 func Of(n algorithm.Numbers) Rules {
 	switch n.Algorithm {
 	case algorithm.FixedWindow:

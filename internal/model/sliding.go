@@ -6,7 +6,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// SlidingWindow is the rules of a SlidingWindow.
+// SlidingWindow has the rules of ratelimit.SlidingWindow.
 type SlidingWindow struct {
 	Limit  int64
 	Window time.Duration
@@ -40,7 +40,7 @@ func (p SlidingWindow) Refund(s State, clock int64, t Take) (State, Decision) {
 	case from == 0 && t.In == s.WindowStart-window:
 		back = min(t.Units-t.Spent, rolled.PrevCount)
 		s.PrevCount -= back
-	case from == window && t.In == s.WindowStart: // one window later than the row, which stays unchanged
+	case from == window && t.In == s.WindowStart: // the refund is one window later than s, and s is not rolled forward
 		back = min(t.Units-t.Spent, rolled.PrevCount)
 		s.Count -= back
 	}
@@ -52,7 +52,7 @@ func (p SlidingWindow) Roll(s State, clock int64) (rolled State, moved bool) {
 	window := Micros(p.Window)
 	if clock >= s.ExpiresAt || s.Count == 0 && s.PrevCount == 0 && s.Credit == 0 {
 		s = State{WindowStart: clock, ExpiresAt: s.ExpiresAt}
-	} else if s.WindowStart-clock > window { // the clock has jumped back: keep the usage, from now on
+	} else if s.WindowStart-clock > window { // the clock has jumped back, so the usage counts from now on
 		s.WindowStart = clock
 		s.ExpiresAt = clock + window
 		if s.Count > 0 || s.Credit > 0 {
@@ -77,15 +77,15 @@ func (p SlidingWindow) Decide(s State, clock, n int64) (State, Decision) {
 	s, moved := p.Roll(s, clock)
 	t := max(clock, s.WindowStart)
 
-	// A denial writes nothing, unless the clock has jumped far behind the row. An unchanged row would then deny until
-	// the clock catches up.
+	// A denial writes the row only if the clock has jumped far behind it. Otherwise the unchanged row would deny until the
+	// clock catches up.
 	changed := moved && 0 < n && n <= p.Limit
 
-	// rest is how much longer the current window lasts, which is also how much of the previous window still counts.
-	// weight is the previous window's weight, rounded up.
+	// rest is how much of the current window remains. The same part of the previous window still counts. weight is what
+	// that part counts, rounded up.
 	rest := s.WindowStart + window - t
 	weight := p.Limit
-	// An older policy with a larger limit may have left a PrevCount whose product overflows, so this divides.
+	// This divides instead of multiplying, because PrevCount × rest can overflow after a policy with a larger limit.
 	if s.PrevCount == 0 || rest <= p.Limit*window/s.PrevCount {
 		weight = CeilDiv(s.PrevCount*rest, window)
 	}
@@ -105,11 +105,11 @@ func (p SlidingWindow) Decide(s State, clock, n int64) (State, Decision) {
 	case d.Granted == 1 || n == 0 && d.Remaining > 0:
 	case n > p.Limit:
 		d.RetryAfter = Never
-	case ask <= p.Limit-s.Count: // the sum could overflow
-		// It fits into this window once PrevCount × rest has fallen to the free part of Limit × Window.
+	case ask <= p.Limit-s.Count: // ask + Count could overflow
+		// The request fits into this window once PrevCount × rest has fallen to the free part of Limit × Window.
 		d.RetryAfter = min(t+rest-(p.Limit-s.Count-ask)*window/s.PrevCount, s.ExpiresAt) - clock
 	default:
-		// It fits only into the next window, where Count becomes PrevCount.
+		// The request fits only into the next window, where Count becomes PrevCount.
 		d.RetryAfter = min(t+rest+window-(p.Limit-ask)*window/s.Count, s.ExpiresAt) - clock
 	}
 	switch {

@@ -6,7 +6,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// SlidingLog is the rules of a SlidingLog.
+// SlidingLog has the rules of ratelimit.SlidingLog.
 type SlidingLog struct {
 	Limit  int64
 	Window time.Duration
@@ -15,13 +15,13 @@ type SlidingLog struct {
 var _ Rules = SlidingLog{}
 
 const (
-	// MaxLogLimit is the largest limit of a SlidingLog. With a full log, a request takes 60 µs of the server's CPU with
-	// a Limit of 10, 80 µs with 100 (0.8 kB) and 110 µs with 1,000 (8 kB, stored outside of the row). A denial takes 50
-	// to 70 µs. A request to a SlidingWindow takes 70 µs.
+	// MaxLogLimit is the largest limit of a SlidingLog. With a full log, a request takes 60 µs of the server's CPU at a
+	// Limit of 10, 80 µs at 100 (0.8 kB), and 110 µs at 1,000 (8 kB, stored outside of the row). A denial takes 50 to 70
+	// µs. A request to a SlidingWindow takes 70 µs.
 	MaxLogLimit = 1000
 
-	// MaxDenialEntries is the most entries in a decision. The client remembers a denial by them (see denials). A larger
-	// request needs more of them to leave. Each denial of it costs a query, but no memory.
+	// MaxDenialEntries is the largest number of log entries in a Decision. A process denies later requests with these
+	// entries: see Denials in internal/engine. A request whose RetryAfter depends on more entries costs a query each time.
 	MaxDenialEntries = 64
 )
 
@@ -31,7 +31,7 @@ func (p SlidingLog) Numbers() algorithm.Numbers {
 	return algorithm.Numbers{Algorithm: algorithm.SlidingLog, Limit: p.Limit, Span: p.Window}
 }
 
-// LeaseOf leases nothing, because the log stores when units were taken, and not when they are spent.
+// LeaseOf leases nothing, because the log stores when units were taken, not when a lease spends them.
 func (p SlidingLog) LeaseOf(State, int64, int64) (spare, lasts int64) { return 0, 0 }
 
 func (p SlidingLog) ResetAfter(last Decision, units int64) int64 {
@@ -43,8 +43,8 @@ func (p SlidingLog) Refund(s State, clock int64, t Take) (State, Decision) {
 	now, back := max(clock, rolled.WindowStart), int64(0)
 	s, credited := withCreditBack(s, rolled, now, p.Lasts(), t)
 	if !moved {
-		if _, back = rolled.Log.without(t.In, t.Units-t.Spent); back > 0 { // it still counts
-			if clock < rolled.WindowStart { // the row's time may go back, but entries that have left do not return
+		if _, back = rolled.Log.without(t.In, t.Units-t.Spent); back > 0 { // the log still counts the take
+			if clock < rolled.WindowStart { // WindowStart may move back, so drop the entries that have left the window
 				s.Log, s.Count = rolled.Log, rolled.Count
 			}
 			s.Log, _ = s.Log.without(t.In, back)
@@ -61,7 +61,7 @@ func (p SlidingLog) Roll(s State, clock int64) (rolled State, moved bool) {
 	window := Micros(p.Window)
 	if clock >= s.ExpiresAt || s.Count == 0 && s.Credit == 0 {
 		s = State{WindowStart: clock, ExpiresAt: s.ExpiresAt}
-	} else if s.WindowStart-clock > window { // the clock has jumped back: keep the usage, from now on
+	} else if s.WindowStart-clock > window { // the clock has jumped back, so the usage counts from now on
 		s.Log = s.Log.Shifted(s.WindowStart - clock)
 		s.WindowStart = clock
 		s.ExpiresAt = clock + window
@@ -84,8 +84,8 @@ func (p SlidingLog) Decide(s State, clock, n int64) (State, Decision) {
 	stored := s
 	s, moved := p.Roll(s, clock)
 	t := max(clock, s.WindowStart)
-	// A denial writes nothing, unless the clock has jumped far behind the row. An unchanged row would then deny until
-	// the clock catches up.
+	// A denial writes the row only if the clock has jumped far behind it. Otherwise the unchanged row would deny until the
+	// clock catches up.
 	changed := moved && 0 < n && n <= p.Limit
 
 	room := max(p.Limit-s.Count, 0)
@@ -109,8 +109,7 @@ func (p SlidingLog) Decide(s State, clock, n int64) (State, Decision) {
 	case ask > p.Limit:
 		d.RetryAfter = Never
 	default:
-		// The request fits once enough of the oldest entries have left. A remembered denial does not have all of them;
-		// see denials.
+		// The request fits once enough of the oldest entries have left. needed has at most MaxDenialEntries of them.
 		over := s.Count - s.Credit + ask - p.Limit
 		for i := 0; over > 0 && 8*i < len(s.Log); i++ {
 			if over -= s.Log.Units(i); over <= 0 {

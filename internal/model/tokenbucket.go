@@ -6,7 +6,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// TokenBucket is the rules of a TokenBucket.
+// TokenBucket has the rules of ratelimit.TokenBucket.
 type TokenBucket struct {
 	Capacity int64
 	Refill   int64
@@ -15,8 +15,8 @@ type TokenBucket struct {
 
 var _ Rules = TokenBucket{}
 
-// MaxReturned is the most returned credit that a bucket counts. Beyond it, the bucket forgets its earlier takes. A
-// larger sum could overflow.
+// MaxReturned is the largest Returned of a bucket, because a larger sum could overflow. Above MaxReturned, the bucket
+// forgets its earlier takes.
 const MaxReturned = 1 << 61
 
 func (p TokenBucket) Lasts() int64 { return p.FillTime(p.Full()) }
@@ -25,34 +25,33 @@ func (p TokenBucket) Numbers() algorithm.Numbers {
 	return algorithm.Numbers{Algorithm: algorithm.TokenBucket, Limit: p.Capacity, Span: p.Every, Refill: p.Refill}
 }
 
-// Full is the credit of a full bucket.
+// Full returns the Credit of a full bucket.
 func (p TokenBucket) Full() int64 { return p.Capacity * Micros(p.Every) }
 
-// FillTime is how many microseconds it takes to refill that much credit.
+// FillTime returns how many microseconds the refill of this credit takes.
 func (p TokenBucket) FillTime(credit int64) int64 { return CeilDiv(credit, p.Refill) }
 
-// Refund gives back the units of a take that have not been refilled yet. Think of the missing tokens as a queue: a take
-// joins at the end, refill serves the front, and a refund leaves from its own place. Suppose that a take of n had b
-// tokens before it, and none of those left since. Then b + n - refill of its own are still left. If some did leave,
-// fewer than b were before it. Refund does not know where those that left stood. It assumes the worst case, that all
-// stood before it, so this many are left:
+// Refund gives back the units of a take that the refill has not yet replaced. Think of the missing tokens as a queue: a
+// take joins at the end, the refill serves the front, and a refund leaves from its place in the middle. Suppose that a
+// take of n had b tokens before it. If no refund left the queue since, then b + n - refill of the take's tokens are
+// still in the queue. A refund does not record its place, so Refund assumes the worst: all refunds left from before the
+// take. Then this many are left:
 //
 //	max(b - returned since, 0) + n - refill since, and at most n
 //
-// Refunds create no extra tokens, for this reason: without the refunded takes, the queue would be shorter by at most
-// the tokens left of them, because the refill that served them would have served others. So a bucket never holds more
-// than it would hold without these takes.
+// A refund creates no extra tokens. Without the refunded take, the same refill would have served other tokens instead.
+// So the queue would be shorter by no more than what Refund gives back.
 //
-// If the clock jumped back behind the row, a refund gives nothing back, because the next take makes a new bucket with
-// another Since.
+// If the clock jumped back behind the row, Refund gives nothing back, because the next take makes a bucket with another
+// Since.
 func (p TokenBucket) Refund(s State, clock int64, k Take) (State, Decision) {
 	every, full := Micros(p.Every), p.Full()
 	rolled, moved := p.Roll(s, clock)
 	t := rolled.WindowStart
 	if moved ||
-		// There was a take under other numbers since.
+		// A take under other numbers came later.
 		s.Scale != every || s.Capacity != p.Capacity || s.Refill != p.Refill ||
-		// a later bucket, or one that is as good as new
+		// This is a later bucket, or it is as good as new.
 		rolled.Since != k.Since || rolled.Credit == full && rolled.Count == 0 {
 		return afterRefund(p, s, clock, false)
 	}
@@ -66,7 +65,7 @@ func (p TokenBucket) Refund(s State, clock int64, k Take) (State, Decision) {
 		leased := p.leased(s, t)
 		leased.End(k, t)
 		n := min(k.Units-k.Spent, p.Capacity) * every
-		left := min(max(max(k.At, 0)-s.Returned, n), full) // but for refill
+		left := min(max(max(k.At, 0)-s.Returned, n), full) // without the refill
 		if elapsed := t - k.In; elapsed <= left/p.Refill {
 			back = max(min(n, left-elapsed*p.Refill, full-rolled.Credit-p.occupied(leased)), 0)
 		}
@@ -82,9 +81,9 @@ func (p TokenBucket) Refund(s State, clock int64, k Take) (State, Decision) {
 	return afterRefund(p, s, clock, spent > 0 || back > 0)
 }
 
-// bucketLeases are the tokens of a bucket that leases may still hold. They are stored in the row's log, so that refunds
-// leave room for them in the bucket. No lease lasts longer than a period, so only the leases of the current and the
-// previous period count. This may count too many, because the row does not know which tokens have been spent.
+// bucketLeases are the tokens that leases of a bucket may still hold. The row's log stores them, so that a refund
+// leaves room for them in the bucket. No lease lasts longer than a period, so only the leases of the current and the
+// previous period count. bucketLeases may count too many tokens, because the row does not know which ones were spent.
 type bucketLeases struct {
 	since  int64 // the start of the current period
 	now    int64 // tokens leased in the current period
@@ -102,16 +101,16 @@ func (p TokenBucket) leased(s State, t int64) bucketLeases {
 	case t-since >= 2*l.period:
 	case t-since >= l.period:
 		l.before = s.Log.Entry(1)
-	default: // since may be after t, if the clock has jumped back
+	default: // since is after t if the clock has jumped back
 		l.since, l.now, l.before = min(since, t), s.Log.Entry(1), s.Log.Entry(2)
 	}
 	return l
 }
 
-// End ends the lease that the refund k gives back.
+// End subtracts the lease whose rest the refund k gives back.
 func (l *bucketLeases) End(k Take, t int64) {
 	switch {
-	case t-k.In >= l.period: // it no longer counts, or may not
+	case t-k.In >= l.period: // the lease's period may be over, so nothing is subtracted
 	case k.In >= l.since:
 		l.now = max(l.now-max(k.Ended, 0), 0)
 	default:
@@ -127,7 +126,7 @@ func (l bucketLeases) entries() Entries {
 	return NewEntries([]int64{l.since, l.now, l.before})
 }
 
-// occupied is the part of the bucket that stays empty for leases: the held tokens, and the refill until they end.
+// occupied returns how much of the bucket stays empty for leases: the held tokens, and the refill until the leases end.
 func (p TokenBucket) occupied(l bucketLeases) int64 {
 	if l.now+l.before == 0 {
 		return 0
@@ -135,7 +134,7 @@ func (p TokenBucket) occupied(l bucketLeases) int64 {
 	return min(l.now+l.before, p.Capacity)*Micros(p.Every) + l.period*p.Refill
 }
 
-// Lend records that units of the last take are spent later, up to the number that may be held.
+// Lend records in the row's log that a lease holds units of the last take, but no more than LeaseOf allows.
 func (p TokenBucket) Lend(s State, units int64) State {
 	spare, _ := p.LeaseOf(s, s.WindowStart, Never)
 	if units = min(units, spare); units > 0 {
@@ -146,7 +145,7 @@ func (p TokenBucket) Lend(s State, units int64) State {
 	return s
 }
 
-// LeaseOf leaves enough of the bucket empty to put all held units back at any time until the lease ends.
+// LeaseOf keeps enough room in the bucket to put all held tokens back at any time until the lease ends.
 func (p TokenBucket) LeaseOf(s State, clock, longest int64) (spare, lasts int64) {
 	l := p.leased(s, max(clock, s.WindowStart))
 	held := min(l.now+l.before, p.Capacity) * Micros(p.Every)
@@ -158,11 +157,11 @@ func (p TokenBucket) LeaseOf(s State, clock, longest int64) (spare, lasts int64)
 }
 
 func (p TokenBucket) ResetAfter(last Decision, units int64) int64 {
-	if last.State.Count > 0 || last.Taken.Spent > 0 { // there is granted credit, or there was some
+	if last.State.Count > 0 || last.Taken.Spent > 0 { // the row has granted credit, or had some before the last request
 		return creditResetAfter(last, last.State.Count, units, p.Lasts())
 	}
 	need := p.Full() - last.State.Credit
-	// The two terms differ by how far the row's time is ahead of the clock.
+	// The two terms differ by the time from the clock to WindowStart.
 	return last.ResetAfter - p.FillTime(need) + p.FillTime(need-units*Micros(p.Every))
 }
 
@@ -171,11 +170,11 @@ func (p TokenBucket) Roll(s State, clock int64) (rolled State, moved bool) {
 	if clock >= s.ExpiresAt {
 		s = State{Credit: full, WindowStart: clock, ExpiresAt: s.ExpiresAt, Log: s.Log}
 	} else {
-		// an older take can no longer be given back
+		// A refund can no longer give an older take back.
 		if s.Scale != every || s.Capacity != p.Capacity || s.Refill != p.Refill {
 			s.Since, s.Returned = max(s.Since+1, s.WindowStart, clock), 0
 		}
-		if s.Scale != every { // the policy has changed: keep whole tokens, and round the partial one down
+		if s.Scale != every { // the policy has changed: keep whole tokens, and round the rest down
 			if tokens := s.Credit / s.Scale; tokens >= p.Capacity {
 				s.Credit = full
 			} else {
@@ -183,9 +182,9 @@ func (p TokenBucket) Roll(s State, clock int64) (rolled State, moved bool) {
 			}
 		}
 		s.Credit = min(s.Credit, full)
-		if s.Credit == full && s.Count == 0 { // the capacity is lower now, so the row is as good as new
+		if s.Credit == full && s.Count == 0 { // the capacity was lowered, so the row is as good as new
 			s = State{Credit: full, WindowStart: clock, ExpiresAt: clock, Log: s.Log}
-		} else if s.WindowStart-clock > p.FillTime(full) { // the clock has jumped back: keep the credit, from now on
+		} else if s.WindowStart-clock > p.FillTime(full) { // the clock has jumped back, so the credit counts from now on
 			s.WindowStart = clock
 			s.Since, s.Returned = max(s.Since+1, clock), 0
 			s.ExpiresAt = clock + p.FillTime(full)
@@ -197,7 +196,7 @@ func (p TokenBucket) Roll(s State, clock int64) (rolled State, moved bool) {
 	}
 	s.Scale, s.Capacity, s.Refill = every, p.Capacity, p.Refill
 	t := max(clock, s.WindowStart)
-	// This divides, because the product overflows after a long time.
+	// This divides instead of multiplying, because the product overflows after a long time.
 	if s.Credit < full && t-s.WindowStart <= (full-s.Credit-1)/p.Refill {
 		s.Credit += (t - s.WindowStart) * p.Refill
 	} else {
@@ -215,8 +214,8 @@ func (p TokenBucket) Decide(s State, clock, n int64) (State, Decision) {
 	s, moved := p.Roll(s, clock)
 	t := s.WindowStart
 
-	// A denial writes nothing, unless the clock has jumped far behind the row. An unchanged row would then deny until
-	// the clock catches up.
+	// A denial writes the row only if the clock has jumped far behind it. Otherwise the unchanged row would deny until the
+	// clock catches up.
 	changed := moved && 0 < n && n <= p.Capacity
 
 	room := s.Credit / every
@@ -248,7 +247,7 @@ func (p TokenBucket) Decide(s State, clock, n int64) (State, Decision) {
 		stored = s
 	}
 	d.State = s
-	d.State.Log = "" // see request.decideIn
+	d.State.Log = "" // Request.decideIn in internal/engine does not need the log
 	d.Taken.Units, d.Taken.Since, d.Taken.In, d.Taken.At =
 		d.Granted*n, s.Since, s.WindowStart, s.Returned+full-s.Credit
 	return stored, d
