@@ -8,7 +8,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
-// ArgumentsOfAll are those of rate_limit_all for one of each key, by themselves.
+// ArgumentsOfAll returns the arguments of rate_limit_all for one request of 1 unit for each key.
 func ArgumentsOfAll(name string, keys []string, of algorithm.Numbers) []any {
 	n := len(keys)
 	requests, zones := make([]int32, n), []string(nil)
@@ -25,7 +25,7 @@ func ArgumentsOfAll(name string, keys []string, of algorithm.Numbers) []any {
 	}
 }
 
-// AllArrays are the arguments of rate_limit_all from $1 to $10.
+// AllArrays returns the arguments $1 to $10 of rate_limit_all.
 func AllArrays(requests []modeltest.Request) []any {
 	var owners []int32
 	var names, keys []string

@@ -9,7 +9,7 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// Calls are all methods that ask the database, each in words, for a key.
+// Calls returns all methods that ask the database, by name. Each call is for the given key.
 func Calls(l *ratelimit.Limiter, key string) map[string]func() error {
 	allowed := func(r ratelimit.Result, err error) error {
 		if err == nil && !r.Allowed {
@@ -27,7 +27,7 @@ func Calls(l *ratelimit.Limiter, key string) map[string]func() error {
 	}
 }
 
-// TxCalls are all methods that take a transaction, each for a key.
+// TxCalls returns all methods that can run in a transaction, by name. Each call is for the given key.
 func TxCalls(l *ratelimit.Limiter, tx pgx.Tx, key string) map[string]func() error {
 	ctx := context.Background()
 	return map[string]func() error{

@@ -8,13 +8,13 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// Rounds is how many times as long as usual tests of random events go on.
+// Rounds returns the factor by which random tests run longer. RATELIMIT_TEST_ROUNDS sets it; the default is 1.
 func Rounds(t *testing.T) int {
 	t.Helper()
 	return testkit.Rounds(t, "RATELIMIT_TEST_ROUNDS", 1)
 }
 
-// Of the tests' clocks, in microseconds as the models count. C0 is a time.
+// Times of tests are in microseconds, as in package model. C0 is the time at which tests begin.
 const (
 	Second int64 = 1_000_000
 	Minute       = 60 * Second
@@ -23,19 +23,19 @@ const (
 	C0 = 1_800_000_000 * Second
 )
 
-// T0 is a time of the tests' clocks.
+// T0 is the time at which a test's clock starts.
 var T0 = time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
 
-// Clock is a clock that tests move.
+// Clock is a clock that a test moves by setting At.
 type Clock struct{ At time.Time }
 
 // Now returns the time.
 func (c *Clock) Now() time.Time { return c.At }
 
-// Elapse lets time pass, in a bubble of synctest.
+// Elapse lets the time d pass, in a bubble of testing/synctest.
 func Elapse(d time.Duration) { <-time.After(d) }
 
-// Seed returns the seed of a random test, which it logs.
+// Seed returns the seed of a random test, and logs it.
 func Seed(t *testing.T) uint64 {
 	t.Helper()
 	return testkit.Seed(t, modeltest.SeedVariable)

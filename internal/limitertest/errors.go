@@ -12,7 +12,7 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// kinds are all errors that a StoreError can be.
+// kinds lists all errors for which errors.Is can be true of a StoreError.
 var kinds = []error{
 	ratelimit.ErrNotMigrated,
 	ratelimit.ErrNewerSchema,
@@ -26,7 +26,7 @@ var kinds = []error{
 	ratelimit.ErrOutcomeUnknown,
 }
 
-// RequireKinds requires a StoreError of exactly these kinds. It does not show a key with personal in it.
+// RequireKinds requires a StoreError of exactly these kinds. The error must not contain the key "personal".
 func RequireKinds(t testing.TB, err error, want ...error) {
 	const key = "personal"
 	t.Helper()

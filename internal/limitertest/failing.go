@@ -9,26 +9,26 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// TurnedAway is how a stopped server answers, at once.
+// TurnedAway returns the error of a server that does not accept connections now.
 func TurnedAway(context.Context) error {
 	return &pgconn.PgError{Severity: "FATAL", SeverityUnlocalized: "FATAL", Code: "57P03"}
 }
 
-// Fatal returns how a server ends a connection.
+// Fatal returns a function that fails like a server that ends the connection with this SQLSTATE.
 func Fatal(code string) func(context.Context) error {
 	return func(context.Context) error { return &pgconn.PgError{SeverityUnlocalized: "FATAL", Code: code} }
 }
 
-// SQLState returns how a statement fails.
+// SQLState returns a function that fails like a statement with this SQLSTATE.
 func SQLState(code string) func(context.Context) error {
 	return func(context.Context) error { return &pgconn.PgError{SeverityUnlocalized: "ERROR", Code: code} }
 }
 
 var (
-	// Hourly is a policy for tests to which the numbers do not matter.
+	// Hourly is a policy for tests in which the numbers do not matter.
 	Hourly = ratelimit.FixedWindow{Limit: 100, Window: time.Hour}
 
-	// Modes are those that answer in an outage.
+	// Modes are the failure modes that decide in an outage, by the Source of their results.
 	Modes = map[ratelimit.Source]ratelimit.FailureMode{
 		ratelimit.SourceFailedOpen:   ratelimit.FailOpen(),
 		ratelimit.SourceFailedClosed: ratelimit.FailClosed(),
@@ -36,10 +36,10 @@ var (
 	}
 )
 
-// NotSent is an error of a statement that never left.
+// NotSent is the error of a statement that was never sent.
 type NotSent struct{}
 
 func (NotSent) Error() string { return "the connection was closed already" }
 
-// SafeToRetry is what pgx asks.
+// SafeToRetry tells pgx that the statement was not sent.
 func (NotSent) SafeToRetry() bool { return true }

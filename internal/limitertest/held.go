@@ -10,14 +10,14 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// Hold begins a transaction that has locked the row of a key, as a caller's WithTx(tx).Allow does until the transaction
-// ends. The row must exist.
+// Hold begins a transaction that has locked the row of a key, like WithTx(tx).Allow until the transaction ends. The row
+// must exist.
 func Hold(t *testing.T, db *pgtest.DB, config ratelimit.Config, key string) pgx.Tx {
 	t.Helper()
 	return HoldOn(t, pgtest.Connect(t, db.Of(key)), config, key)
 }
 
-// HoldOn is hold on a connection that is there already.
+// HoldOn is Hold on a given connection.
 func HoldOn(t *testing.T, conn *pgx.Conn, config ratelimit.Config, key string) pgx.Tx {
 	t.Helper()
 	tx, err := conn.Begin(t.Context())

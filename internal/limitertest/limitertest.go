@@ -1,5 +1,5 @@
-// Package limitertest has helpers for tests that use a limiter. Tests within package ratelimit cannot import it, so most
-// of those in that folder are of package ratelimit_test.
+// Package limitertest has helpers for tests that use a limiter. Tests within package ratelimit cannot import it, so
+// most tests in that folder are in package ratelimit_test.
 package limitertest
 
 import (
@@ -11,7 +11,7 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// New returns a limiter with its own client. The client has the default configuration, unless a config is given.
+// New returns a limiter with a new client. The client has the default configuration if no ClientConfig is given.
 func New(
 	t testing.TB, db ratelimit.DBTX, config ratelimit.Config, client ...ratelimit.ClientConfig,
 ) *ratelimit.Limiter {
@@ -19,7 +19,7 @@ func New(
 	return Of(t, NewClient(t, db, append(client, ratelimit.ClientConfig{})[0]), config)
 }
 
-// NewClient returns a client.
+// NewClient returns a client, and makes the test fail if the config is invalid.
 func NewClient(t testing.TB, db ratelimit.DBTX, config ratelimit.ClientConfig) *ratelimit.Client {
 	t.Helper()
 	client, err := ratelimit.NewClient(db, config)
@@ -36,7 +36,7 @@ func Of(t testing.TB, client *ratelimit.Client, config ratelimit.Config) *rateli
 	return limiter
 }
 
-// Frozen returns a clock that stands still.
+// Frozen returns a test configuration whose clock stands still.
 func Frozen(at time.Time) ratelimit.TestConfig {
 	return ratelimit.TestConfig{Now: func() time.Time { return at }}
 }
@@ -49,7 +49,7 @@ func Plain(r ratelimit.Result) ratelimit.Result {
 	}
 }
 
-// AsResult is what a refund or a grant has returned, as the model says it: as a decision.
+// AsResult converts the balance of a refund or a grant to a Result, so that tests can compare it with the model.
 func AsResult(b ratelimit.Balance, err error) (ratelimit.Result, error) {
 	return ratelimit.Result{
 		Allowed: err == nil, Limit: b.Limit, Remaining: b.Remaining, ResetAfter: b.ResetAfter, DecidedAt: b.DecidedAt,

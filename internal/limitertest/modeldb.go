@@ -16,56 +16,56 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
-// ModelDB is a database in memory for tests in a bubble of time (testing/synctest), where a connection to a real one
-// would stand still. It decides by the models and the bubble's clock, and it can be away.
+// ModelDB is a database in memory, for tests in a bubble of testing/synctest. In such a bubble, a connection to a real
+// database would stop time. ModelDB decides by package model and the bubble's clock, and a test can make it fail.
 type ModelDB struct {
 	Mu     sync.Mutex
-	Away   func(ctx context.Context) error // nil: it is there
-	asked  int                             // statements
-	atOnce int                             // statements at the same time, at most
+	Away   func(ctx context.Context) error // fails statements; nil if the database works
+	asked  int                             // number of statements
+	atOnce int                             // most statements that ran at the same time
 	now    int
 	Rows   modeltest.Rows
-	units  int64 // that were taken
+	units  int64 // units that statements took
 
-	Takes  time.Duration    // how long a statement takes beside its waits; it decides after half of that
-	CutOff time.Duration    // the statement_timeout; 0: none
-	Held   map[string]int64 // the transactions that have locked keys; 0: the row is being made
+	Takes  time.Duration    // how long a statement runs without its waits for locks; it decides after half of that
+	CutOff time.Duration    // the statement_timeout; 0 means none
+	Held   map[string]int64 // by key: the transaction that locks the row; 0 if the row is being created
 }
 
 // NewModelDB returns an empty database.
 func NewModelDB() *ModelDB { return &ModelDB{Rows: modeltest.NewRows()} }
 
-// Set says what becomes of statements from now on, and begins to count anew.
+// Set sets Away for all later statements, and resets the counts of statements.
 func (db *ModelDB) Set(away func(ctx context.Context) error) {
 	db.Mu.Lock()
 	defer db.Mu.Unlock()
 	db.Away, db.asked, db.atOnce = away, 0, db.now
 }
 
-// Counts is how many statements there were since set, and how many at the same time at most.
+// Counts returns the number of statements since the last Set, and the most that ran at the same time.
 func (db *ModelDB) Counts() (asked, atOnce int) {
 	db.Mu.Lock()
 	defer db.Mu.Unlock()
 	return db.asked, db.atOnce
 }
 
-// Statements is how many there were since set.
+// Statements returns the number of statements since the last Set.
 func (db *ModelDB) Statements() int {
 	asked, _ := db.Counts()
 	return asked
 }
 
-// Taken is how many units the statements have taken.
+// Taken returns how many units the statements have taken.
 func (db *ModelDB) Taken() int64 {
 	db.Mu.Lock()
 	defer db.Mu.Unlock()
 	return db.units
 }
 
-// Query decides. It waits with mu free, because a goroutine that waits for a mutex holds up the bubble's time.
+// Query decides a statement. It waits without Mu, because a goroutine that waits for a mutex stops the bubble's time.
 func (db *ModelDB) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
 	db.Mu.Lock()
-	if len(args) == 0 && db.Away == nil { // rate_limit_version
+	if len(args) == 0 && db.Away == nil { // the statement calls rate_limit_version
 		defer db.Mu.Unlock()
 		return nil, &pgconn.PgError{Code: "42883"}
 	}
@@ -95,7 +95,7 @@ func (db *ModelDB) decide(sql string, args []any) (*modelRows, error) {
 	lockTimeout, skip := args[10].(*int32), args[17].(bool)
 	db.Mu.Lock()
 	wait, code := db.Takes/2, ""
-	passed := map[int][]int64{} // by which transactions the parts of requests are locked
+	passed := map[int][]int64{} // for each request with a locked part, the transactions that lock its parts
 	for i := 0; i < len(requests) && code == ""; i++ {
 		for _, p := range requests[i].Parts {
 			by, ok := db.Held[p.ID.Key]
@@ -132,7 +132,7 @@ func (db *ModelDB) decide(sql string, args []any) (*modelRows, error) {
 	return answer, nil
 }
 
-// answer decides the requests that were not passed over.
+// answer decides the requests that have no locked part.
 func (db *ModelDB) answer(requests []modeltest.Request, passed map[int][]int64) *modelRows {
 	db.Mu.Lock()
 	defer db.Mu.Unlock()
@@ -145,7 +145,7 @@ func (db *ModelDB) answer(requests []modeltest.Request, passed map[int][]int64) 
 	}
 	db.Rows.DecideAll(decided, clock)
 	answer, ord := &modelRows{}, int64(0)
-	for i, r := range requests { // whose parts are those of decided
+	for i, r := range requests { // decided and requests share their Parts
 		if passed[i] == nil && r.Parts[0].Cost > 0 {
 			for _, p := range r.Parts {
 				db.units += p.Decision.Granted * p.Cost
@@ -170,7 +170,7 @@ func (db *ModelDB) answer(requests []modeltest.Request, passed map[int][]int64) 
 	return answer
 }
 
-// logOf is the entries as a column has them.
+// logOf returns the entries as the values of the column log.
 func logOf(e model.Entries) (log []int64) {
 	for i := range len(e) / 8 {
 		log = append(log, e.Entry(i))
@@ -178,7 +178,8 @@ func logOf(e model.Entries) (log []int64) {
 	return log
 }
 
-// asNumbers is the answer as a function tells it that only takes, and that leaves all to the rules of rate_limit_all.
+// asNumbers converts the rows to the array that a function for takes returns. All keys have the form that they have if
+// rate_limit_all decides them.
 func (r *modelRows) asNumbers(logs bool) *modelRows {
 	var numbers pgtype.FlatArray[pgtype.Int8]
 	for _, v := range r.values {
@@ -198,12 +199,12 @@ func (r *modelRows) asNumbers(logs bool) *modelRows {
 	return &modelRows{values: [][]any{{numbers}}}
 }
 
-// askedOf is what a statement asks for, and the arguments that rate_limit_all would get for it. takes tells whether it is
-// a function that only takes.
+// askedOf returns the requests of a statement, and the arguments of rate_limit_all for the same requests. takes is true
+// for a function that only takes.
 func askedOf(sql string, args []any) (requests []modeltest.Request, asAll []any, takes bool) {
-	if sql == engine.Text("takeall", "") { // so is this
+	if sql == engine.Text("takeall", "") { // rate_limit_take_all
 		takes, args = true, argsOfAll(args)
-	} else if name, one := args[0].(string); one { // the function of an algorithm
+	} else if name, one := args[0].(string); one { // the function of one algorithm
 		takes = true
 		code := 1 + slices.IndexFunc(algorithm.All(), func(a algorithm.Algorithm) bool {
 			return engine.Text(a.File, "") == sql
@@ -258,7 +259,7 @@ func askedOf(sql string, args []any) (requests []modeltest.Request, asAll []any,
 	return requests, args, takes
 }
 
-// argsOfKeys are the arguments of rate_limit_all for what the function of an algorithm is asked.
+// argsOfKeys converts the arguments of an algorithm's function to those of rate_limit_all.
 func argsOfKeys(name string, code int16, args []any) []any {
 	keys, of := args[1].([]string), args[8:]
 	numbers := algorithm.Numbers{Algorithm: code, Limit: of[0].(int64)}
@@ -277,7 +278,7 @@ func argsOfKeys(name string, code int16, args []any) []any {
 	return all
 }
 
-// timeOf is the time of microseconds since 1970, or nil.
+// timeOf converts microseconds since 1970 to a time. It returns nil for nil.
 func timeOf(micros *int64) *time.Time {
 	if micros == nil {
 		return nil
@@ -285,7 +286,7 @@ func timeOf(micros *int64) *time.Time {
 	return new(time.UnixMicro(*micros))
 }
 
-// argsOfAll are the arguments of rate_limit_all for what rate_limit_take_all is asked.
+// argsOfAll converts the arguments of rate_limit_take_all to those of rate_limit_all.
 func argsOfAll(args []any) []any {
 	of, none := args[10].([]int32), []*int64(nil)
 	return []any{
@@ -296,7 +297,7 @@ func argsOfAll(args []any) []any {
 	}
 }
 
-// ofRows are the elements of the rows that parts take from.
+// ofRows returns, for each part, the element of its row. The numbers in of count from 1.
 func ofRows[T any](all any, of []int32) []T {
 	rows := all.([]T)
 	if rows == nil {
@@ -309,7 +310,7 @@ func ofRows[T any](all any, of []int32) []T {
 	return parts
 }
 
-// modelRows are what a statement returns.
+// modelRows are the rows that a statement returns.
 type modelRows struct {
 	pgx.Rows
 	values [][]any

@@ -19,7 +19,7 @@ import (
 // Year is longer than any test runs.
 const Year = 365 * 24 * time.Hour
 
-// SlowPolicies are policies of that limit under which time plays no part in a test.
+// SlowPolicies returns policies with this limit, by algorithm. Under them, a key gets nothing back while a test runs.
 func SlowPolicies(limit int64) map[string]ratelimit.Policy {
 	return map[string]ratelimit.Policy{
 		"fixed window":   ratelimit.FixedWindow{Limit: limit, Window: Year},
@@ -30,7 +30,7 @@ func SlowPolicies(limit int64) map[string]ratelimit.Policy {
 	}
 }
 
-// SlowCalendar is a month that does not end while a test runs.
+// SlowCalendar returns a policy for a calendar month that does not end while a test runs.
 func SlowCalendar(limit int64) ratelimit.CalendarWindow {
 	p := ratelimit.CalendarWindow{Limit: limit, Unit: ratelimit.CalendarMonth}
 	if now := time.Now().UnixMicro(); Rule(p).(model.CalendarWindow).End(now)-now < 2*Hour {
@@ -39,13 +39,13 @@ func SlowCalendar(limit int64) ratelimit.CalendarWindow {
 	return p
 }
 
-// EachSlowPolicyAndTable runs a test for every algorithm, on a table of TablesFor, side by side. Its Config is complete.
+// EachSlowPolicyAndTable runs a parallel subtest for each policy of SlowPolicies, on the tables of TablesFor.
 func EachSlowPolicyAndTable(t *testing.T, limit int64, test func(t *testing.T, config ratelimit.Config)) {
 	t.Helper()
 	eachPolicyAndTable(t, SlowPolicies(limit), test)
 }
 
-// EachSlowPolicyAllAndTable is the same with all of them at once, too, of which the last has the smallest limit.
+// EachSlowPolicyAllAndTable adds an All to EachSlowPolicyAndTable. The last policy of All has the smallest limit.
 func EachSlowPolicyAllAndTable(t *testing.T, limit int64, test func(t *testing.T, config ratelimit.Config)) {
 	t.Helper()
 	policies, larger := SlowPolicies(limit), SlowPolicies(2*limit)
@@ -73,11 +73,12 @@ func eachPolicyAndTable(
 	}
 }
 
-// RandomPolicy is one of modeltest.RandomPolicy.
+// RandomPolicy draws a policy with modeltest.RandomPolicy.
 func RandomPolicy(r *rand.Rand) ratelimit.Policy { return Policy(modeltest.RandomPolicy(r).Numbers()) }
 
-// TablesFor says on which tables a test tries a policy, or another variant: on both with many rounds, else on one. The
-// SQL for both is made from one text, and over all tests each policy is on each table.
+// TablesFor returns the tables on which a test tries a variant, such as a policy: both if RATELIMIT_TEST_ROUNDS is
+// above 1, else one. The SQL for both tables is generated from one text, and all tests together try each policy on each
+// table.
 func TablesFor(t *testing.T, variant string) (durable []bool) {
 	t.Helper()
 	if Rounds(t) > 1 {
@@ -86,7 +87,7 @@ func TablesFor(t *testing.T, variant string) (durable []bool) {
 	return []bool{crc32.ChecksumIEEE([]byte(t.Name()+variant))%2 == 0}
 }
 
-// ThreeLimits are limiters for an address, a user and all together, of every algorithm and in both tables.
+// ThreeLimits returns limiters for an address, a user and everybody, with different algorithms and tables.
 func ThreeLimits(t *testing.T, db ratelimit.DBTX, address, user, everybody int64) (a, b, c *ratelimit.Limiter) {
 	t.Helper()
 	client := NewClient(t, db, ratelimit.ClientConfig{Test: Frozen(T0)})
@@ -98,7 +99,7 @@ func ThreeLimits(t *testing.T, db ratelimit.DBTX, address, user, everybody int64
 	return a, b, c
 }
 
-// EachSlowPolicyAndTableAt is EachSlowPolicyAndTable in a subtest with the name of an isolation level.
+// EachSlowPolicyAndTableAt runs EachSlowPolicyAndTable in a subtest that is named after an isolation level.
 func EachSlowPolicyAndTableAt(
 	t *testing.T, level pgx.TxIsoLevel, limit int64, test func(t *testing.T, config ratelimit.Config),
 ) {
@@ -109,7 +110,7 @@ func EachSlowPolicyAndTableAt(
 	})
 }
 
-// With is the limiter's view under a policy that must be good.
+// With returns l.With(policy), and makes the test fail if the policy is invalid.
 func With(t testing.TB, l *ratelimit.Limiter, policy ratelimit.Policy) *ratelimit.Limiter {
 	t.Helper()
 	other, err := l.With(policy)
@@ -117,7 +118,7 @@ func With(t testing.TB, l *ratelimit.Limiter, policy ratelimit.Policy) *ratelimi
 	return other
 }
 
-// NumbersOf are a policy and what may become of it: more or less, and in more or less time.
+// NumbersOf returns policies of p's type, with more and with fewer units, and with more and with less time.
 func NumbersOf(p ratelimit.Policy) map[string]ratelimit.Policy {
 	numbers := map[string]ratelimit.Policy{}
 	for name, change := range map[string]struct {

@@ -13,7 +13,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// RunningPolicies are policies that run until the end of the test.
+// RunningPolicies returns Policies that run until the end of the test.
 func RunningPolicies(t *testing.T, db ratelimit.DBTX, config ratelimit.PoliciesConfig) *ratelimit.Policies {
 	t.Helper()
 	if config.Logger == nil {
@@ -25,7 +25,7 @@ func RunningPolicies(t *testing.T, db ratelimit.DBTX, config ratelimit.PoliciesC
 	return p
 }
 
-// Run has policies run until the end of the test.
+// Run runs p in the background until the end of the test.
 func Run(t *testing.T, p *ratelimit.Policies) {
 	t.Helper()
 	ctx, stop := context.WithCancel(context.Background())
@@ -37,7 +37,7 @@ func Run(t *testing.T, p *ratelimit.Policies) {
 	})
 }
 
-// WaitUntilKnown waits until the policies are those of the table.
+// WaitUntilKnown waits until p has read the newest version of the table of policies.
 func WaitUntilKnown(t *testing.T, p *ratelimit.Policies, db pgtest.Querier) {
 	t.Helper()
 	version := pgtest.Scalar[int64](t, db, "SELECT coalesce(max(version), 0) FROM rate_limit_policy_history")
@@ -48,6 +48,6 @@ func WaitUntilKnown(t *testing.T, p *ratelimit.Policies, db pgtest.Querier) {
 	})
 }
 
-// AddPolicy inserts a row of rate_limit_policy. Its parameters are name, key, prefix, mode and policy.
+// AddPolicy inserts a row into rate_limit_policy. Its parameters are name, key, prefix, mode and policy.
 const AddPolicy = `INSERT INTO rate_limit_policy (name, key, key_prefix, mode, policy, comment)
 	VALUES ($1, nullif($2, ''), nullif($3, ''), $4, nullif($5, ''), 'test')`

@@ -7,7 +7,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// PolicyTexts are texts as String writes them.
+// PolicyTexts returns policies by the text that String returns for them.
 func PolicyTexts() map[string]ratelimit.Policy {
 	return map[string]ratelimit.Policy{
 		"fixed 100/1m":                  ratelimit.FixedWindow{Limit: 100, Window: time.Minute},
@@ -35,7 +35,7 @@ func PolicyTexts() map[string]ratelimit.Policy {
 	}
 }
 
-// OtherPolicyTexts are texts that are read, with what String writes.
+// OtherPolicyTexts returns texts that ParsePolicy also reads, with the text that String returns.
 func OtherPolicyTexts() map[string]string {
 	return map[string]string{
 		" fixed\t100/60s ":       "fixed 100/1m",
@@ -49,7 +49,7 @@ func OtherPolicyTexts() map[string]string {
 	}
 }
 
-// UnreadablePolicyTexts are texts that cannot be read, with what the error says.
+// UnreadablePolicyTexts returns texts that ParsePolicy does not read, with a part of the error.
 func UnreadablePolicyTexts() map[string]string {
 	return map[string]string{
 		"":                             "is empty",
@@ -91,7 +91,7 @@ func UnreadablePolicyTexts() map[string]string {
 	}
 }
 
-// ImpossiblePolicyTexts can be read, and New would refuse them for that field.
+// ImpossiblePolicyTexts returns texts of invalid policies, with the field that New names in its error.
 func ImpossiblePolicyTexts() map[string]string {
 	return map[string]string{
 		"fixed 0/1m":                     "Policy.Limit",
@@ -117,7 +117,7 @@ func ImpossiblePolicyTexts() map[string]string {
 	}
 }
 
-// FuzzedPolicyTexts are where FuzzParsePolicy begins.
+// FuzzedPolicyTexts returns the seed corpus of FuzzParsePolicy.
 func FuzzedPolicyTexts() []string {
 	return []string{
 		"fixed 100/1m", "sliding 100/1h30m", "log 1000/1h30m", "bucket 20 5/10s", "fixed 1/30d", "fixed 1/1d12h", "sliding 1/1.000001s",

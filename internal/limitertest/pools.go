@@ -14,7 +14,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// Acquire returns a connection of a pool until the end of the test.
+// Acquire returns a connection of the pool, and releases it at the end of the test.
 func Acquire(t *testing.T, pool *pgxpool.Pool) *pgxpool.Conn {
 	t.Helper()
 	conn, err := pool.Acquire(t.Context())
@@ -31,11 +31,11 @@ func Savepoint(t *testing.T, tx pgx.Tx) pgx.Tx {
 	return inner
 }
 
-// SmallPools are several pools of one database, as several processes have.
+// SmallPools returns n pools of one database, which stand for n processes.
 func SmallPools(t *testing.T, db *pgtest.DB, n int) []*pgxpool.Pool {
 	t.Helper()
-	// The pools' statements wait for a row for 25 ms at most. So deadlocks are looked for earlier than that, where the
-	// role may say so.
+	// The pools' statements wait at most 25 ms for a row. So Postgres must look for deadlocks earlier. Only a superuser
+	// may set deadlock_timeout.
 	pgtest.Exec(t, db.Pool, `DO $$ BEGIN
 		IF (SELECT rolsuper FROM pg_roles WHERE rolname = session_user) THEN
 			EXECUTE format('ALTER DATABASE %I SET deadlock_timeout = ''5ms''', current_database());
@@ -54,13 +54,13 @@ func SmallPools(t *testing.T, db *pgtest.DB, n int) []*pgxpool.Pool {
 // Bouncer is a PgBouncer in transaction mode, in front of a test's database.
 type Bouncer struct{ url string }
 
-// StartBouncer starts a PgBouncer with a given number of connections to the database for all its clients.
+// StartBouncer starts a PgBouncer with this number of connections to the database.
 func StartBouncer(t *testing.T, db *pgtest.DB, connections int) Bouncer {
 	t.Helper()
 	return Bouncer{pgtest.PgBouncer(t, db, "transaction", connections)}
 }
 
-// Pool returns a pool of PgBouncer's clients.
+// Pool returns a pool of connections to PgBouncer.
 func (b Bouncer) Pool(t *testing.T, mode pgx.QueryExecMode, configure ...func(*pgxpool.Config)) *pgxpool.Pool {
 	t.Helper()
 	config, err := pgxpool.ParseConfig(b.url)
@@ -76,7 +76,7 @@ func (b Bouncer) Pool(t *testing.T, mode pgx.QueryExecMode, configure ...func(*p
 	return pool
 }
 
-// PoolOf returns a pool whose server does that with each connection.
+// PoolOf returns a pool whose server is serve. serve gets each new connection.
 func PoolOf(t *testing.T, serve func(net.Conn)) *pgxpool.Pool {
 	t.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
@@ -100,13 +100,13 @@ func PoolOf(t *testing.T, serve func(net.Conn)) *pgxpool.Pool {
 	return pool
 }
 
-// Statements counts the statements of a pool, and how many were under way at once.
+// Statements counts the statements of a pool. AtOnce is the most that ran at the same time.
 type Statements struct {
 	mu                 sync.Mutex
 	total, now, AtOnce int
 }
 
-// TraceQueryStart is what pgx calls.
+// TraceQueryStart counts a statement that begins. pgx calls it.
 func (s *Statements) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQueryStartData) context.Context {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -116,29 +116,29 @@ func (s *Statements) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.Tra
 	return ctx
 }
 
-// TraceQueryEnd is what pgx calls.
+// TraceQueryEnd counts a statement that ends. pgx calls it.
 func (s *Statements) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.now--
 }
 
-// Count is how many there have been.
+// Count returns how many statements have begun.
 func (s *Statements) Count() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.total
 }
 
-// TracedPool is a pool of the database's whose statements are counted.
+// TracedPool returns a pool of db whose statements are counted.
 func TracedPool(t *testing.T, db *pgtest.DB) (*pgxpool.Pool, *Statements) {
 	t.Helper()
 	counted := &Statements{}
 	return db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.Tracer = counted }), counted
 }
 
-// Connless is a transaction that tells no connection.
+// Connless is a transaction whose Conn returns nil.
 type Connless struct{ pgx.Tx }
 
-// Conn tells none.
+// Conn returns nil.
 func (Connless) Conn() *pgx.Conn { return nil }

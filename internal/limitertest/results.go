@@ -12,29 +12,29 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// Taken is how much of a slow policy's limit a key has taken.
+// Taken returns how many units a key has taken of a slow policy's limit.
 func Taken(t *testing.T, db pgtest.Executor, config ratelimit.Config, key string) int64 {
 	t.Helper()
 	return TakenOf(config, pgtest.StoredRows(t, db, config.Durable), key)
 }
 
-// TakenOf is how much a key has taken according to the rows.
+// TakenOf returns how many units a key has taken according to the stored rows.
 func TakenOf(config ratelimit.Config, stored map[modeltest.RowID]modeltest.Row, key string) int64 {
 	row := stored[modeltest.RowID{Name: config.Name, Key: key}]
-	// A row that was only made, for a request that was refused in the end, is of no algorithm.
+	// A denied request can create a row that has no algorithm yet.
 	if bucket, isBucket := config.Policy.(ratelimit.TokenBucket); isBucket && row.Algorithm != 0 {
 		return bucket.Capacity - row.Credit/row.Scale
 	}
 	return row.Count
 }
 
-// ModelResults are what calls of these costs for one key, one after the other at the same time, are to be told by
-// the model.
+// ModelResults returns the results that the model gives to calls with these costs, for one key and at one time. The
+// calls come one after another.
 func ModelResults(p model.Rules, at time.Time, costs ...int64) []ratelimit.Result {
 	return ModelResultsFrom(p, model.State{}, at, costs...)
 }
 
-// ModelResultsFrom are those that follow on a state.
+// ModelResultsFrom is ModelResults for a key with the row s.
 func ModelResultsFrom(p model.Rules, s model.State, at time.Time, costs ...int64) []ratelimit.Result {
 	results := make([]ratelimit.Result, len(costs))
 	for i, cost := range costs {
@@ -61,7 +61,7 @@ func Tally(results []ratelimit.Result) map[ratelimit.Result]int {
 	return counts
 }
 
-// Written is how many tuples the transaction has written to a table.
+// Written returns how many tuples the transaction has written to the limiter's table.
 func Written(t *testing.T, tx pgx.Tx, config ratelimit.Config) int64 {
 	t.Helper()
 	return pgtest.Scalar[int64](
@@ -72,5 +72,5 @@ func Written(t *testing.T, tx pgx.Tx, config ratelimit.Config) int64 {
 	)
 }
 
-// ErrorOf drops a result.
+// ErrorOf returns only the error of a call.
 func ErrorOf[T any](_ T, err error) error { return err }

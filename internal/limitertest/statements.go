@@ -8,18 +8,18 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// TakingOf is the function that takes by a policy.
+// TakingOf returns the name of the SQL function that takes by a policy.
 func TakingOf(policy ratelimit.Policy) string {
 	return algorithm.ByCode(Model(policy).Rules[0].Numbers().Algorithm).Function
 }
 
-// StepOf is the function that has its rules.
+// StepOf returns the name of the SQL function that has a policy's rules.
 func StepOf(policy ratelimit.Policy) string {
 	names := [...]string{"", "fixed", "sliding", "bucket", "log", "calendar"}
 	return "_rate_limit_" + names[Model(policy).Rules[0].Numbers().Algorithm]
 }
 
-// AlwaysArrays has the functions decide a single key as they decide several.
+// AlwaysArrays makes the functions that take decide a single key with their statement for several keys.
 func AlwaysArrays(t *testing.T, db pgtest.Executor) {
 	t.Helper()
 	for _, policy := range SlowPolicies(1) {
@@ -29,7 +29,7 @@ func AlwaysArrays(t *testing.T, db pgtest.Executor) {
 	}
 }
 
-// NeverCheap has them decide by the rules of rate_limit_all only, those for one key by themselves.
+// NeverCheap makes the functions that take decide by the rules of rate_limit_all, without their short statements.
 func NeverCheap(t *testing.T, db pgtest.Executor) {
 	t.Helper()
 	for _, policy := range SlowPolicies(1) {
@@ -37,7 +37,7 @@ func NeverCheap(t *testing.T, db pgtest.Executor) {
 	}
 }
 
-// AlwaysAll has them leave everything to rate_limit_all.
+// AlwaysAll makes the functions that take leave everything to rate_limit_all.
 func AlwaysAll(t *testing.T, db pgtest.Executor) {
 	t.Helper()
 	for _, policy := range SlowPolicies(1) {
@@ -45,7 +45,7 @@ func AlwaysAll(t *testing.T, db pgtest.Executor) {
 	}
 }
 
-// Probe makes a table write down the settings of each transaction that writes to it.
+// Probe records the settings of each statement that writes to a limiter's table in the table probe.
 func Probe(t *testing.T, db *pgtest.DB) {
 	t.Helper()
 	pgtest.Exec(t, db.Pool, `

@@ -14,17 +14,17 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// Waits are callers of Wait, in the background.
+// Waits is a group of callers of Wait, each in its goroutine.
 type Waits struct {
 	t  *testing.T
 	wg sync.WaitGroup
 
 	mu    sync.Mutex
 	Begin time.Time
-	ended []Waited // in the order in which they were told
+	ended []Waited // in the order in which the waits ended
 }
 
-// Waited is what one of them was told, and when.
+// Waited is what Wait returned to a caller, and when. Who is the caller's number.
 type Waited struct {
 	Who    int
 	At     time.Duration
@@ -35,14 +35,14 @@ type Waited struct {
 // NewWaits returns a group without callers.
 func NewWaits(t *testing.T) *Waits { return &Waits{t: t, Begin: time.Now()} }
 
-// Add has somebody begin to wait, and returns when that one stands in the line.
+// Add starts a caller of Wait, and returns when the caller stands in the line.
 func (w *Waits) Add(ctx context.Context, limiter *ratelimit.Limiter, who int, n int64) {
 	w.t.Helper()
 	w.Start(ctx, limiter, who, n)
 	synctest.Wait()
 }
 
-// Start has somebody begin to wait.
+// Start starts a caller of Wait.
 func (w *Waits) Start(ctx context.Context, limiter *ratelimit.Limiter, who int, n int64) {
 	w.wg.Go(func() {
 		result, err := limiter.WaitN(ctx, "key", n)
@@ -52,7 +52,7 @@ func (w *Waits) Start(ctx context.Context, limiter *ratelimit.Limiter, who int, 
 	})
 }
 
-// All waits for all of them, and checks that nothing is left in the limiters.
+// All waits until all callers have ended, and checks that nothing is left in the limiters.
 func (w *Waits) All(limiters ...*ratelimit.Limiter) []Waited {
 	w.t.Helper()
 	w.wg.Wait()
@@ -60,7 +60,7 @@ func (w *Waits) All(limiters ...*ratelimit.Limiter) []Waited {
 	for _, limiter := range limiters {
 		require.True(w.t, Lines(limiter).Empty())
 	}
-	// Those who were told at the same time have written that down in any order.
+	// Callers that ended at the same time appended to w.ended in any order.
 	slices.SortStableFunc(w.ended, func(a, b Waited) int {
 		if a.At == b.At && a.Result.DecidedAt.Equal(b.Result.DecidedAt) {
 			return cmp.Compare(b.Result.Remaining, a.Result.Remaining)
@@ -70,7 +70,7 @@ func (w *Waits) All(limiters ...*ratelimit.Limiter) []Waited {
 	return w.ended
 }
 
-// Told is who has been told what, up to now.
+// Told returns the callers that have ended so far.
 func (w *Waits) Told() []Waited {
 	synctest.Wait()
 	w.mu.Lock()
@@ -78,7 +78,7 @@ func (w *Waits) Told() []Waited {
 	return slices.Clone(w.ended)
 }
 
-// WhoOf returns who was told, in that order.
+// WhoOf returns the numbers of the callers, in the order in which their waits ended.
 func WhoOf(ended []Waited) (who []int) {
 	for _, e := range ended {
 		who = append(who, e.Who)
@@ -86,7 +86,7 @@ func WhoOf(ended []Waited) (who []int) {
 	return who
 }
 
-// UpTo returns the numbers from 0 to before n.
+// UpTo returns the numbers from 0 to n-1.
 func UpTo(n int) (numbers []int) {
 	for i := range n {
 		numbers = append(numbers, i)
@@ -94,8 +94,8 @@ func UpTo(n int) (numbers []int) {
 	return numbers
 }
 
-// InBubble runs a test in a bubble of time, which also waits for all goroutines that the test has started, or says
-// that they are stuck.
+// InBubble runs a test in a bubble of testing/synctest. At the end, it waits for all goroutines that the test started,
+// and fails if they are stuck.
 func InBubble(t *testing.T, policy ratelimit.Policy, test func(t *testing.T, limiter *ratelimit.Limiter, db *ModelDB)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {

@@ -12,7 +12,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
-// The units of the calendar.
+// These are the units of the calendar.
 const (
 	minutely = time.Minute
 	hourly   = time.Hour
@@ -21,7 +21,7 @@ const (
 	monthly  = 31 * daily
 )
 
-// clockAt parses a time with its offset, such as "2026-03-29T03:00:00+02:00".
+// clockAt parses a time with its offset, such as "2026-03-29T03:00:00+02:00", and returns microseconds.
 func clockAt(text string) int64 {
 	t, err := time.Parse(time.RFC3339Nano, text)
 	if err != nil {
@@ -115,7 +115,7 @@ func TestCalendarWindow(t *testing.T) {
 			{clockAt("2026-07-01T13:00:00+05:30"), 1, granted(9, hour)},
 		}},
 		{"a week starts on Monday", in(weekly, "America/New_York"), []modelStep{
-			{clockAt("2026-07-05T23:59:59-04:00"), 10, granted(0, second)}, // a Sunday
+			{clockAt("2026-07-05T23:59:59-04:00"), 10, granted(0, second)}, // this day is a Sunday
 			{clockAt("2026-07-06T00:00:00-04:00"), 1, granted(9, 7*day)},
 			{clockAt("2026-10-26T00:00:00-04:00"), 1, granted(9, 7*day+hour)},
 			{clockAt("2026-12-28T00:00:00-05:00"), 1, granted(9, 7*day)}, // the week reaches into the next year
@@ -135,7 +135,7 @@ func TestCalendarWindow(t *testing.T) {
 		{"the clock steps back by less than a window", in(minutely, "UTC"), []modelStep{
 			{at("12:10:05"), 6, granted(4, 55*second)},
 			{at("12:10:01"), 1, granted(3, 59*second)},
-			{at("12:09:59.999999"), 1, granted(2, minute+1)}, // the request stays in its window
+			{at("12:09:59.999999"), 1, granted(2, minute+1)}, // the take counts in the row's window, which is ahead of the clock
 			{at("12:09:05"), 3, denied(2, 115*second, 115*second)},
 			{at("12:10:59.999999"), 3, denied(2, 1, 1)},
 			{at("12:11:00"), 1, granted(9, minute)},
@@ -143,9 +143,9 @@ func TestCalendarWindow(t *testing.T) {
 		{"the clock steps back by more than a window", in(minutely, "UTC"), []modelStep{
 			{at("12:10:05"), 10, granted(0, 55*second)},
 			{at("12:09:05"), 1, denied(0, 115*second, 115*second)},
-			{at("12:09:04.999999"), 0, denied(0, minute, minute)}, // a Peek does not pull the row back
+			{at("12:09:04.999999"), 0, denied(0, minute, minute)}, // a Peek does not pull the row back to the clock
 			{at("12:09:05"), 1, denied(0, 115*second, 115*second)},
-			{at("12:09:04.999999"), 1, denied(0, minute, minute)}, // a denial does, for a whole window
+			{at("12:09:04.999999"), 1, denied(0, minute, minute)}, // a denial pulls the row back, for a whole window
 			{at("12:09:05"), 1, denied(0, minute-1, minute-1)},
 			{at("12:10:04.999999"), 1, granted(9, 55*second+1)},
 		}},
@@ -185,7 +185,7 @@ func TestCalendarWindowLimitChangesAtOnce(t *testing.T) {
 		modelStep{at("12:01:00"), 4, granted(0, minute)})
 }
 
-// A key's window ends at the announced time, even under another unit.
+// A key's window ends at the announced time, even after the policy changed to another unit or zone.
 func TestCalendarWindowKeepsItsEndUnderAnotherZoneOrALongerUnit(t *testing.T) {
 	t.Parallel()
 	const day = 24 * hour
@@ -209,7 +209,7 @@ func TestCalendarWindowStartsAnewUnderAShorterUnit(t *testing.T) {
 	playModel(t, model.CalendarWindow{10, daily, "UTC"}, s,
 		modelStep{clockAt("2026-07-10T13:00:00Z"), 10, granted(0, 11*hour)},
 		modelStep{clockAt("2026-07-11T00:00:00Z"), 10, granted(0, day)})
-	// Unless the new unit's window is too short for that.
+	// A window of at most two days goes on under the daily unit.
 	s = playModel(t, model.CalendarWindow{100, monthly, "UTC"}, model.State{},
 		modelStep{clockAt("2026-07-30T12:00:00Z"), 50, granted(50, 36*hour)})
 	playModel(t, model.CalendarWindow{10, daily, "UTC"}, s,
@@ -217,7 +217,7 @@ func TestCalendarWindowStartsAnewUnderAShorterUnit(t *testing.T) {
 		modelStep{clockAt("2026-08-01T00:00:00Z"), 10, granted(0, day)})
 }
 
-// Granted credit outlasts the window, also under units that are shorter than its two windows.
+// Granted credit outlasts the window, even if the policy changes to a shorter unit.
 func TestCalendarWindowCreditIsKeptForTwoWindows(t *testing.T) {
 	t.Parallel()
 	p := model.CalendarWindow{10, minutely, "Asia/Kolkata"}
@@ -234,8 +234,7 @@ func TestCalendarWindowCreditIsKeptForTwoWindows(t *testing.T) {
 	playModel(t, p, s, modelStep{at("12:02:11"), 1, denied(0, 49*second, 49*second)})
 }
 
-// A refund does not give back units to a later window with the same start, such as after a Reset or under another
-// policy.
+// A newer window can have the same start, after a Reset or under another policy. A refund gives it nothing.
 func TestCalendarWindowRefundsOnlyItsOwnTakes(t *testing.T) {
 	t.Parallel()
 	p := model.CalendarWindow{10, monthly, "UTC"}
@@ -243,7 +242,7 @@ func TestCalendarWindowRefundsOnlyItsOwnTakes(t *testing.T) {
 	back, _, err := checkRefund(p, before, c1, d.Taken)
 	require.NoError(t, err)
 	require.True(t, equalsNoRow(p, back, c1))
-	s := playModel(t, p, model.State{}, modelStep{c2, 3, granted(7, p.End(c2)-c2)}) // after a Reset
+	s := playModel(t, p, model.State{}, modelStep{c2, 3, granted(7, p.End(c2)-c2)}) // as after a Reset
 	next, _, err := checkRefund(p, s, c3, d.Taken)
 	require.NoError(t, err)
 	require.Equal(t, s, next)
@@ -254,8 +253,8 @@ func TestCalendarWindowProperties(t *testing.T) {
 	testModelProperties(t, func(d modeltest.Dice) model.Rules { return d.Calendar() })
 }
 
-// slowCalendarModel finds the end of a window from the clocks' display. It needs a zone whose clocks never change by
-// less than an hour.
+// slowCalendarModel finds the end of a window from the time that clocks show. It needs a zone whose clock changes are
+// at least one hour.
 type slowCalendarModel struct {
 	limit int64
 	unit  time.Duration
@@ -264,7 +263,7 @@ type slowCalendarModel struct {
 	count *big.Rat
 }
 
-// shows is a time as a calendar and a clock show it, down to the unit.
+// shows returns a time as a calendar and a clock show it, down to the unit.
 func (m *slowCalendarModel) shows(t int64) string {
 	local := time.UnixMicro(t).In(m.zone)
 	switch m.unit {
@@ -348,8 +347,8 @@ func TestCalendarWindowNeverGrantsMoreThanTheClockGives(t *testing.T) {
 	testNeverMoreThanTheClockGives(t, func(d modeltest.Dice) (p model.Rules, first, rate, span int64, whole bool) {
 		c := d.Calendar()
 		c.Limit = min(c.Limit, 1<<50)
-		// Few windows are shorter than nine tenths of the longest: only the first one, and an hour that a clock change
-		// cuts short.
+		// Almost all windows last nine tenths of SpanMicros or more. The first window and an hour with a clock change
+		// may be shorter.
 		return c, 3 * c.Limit, c.Limit, c.SpanMicros() / 10 * 9, true
 	})
 }
@@ -366,7 +365,7 @@ func FuzzCalendarWindow(f *testing.F) {
 	})
 }
 
-// A fallback has to decide. So it uses UTC if this process does not know the time zone.
+// If a process does not know a time zone, the model uses UTC, because a fallback has to decide.
 func TestCalendarWindowOfAnUnknownTimeZoneFallsBackToUTC(t *testing.T) {
 	t.Parallel()
 	p := model.CalendarWindow{Limit: 10, Span: daily, Zone: "Mars/Phobos"}

@@ -9,7 +9,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
-// usage is the amount that a row counts at a time and that can be given back. A cost of 1 is scale units of it.
+// usage returns what a row counts and refunds can give back, without granted credit. One unit of cost is scale of
+// counted.
 func usage(p model.Rules, s model.State, clock int64) (counted *big.Int, scale int64) {
 	_, d := p.Decide(s, clock, 0)
 	if bucket, ok := p.(model.TokenBucket); ok {
@@ -18,23 +19,23 @@ func usage(p model.Rules, s model.State, clock int64) (counted *big.Int, scale i
 	return new(big.Int).Add(big.NewInt(d.State.Count), big.NewInt(d.State.PrevCount)), 1
 }
 
-// withoutLog is a state without its log, because a decision has only a part of the log.
+// withoutLog returns the state without its log, because the state in a decision has only a part of the log.
 func withoutLog(s model.State) model.State {
 	s.Log = ""
 	return s
 }
 
-// longestWait is the longest RetryAfter and ResetAfter of a row whose time is not ahead of the clock.
+// longestWait returns the longest RetryAfter and ResetAfter of a row whose WindowStart is not ahead of the clock.
 func longestWait(p model.Rules) int64 {
 	switch p.(type) {
-	case model.SlidingWindow, model.CalendarWindow: // under a longer unit of the calendar, up to two windows
+	case model.SlidingWindow, model.CalendarWindow: // a CalendarWindow waits two windows after a longer unit
 		return 2 * modeltest.Reach(p)
 	}
 	return modeltest.Reach(p)
 }
 
-// leftBehind tells whether the clock jumped back so far that the row has to be pulled back to it. A full bucket is as
-// good as new wherever its time is. It is full if its capacity was lowered or everything was given back.
+// leftBehind tells whether the clock has jumped back so far that a request pulls the row back to the clock. A full
+// bucket is never left behind, because it is as good as new at any time.
 func leftBehind(p model.Rules, s model.State, clock int64) bool {
 	if counted, _ := usage(p, s, clock); counted.Sign() == 0 && modeltest.CreditOf(p, s, clock) == 0 {
 		return false
@@ -42,33 +43,33 @@ func leftBehind(p model.Rules, s model.State, clock int64) bool {
 	return clock < s.ExpiresAt && s.WindowStart-clock > modeltest.Reach(p)
 }
 
-// ask is Decide, without the state in its decision.
+// ask calls Decide, and removes State and Taken from the decision.
 func ask(p model.Rules, s model.State, clock, n int64) (model.State, model.Decision) {
 	next, d := p.Decide(s, clock, n)
 	d.State, d.Taken = model.State{}, model.Take{}
 	return next, d
 }
 
-// fits tells whether n would be allowed.
+// fits tells whether a request for n would be granted.
 func fits(p model.Rules, s model.State, clock, n int64) bool {
 	_, d := p.Decide(s, clock, n)
 	return d.Granted == 1
 }
 
-// rollForward returns the row as it is at the clock's time.
+// rollForward returns the row as it is at the time clock.
 func rollForward(p model.Rules, s model.State, clock int64) model.State {
 	s, _ = p.Roll(s, clock)
 	return s
 }
 
-// peek returns a Peek's decision.
+// peek returns the decision of a Peek.
 func peek(p model.Rules, s model.State, clock int64) model.Decision {
 	_, d := ask(p, s, clock, 0)
 	return d
 }
 
-// checkDecision decides one request. It returns an error if the decision or the states before and after it break the
-// specification. The returned decision has no state.
+// checkDecision decides one request. It returns an error if the decision, or the row before or after it, breaks the
+// specification. The returned decision has no State.
 func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, model.Decision, error) {
 	limit := p.Numbers().Limit
 	before := peek(p, s, clock)
@@ -80,7 +81,7 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 			p, p, n, clock, s, d, next, fmt.Sprintf(format, args...))
 	}
 
-	// Check what is granted and what is written.
+	// Check what the request is granted, and what is written to the row.
 	healed := false
 	switch {
 	case d.Remaining < 0 || d.Remaining > limit+modeltest.CreditOf(p, next, clock):
@@ -96,7 +97,7 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 		}
 	case next != s:
 		healed = leftBehind(p, s, clock) && 0 < n && n <= limit
-		// A window that became shorter removes entries from a log.
+		// After the window became shorter, rolling the row forward removes entries from its log.
 		kept := next.Count == s.Count && next.PrevCount == s.PrevCount || s.Log != "" && d.Remaining == before.Remaining
 		if !healed || next.WindowStart != clock || !kept {
 			return fail("a denial has changed the row")
@@ -107,7 +108,7 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 		return fail("a denial has not pulled the row back to the clock")
 	}
 	if written := next; d.Granted == 1 || healed {
-		written.Log = rolled.Log // the decision's log is only a part of it
+		written.Log = rolled.Log // the decision's State has only a part of the log
 		if rolled != written {
 			return fail("its state is %+v", rolled)
 		}
@@ -121,15 +122,15 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 		}
 	}
 
-	// A Peek gets the same answer as a request of 1.
+	// A Peek gets the same answer as a request for 1 unit.
 	if _, one := ask(p, s, clock, 1); one.Granted != min(before.Remaining, 1) ||
 		one.Granted == 0 &&
 			(one.RetryAfter != before.RetryAfter || one.ResetAfter != before.ResetAfter || one.Remaining != before.Remaining) {
 		return fail("a Peek says %+v, and a request of 1 is told %+v", before, one)
 	}
 
-	// RetryAfter and ResetAfter. If the clock has left the row behind, they count from when the row is pulled back. A
-	// Peek and a cost above the limit write nothing, so they cannot pull it back.
+	// Check RetryAfter and ResetAfter. If the clock has left the row behind, both count from the time when the row is
+	// pulled back. A Peek and a cost above the limit write nothing, so they do not pull the row back.
 	ahead := max(min(s.WindowStart-clock, modeltest.Reach(p)), 0)
 	if d.ResetAfter < 0 || modeltest.CreditOf(p, next, clock) == 0 && d.ResetAfter > longestWait(p)+ahead {
 		return fail("ResetAfter is out of bounds")
@@ -168,7 +169,7 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 		}
 	}
 
-	// A client that remembers a denial's state decides as the row itself would.
+	// A process that remembers the state of a denial decides as the row itself would.
 	if d.RetryAfter > 0 && n <= limit && !unwritten {
 		for _, later := range []int64{1, d.RetryAfter / 2, d.RetryAfter - 1, d.RetryAfter, d.ResetAfter - 1, d.ResetAfter, 2 * modeltest.Reach(p)} {
 			for _, n := range []int64{0, 1, least, limit} {
@@ -190,19 +191,19 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 		return fail("Remaining is not the largest cost that is allowed")
 	}
 
-	// Once it has expired, the row equals no row.
+	// From ExpiresAt on, the row decides like no row.
 	for _, late := range []int64{0, 1, modeltest.Reach(p), model.MaxSpan} {
 		if !equalsNoRow(p, next, max(next.ExpiresAt, clock)+late) {
 			return fail("%d µs after it has expired the row does not equal no row", late)
 		}
 	}
 
-	// A clock that steps back never shows more quota.
+	// A clock that steps back never shows a larger Remaining.
 	for _, back := range []int64{1, modeltest.Reach(p) / 2, modeltest.Reach(p), modeltest.Reach(p) + 1, 2*modeltest.Reach(p) + 1, clock} {
 		if back > clock {
 			continue
 		}
-		// Credit is an exception, because it may already have expired at the later time.
+		// Granted credit is subtracted, because it may already have expired at the later time.
 		if was := peek(p, next, clock-back).Remaining - modeltest.CreditOf(p, next, clock-back); was > d.Remaining {
 			return fail("%d µs back, %d remain", back, was)
 		}
@@ -213,8 +214,8 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 	return next, d, nil
 }
 
-// remembers tells whether the remembered state of a row gives the same decision as the row. A remembered log suffices
-// only for denials, and only until the RetryAfter of the remembered denial. Otherwise the client asks the database.
+// remembers tells whether a remembered state gives the same decision as the row. A remembered log is used only for
+// denials, and only until RetryAfter is over. Then the process asks the database.
 func remembers(p model.Rules, known, row model.State, clock, n int64) bool {
 	if _, isLog := p.(model.SlidingLog); isLog {
 		if _, d := ask(p, known, clock, n); n == 0 || d.RetryAfter <= 0 {
@@ -238,13 +239,13 @@ func equalsNoRow(p model.Rules, s model.State, clock int64) bool {
 func sameDecision(p model.Rules, a, b model.State, clock, n int64) bool {
 	nextA, dA := ask(p, a, clock, n)
 	nextB, dB := ask(p, b, clock, n)
-	// only whether Since is set matters here, not its value
+	// This test compares whether Since is set. The value does not matter.
 	nextA.Since, nextB.Since = min(nextA.Since, 1), min(nextB.Since, 1)
 	return dA == dB && (dA.Granted == 0 || nextA == nextB)
 }
 
-// checkElement decides count requests of cost n one by one. It returns an error if deciding them as one element would
-// give other answers. For such an element, the database returns only the last decision.
+// checkElement decides count requests of cost n one by one. It returns an error if deciding them together, as one
+// element of a statement, would give other answers. For an element, the database returns only the last decision.
 func checkElement(p model.Rules, s model.State, clock, n, count int64) error {
 	var single []model.Decision
 	last, taken := model.Decision{}, int64(0)
@@ -256,7 +257,7 @@ func checkElement(p model.Rules, s model.State, clock, n, count int64) error {
 	}
 	last.DecidedAt = time.UnixMicro(clock)
 	last.Taken.Spent = credit - modeltest.CreditOf(p, s, clock)
-	// If not all were granted, last is a denial's decision.
+	// If a request was denied, last is the decision of that denial.
 	for i, want := range single[:taken] {
 		units := (taken - 1 - int64(i)) * n
 		if got := last.Remaining + units; got != want.Remaining {
@@ -271,7 +272,7 @@ func checkElement(p model.Rules, s model.State, clock, n, count int64) error {
 	return nil
 }
 
-// checkedGrant is checkDecision of a Grant of n.
+// checkedGrant makes a grant of n, and returns an error if the result breaks the specification.
 func checkedGrant(p model.Rules, s model.State, clock, n int64) (model.State, model.Decision, error) {
 	before, held := peek(p, s, clock), modeltest.CreditOf(p, s, clock)
 	counted, _ := usage(p, s, clock)
@@ -306,7 +307,7 @@ func checkedGrant(p model.Rules, s model.State, clock, n int64) (model.State, mo
 	return next, d, nil
 }
 
-// checkRefund is checkDecision of a refund of k.
+// checkRefund refunds k, and returns an error if the result breaks the specification.
 func checkRefund(p model.Rules, s model.State, clock int64, k model.Take) (model.State, model.Decision, error) {
 	before := peek(p, s, clock)
 	next, d := p.Refund(s, clock, k)
@@ -317,7 +318,7 @@ func checkRefund(p model.Rules, s model.State, clock int64, k model.Take) (model
 			p, p, k, clock, s, d, next, fmt.Sprintf(format, args...))
 	}
 
-	// It gives back at most what was asked, and counts ordinary units and credit separately.
+	// A refund gives back at most what was asked. It counts ordinary units and granted credit separately.
 	counted, scale := usage(p, s, clock)
 	left, _ := usage(p, next, clock)
 	ordinary := new(big.Int).Mul(big.NewInt(k.Units-k.Spent), big.NewInt(scale))
@@ -357,9 +358,9 @@ func checkRefund(p model.Rules, s model.State, clock int64, k model.Take) (model
 		return fail("a µs before ResetAfter the key is as good as new")
 	}
 
-	// A refund never harms: every request that would be allowed without it is still allowed. (There are two exceptions:
-	// a row that is pulled back to the clock, and one that gets credit and so lives longer, as after a Grant.) A clock
-	// that steps back does not show more quota either.
+	// After a refund, every request that would have been allowed without the refund is still allowed. There are two
+	// exceptions: a row that is pulled back to the clock, and a row that gets granted credit and so lives longer. Nor
+	// does a clock that steps back show a larger Remaining.
 	for _, later := range []int64{0, 1, d.ResetAfter, before.ResetAfter - 1, before.ResetAfter, modeltest.Reach(p), 2 * modeltest.Reach(p)} {
 		for _, n := range []int64{1, before.Remaining, d.Remaining, p.Numbers().Limit} {
 			if later >= 0 && credited == 0 && !leftBehind(p, s, clock) && fits(p, s, clock+later, n) &&

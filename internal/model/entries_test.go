@@ -20,7 +20,7 @@ func TestEntriesAreThoseOfTheTable(t *testing.T) {
 	)
 	require.Equal(t, model.Entries("").With(c1, 3).With(c3, 1000), log.Shifted(c0-c1))
 
-	// Ages are right for any time.
+	// Age must be right for any time.
 	for _, now := range []int64{0, 1, 1 << 53, 1<<53 - 1, 1 << 54, 1<<60 - 1, 1 << 60} {
 		for _, ago := range []int64{0, 1, second, model.MaxSpan, 2*model.MaxSpan - 1} {
 			if ago <= now {

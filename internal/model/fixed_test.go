@@ -71,11 +71,11 @@ func TestFixedWindow(t *testing.T) {
 		{"the clock steps back by more than a window", model.FixedWindow{10, time.Minute}, []modelStep{
 			{at("12:10:00"), 10, granted(0, minute)},
 			{at("12:09:00"), 1, denied(0, 2*minute, 2*minute)},
-			{at("12:08:59.999999"), 0, denied(0, minute, minute)}, // a Peek does not pull the row back
+			{at("12:08:59.999999"), 0, denied(0, minute, minute)}, // a Peek does not pull the row back to the clock
 			{at("12:09:00"), 1, denied(0, 2*minute, 2*minute)},
-			{at("12:08:59.999999"), 11, denied(0, model.Never, minute)}, // nor does a cost above the limit
+			{at("12:08:59.999999"), 11, denied(0, model.Never, minute)}, // a cost above the limit does not pull the row back
 			{at("12:09:00"), 1, denied(0, 2*minute, 2*minute)},
-			{at("12:08:59.999999"), 1, denied(0, minute, minute)}, // a denial does
+			{at("12:08:59.999999"), 1, denied(0, minute, minute)}, // a denial pulls the row back
 			{at("12:09:00"), 1, denied(0, 59*second+999_999, 59*second+999_999)},
 			{at("12:09:59.999998"), 1, denied(0, 1, 1)},
 			{at("12:09:59.999999"), 1, granted(9, minute)},
@@ -121,7 +121,6 @@ func TestFixedWindow(t *testing.T) {
 	}
 }
 
-// Bug 3 of other limiters.
 func TestFixedWindowDenialConsumesNothing(t *testing.T) {
 	t.Parallel()
 	p := model.FixedWindow{10, time.Minute}
@@ -132,7 +131,6 @@ func TestFixedWindowDenialConsumesNothing(t *testing.T) {
 	playModel(t, p, s, modelStep{c1, 2, granted(0, 59*second)})
 }
 
-// Bug 10 of other limiters.
 func TestFixedWindowRaisedLimitHelpsAtOnce(t *testing.T) {
 	t.Parallel()
 	s := playModel(t, model.FixedWindow{10, time.Minute}, model.State{},
@@ -144,7 +142,6 @@ func TestFixedWindowRaisedLimitHelpsAtOnce(t *testing.T) {
 		modelStep{c1, 1, denied(0, 59*second, 59*second)})
 }
 
-// Bug 11 of other limiters.
 func TestFixedWindowCostAboveTheLimitNeverFits(t *testing.T) {
 	t.Parallel()
 	p := model.FixedWindow{10, time.Minute}
@@ -170,7 +167,7 @@ func TestFixedWindowLongerWindowAppliesFromTheNextGrant(t *testing.T) {
 	t.Parallel()
 	s := playModel(t, model.FixedWindow{10, time.Minute}, model.State{}, modelStep{c0, 6, granted(4, minute)})
 	longer := model.FixedWindow{10, time.Hour}
-	// An untouched row expires as promised by the policy that last took from it.
+	// A row that the new policy has not taken from expires when the old policy promised.
 	playModel(t, longer, s,
 		modelStep{c1, 5, denied(4, 59*second, 59*second)},
 		modelStep{c0 + minute - 1, 5, denied(4, 1, 1)},
@@ -189,7 +186,7 @@ func TestFixedWindowShorterWindowAppliesAtOnce(t *testing.T) {
 		modelStep{c1, 1, denied(0, 59*second, 59*second)},
 		modelStep{c0 + minute - 1, 1, denied(0, 1, 1)},
 		modelStep{c0 + minute, 1, granted(9, minute)})
-	// The row's time may be ahead by at most the new window.
+	// The row's WindowStart may be ahead of the clock by at most the new window.
 	playModel(t, shorter, s, modelStep{c0 - minute, 1, denied(0, 2*minute, 2*minute)})
 	playModel(t, shorter, s,
 		modelStep{c0 - minute - 1, 1, denied(0, minute, minute)},
@@ -199,7 +196,7 @@ func TestFixedWindowShorterWindowAppliesAtOnce(t *testing.T) {
 func TestFixedWindowExpiredRowEqualsNoRow(t *testing.T) {
 	t.Parallel()
 	p := model.FixedWindow{10, time.Minute}
-	row := model.State{Count: 10, WindowStart: c0, ExpiresAt: c5} // a window of 5 s would be over
+	row := model.State{Count: 10, WindowStart: c0, ExpiresAt: c5} // the row expires before its window ends
 	require.False(t, equalsNoRow(p, row, c5-1))
 	for _, clock := range []int64{c5, c5 + 1, c0 + minute - 1, c0 + minute, c0 + hour} {
 		require.True(t, equalsNoRow(p, row, clock))
@@ -214,8 +211,8 @@ func TestFixedWindowProperties(t *testing.T) {
 	})
 }
 
-// slowFixed is the definition: a window starts at the first request after the previous one ended. A request is
-// allowed if count + n ≤ Limit.
+// slowFixed is the definition of a fixed window. A window starts at the first request after the last window ended. A
+// request is allowed if count + n ≤ Limit.
 type slowFixed struct {
 	limit, window int64
 	start         *int64

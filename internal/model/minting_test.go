@@ -13,7 +13,7 @@ import (
 
 type refundFunc func(p model.Rules, s model.State, clock int64, k model.Take) model.State
 
-// askModel asks the model, and gives back units as Refund does.
+// askModel returns a function that asks the model, and whose GiveBack calls refund.
 func askModel(refund refundFunc) func(p model.Rules, clock, n int64) (*modeltest.Taken, error) {
 	var s model.State
 	return func(p model.Rules, clock, n int64) (*modeltest.Taken, error) {
@@ -37,7 +37,7 @@ func rightRefund(p model.Rules, s model.State, clock int64, k model.Take) model.
 	return next
 }
 
-// The units admitted and not given back stay within the policy's limit without refunds, for any sequence of refunds.
+// For any sequence of refunds, the units admitted and not given back stay within the policy's limit.
 func TestRefundsMintNothing(t *testing.T) {
 	t.Parallel()
 	d := modeltest.RandomDice(t)
@@ -50,7 +50,7 @@ func TestRefundsMintNothing(t *testing.T) {
 	}
 }
 
-// If the clock steps back, at most as much is admitted as a clock that only goes forward would allow.
+// If the clock steps back, the model admits at most as much as a clock that only goes forward would allow.
 func TestRefundsMintNothingWhenTheClockStepsBack(t *testing.T) {
 	t.Parallel()
 	d := modeltest.RandomDice(t)
@@ -65,7 +65,8 @@ func TestRefundsMintNothingWhenTheClockStepsBack(t *testing.T) {
 			}
 			gives := new(big.Int).Quo(forwards, big.NewInt(modeltest.Reach(p)))
 			gives.Mul(gives, big.NewInt(p.Numbers().Limit))
-			// few windows are shorter: only the first one, and an hour cut short by a clock change
+			// almost all windows last nine tenths of SpanMicros or more: the first window and an hour with a clock
+			// change may be shorter
 			if calendar, ok := p.(model.CalendarWindow); ok {
 				gives.Quo(forwards, big.NewInt(calendar.SpanMicros()/10*9))
 				gives.Add(gives, big.NewInt(2)).Mul(gives, big.NewInt(calendar.Limit))
@@ -80,7 +81,7 @@ func TestRefundsMintNothingWhenTheClockStepsBack(t *testing.T) {
 	}
 }
 
-// Negative controls: a refund with a bug lets too many units through, and the check notices it.
+// A refund with a bug lets too many units through, and Mints notices it.
 func TestBrokenRefundsMint(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
@@ -95,7 +96,7 @@ func TestBrokenRefundsMint(t *testing.T) {
 		"twice": {[]int64{0, 1, 2, 3, 4}, func(p model.Rules, s model.State, clock int64, k model.Take) model.State {
 			return rightRefund(p, rightRefund(p, s, clock, k), clock, k)
 		}},
-		"that do not move up those behind them": {[]int64{3}, func(p model.Rules, s model.State, clock int64, k model.Take) model.State {
+		"that do not move later takes forward": {[]int64{3}, func(p model.Rules, s model.State, clock int64, k model.Take) model.State {
 			next := rightRefund(p, s, clock, k)
 			next.Returned = 0
 			return next

@@ -13,8 +13,8 @@ import (
 // Rules apply a policy to one row. Tests compare the SQL functions with Rules.
 type Rules interface {
 	Numbers() algorithm.Numbers
-	// Roll brings a row forward to the clock. moved is true if the clock jumped back so far that Roll moved the row back
-	// to the clock.
+	// Roll brings a row forward to the clock. moved is true if the clock jumped back so far that Roll moved the row
+	// back to the clock.
 	Roll(s State, clock int64) (rolled State, moved bool)
 	// Decide takes n from a row in the state s at the time clock, and returns the row's next state. If n is 0, Decide
 	// takes nothing. If n is above the limit, Decide denies it.
@@ -23,20 +23,20 @@ type Rules interface {
 	Refund(s State, clock int64, t Take) (State, Decision)
 	// Lasts returns how many microseconds a take or a grant keeps the row.
 	Lasts() int64
-	// LeaseOf returns how many units of a row a lease may hold, and for how many microseconds. lasts is at most longest.
-	// If spare is negative, the caller must take -spare units from the row before a lease may hold any. docs/guarantees.md
-	// says why the limit still holds.
+	// LeaseOf returns how many units of a row a lease may hold, and for how many microseconds. lasts is at most
+	// longest. If spare is negative, the caller must take -spare units from the row before a lease may hold any.
+	// docs/guarantees.md says why the limit still holds.
 	LeaseOf(s State, clock, longest int64) (spare, lasts int64)
-	// ResetAfter returns the ResetAfter of an earlier decision of a statement. last is the statement's last decision, and
-	// units is what the statement took after the earlier decision.
+	// ResetAfter returns the ResetAfter of an earlier decision of a statement. last is the statement's last decision,
+	// and units is what the statement took after the earlier decision.
 	ResetAfter(last Decision, units int64) int64
 }
 
 // State is a row of the table, as its algorithm sees it. The zero State means that there is no row. All times are
 // microseconds since 1970.
 type State struct {
-	// Count is the units taken in the current window. In a log it is the sum of the entries, and in a bucket the granted
-	// credit.
+	// Count is the units taken in the current window. In a log it is the sum of the entries, and in a bucket the
+	// granted credit.
 	Count     int64
 	PrevCount int64 // sliding window: the units taken in the previous window
 	// WindowStart is the start of the current window, which is the first take in it. In a log it is the newest entry's
@@ -116,8 +116,8 @@ type Take struct {
 	Since int64 // the row's Since
 	// In is the row's WindowStart: the start of the window, the time of the log's entry, or the bucket's time.
 	In int64
-	// At is only for a bucket. It is the tokens missing just after the take, plus Returned at that time, both in 1/Scale
-	// token. TokenBucket.Refund explains it.
+	// At is only for a bucket. It is the tokens missing just after the take, plus Returned at that time, both in
+	// 1/Scale token. TokenBucket.Refund explains it.
 	At int64
 	// Ended is only for a refund of the rest of a bucket's lease: how many of its units the lease no longer holds.
 	Ended int64

@@ -27,8 +27,8 @@ func TestCoalescedRequestsAreToldWhatSingleOnesWouldBe(t *testing.T) {
 			}
 		}
 	}
-	// Three requests of 2 ask a bucket whose time is 2 s ahead and which lacks one token. The first gets a RetryAfter
-	// of 2 + 3 s, the last one of 2 + 7 s.
+	// Three requests of 2 ask a bucket that lacks one token, and whose time is 2 s ahead of the clock. The first
+	// request gets a RetryAfter of 2 + 3 s, the last one of 2 + 7 s.
 	p := model.TokenBucket{10, 1, time.Second}
 	s := playModel(t, p, model.State{}, modelStep{c2, 1, granted(9, second)})
 	var last model.Decision
@@ -108,7 +108,7 @@ func TestMulDivIsExactOver128Bits(t *testing.T) {
 	}
 }
 
-// FuzzExactRange: no policy within the exact range makes anything overflow.
+// FuzzExactRange checks that nothing overflows under a policy within the exact range.
 func FuzzExactRange(f *testing.F) {
 	f.Add(int64(10), int64(5), minute)
 	f.Add(int64(2048), int64(2048), int64(model.MaxSpan))
@@ -123,7 +123,7 @@ func FuzzExactRange(f *testing.F) {
 			if !modeltest.InRange(p) {
 				continue
 			}
-			// Everything is taken, and then asked for again after the clock stepped back by the most allowed.
+			// The first requests take everything. Later requests come after the clock stepped back by a whole reach.
 			const begin = 4 * model.MaxSpan
 			var s model.State
 			reach := modeltest.Reach(p)

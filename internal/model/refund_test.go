@@ -12,11 +12,11 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// refundStep takes n, or gives back n units of the take in step of. back is how many go back.
+// refundStep takes n units, or refunds n units of an earlier step's take. back is how many units the refund gives back.
 type refundStep struct {
 	at   int64
-	n    int64 // 0: all that is left
-	of   int   // counted from 1; 0 for a take
+	n    int64 // 0 means all units that are left
+	of   int   // the number of the step that took, counted from 1; 0 means that this step takes
 	back int64
 }
 
@@ -29,7 +29,7 @@ func TestRefundGivesBackWhatStillCounts(t *testing.T) {
 	}{
 		{"a fixed window, what the same window counts", model.FixedWindow{10, time.Minute}, []refundStep{
 			{c0, 6, 0, 0}, {c1, 4, 0, 0}, {c2, 0, 1, 6}, {c3, 5, 0, 0}, {c4, 2, 2, 2},
-			{c0 + minute, 1, 0, 0}, // the next window
+			{c0 + minute, 1, 0, 0}, // the next window begins
 			{c1 + minute, 2, 2, 0}, {c1 + minute, 0, 4, 0}, {c1 + minute, 0, 6, 1},
 		}},
 		{"a sliding window, also what the one before counted", model.SlidingWindow{10, time.Minute}, []refundStep{
@@ -47,7 +47,7 @@ func TestRefundGivesBackWhatStillCounts(t *testing.T) {
 			{c0, 1, 0, 0}, {c0, 2, 0, 0}, {c0, 3, 0, 0}, {c0, 0, 3, 3}, {c0, 0, 2, 2}, {c0, 4, 0, 0}, {c0, 0, 1, 1}, {c0, 3, 6, 3}, {c0, 0, 6, 1},
 		}},
 		{"a bucket that others have taken from before", model.TokenBucket{10, 1, time.Second}, []refundStep{
-			// the second take's other unit was refilled at c9
+			// at c9, the refill has replaced the other unit of the second take
 			{c0, 8, 0, 0}, {c0, 2, 0, 0}, {c8, 7, 0, 0}, {c8 + second/2, 1, 2, 1}, {c9, 0, 2, 0},
 			{c9 + second, 0, 1, 0}, {c9 + second, 2, 3, 2},
 		}},
@@ -89,7 +89,7 @@ func TestRefundGivesBackWhatStillCounts(t *testing.T) {
 	}
 }
 
-// Units that have left a log do not come back, even if the refund sets the row's time back to an earlier clock.
+// Units that have left a log do not come back, even if the refund moves the row's WindowStart to an earlier time.
 func TestRefundBehindTheClockCountsNoMore(t *testing.T) {
 	t.Parallel()
 	long := model.SlidingLog{Limit: 3, Window: 2 * time.Microsecond}
@@ -100,7 +100,7 @@ func TestRefundBehindTheClockCountsNoMore(t *testing.T) {
 	require.Zero(t, next.Count)
 }
 
-// Units spent from credit go back first, and as credit. They do not go back to a later row.
+// A refund gives back the units that came from credit first, as credit. It gives nothing to a newer row of the key.
 func TestRefundGivesCreditBackAsCredit(t *testing.T) {
 	t.Parallel()
 	for _, p := range []model.Rules{
@@ -126,13 +126,13 @@ func TestRefundGivesCreditBackAsCredit(t *testing.T) {
 		require.Equal(t, 2*scale, before.Sub(before, after).Int64(), "%T", p)
 
 		later := c3 + 100*hour
-		s, _ = p.Decide(s, later, 1) // the row is as good as new
+		s, _ = p.Decide(s, later, 1) // the row was as good as new before this take
 		back(later, 0, 6, 0)
 	}
 }
 
-// A refund keeps the promise of the policy that took: usage does not last longer because another policy gives some of
-// it back.
+// A refund does not make usage last longer than the policy of the take promised, even if the refund's policy has a
+// longer window.
 func TestRefundUnderALongerWindowDoesNotProlongUsage(t *testing.T) {
 	t.Parallel()
 	for long, short := range map[model.Rules]model.Rules{
@@ -146,8 +146,7 @@ func TestRefundUnderALongerWindowDoesNotProlongUsage(t *testing.T) {
 	}
 }
 
-// After a take under other numbers, a bucket gives nothing back of an earlier take, because it may have been full under
-// those numbers.
+// A take under other numbers may have found the bucket full. So the bucket then gives nothing back of earlier takes.
 func TestRefundOfABucketWhoseNumbersHaveChanged(t *testing.T) {
 	t.Parallel()
 	p := model.TokenBucket{10, 1, time.Hour}
@@ -168,7 +167,7 @@ func TestRefundOfABucketWhoseNumbersHaveChanged(t *testing.T) {
 	}
 }
 
-// Refunds within the same instant undo takes exactly, in any order.
+// Refunds at the time of the takes undo the takes exactly, in any order.
 func TestRefundUndoesATake(t *testing.T) {
 	t.Parallel()
 	d := modeltest.RandomDice(t)
@@ -177,7 +176,7 @@ func TestRefundUndoesATake(t *testing.T) {
 		limit, window := d.Window()
 		p := []model.Rules{model.FixedWindow{limit, window}, model.SlidingWindow{limit, window}, d.Bucket(), d.Log(), d.Calendar()}[d(5)]
 		if bucket, ok := p.(model.TokenBucket); ok && bucket.Full() > model.MaxReturned/4 {
-			continue // the bucket may have forgotten the take, see MaxReturned
+			continue // above MaxReturned, the bucket has forgotten the take
 		}
 		var s model.State
 		var last model.Decision
@@ -208,8 +207,8 @@ func TestRefundUndoesATake(t *testing.T) {
 	require.Greater(t, undone, 3000)
 }
 
-// A take can be lost in a crash or a rollback. A refund of such a take gives nothing to a row that is ahead of the
-// clock. The row stays unchanged, so it can still give back earlier takes when the clock is set forward again.
+// A crash or a rollback can lose a take. A refund of the lost take leaves a row that is ahead of the clock unchanged.
+// The row can still give back earlier takes when the clock is set forward again.
 func TestRefundToABucketThatTheClockHasLeftBehind(t *testing.T) {
 	t.Parallel()
 	const later = c0 + minute
@@ -232,8 +231,8 @@ func TestRefundToABucketThatTheClockHasLeftBehind(t *testing.T) {
 	}
 }
 
-// The same key may be asked for under several policies. A refund adds at most the units given back to each policy's
-// room, at any later time, and never reduces it.
+// Requests may take from a key under several policies. A refund adds at most its units to the room of each policy, at
+// any later time. It never reduces the room.
 func TestRefundAmongOtherPolicies(t *testing.T) {
 	t.Parallel()
 	d, rounds := modeltest.RandomDice(t), testkit.Rounds(t, "RATELIMIT_TEST_ROUNDS", 1)
@@ -274,12 +273,12 @@ func TestRefundAmongOtherPolicies(t *testing.T) {
 				for _, q := range policies {
 					for range 8 {
 						at := clock
-						if gained == 0 { // otherwise the row lives longer, as after a Grant
+						if gained == 0 { // a row that gets credit lives longer
 							at += d(d.Magnitude(1, 4*modeltest.Reach(q)))
 						}
 						before, after := peek(q, s, at).Remaining, peek(q, next, at).Remaining
 						if before > after ||
-							// The key would have reached that state by itself.
+							// A row that is as good as new may show more room.
 							!equalsNoRow(p, next, clock) && after > before+k.Units {
 							require.Fail(t, "room", "%v took %+v from %+v at %d, then %+v, seen by %v at %d: %d, and then %d",
 								p, k, s, clock, next, q, at, before, after)

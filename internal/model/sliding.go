@@ -77,8 +77,8 @@ func (p SlidingWindow) Decide(s State, clock, n int64) (State, Decision) {
 	s, moved := p.Roll(s, clock)
 	t := max(clock, s.WindowStart)
 
-	// A denial writes the row only if the clock has jumped far behind it. Otherwise the unchanged row would deny until the
-	// clock catches up.
+	// A denial writes the row only if the clock has jumped far behind it. Otherwise the unchanged row would deny until
+	// the clock catches up.
 	changed := moved && 0 < n && n <= p.Limit
 
 	// rest is how much of the current window remains. The same part of the previous window still counts. weight is what

@@ -21,7 +21,7 @@ func TestSlidingWindow(t *testing.T) {
 		{"40 before weigh 30 after a quarter of the window", model.SlidingWindow{50, time.Minute}, []modelStep{
 			{at("12:00:00"), 40, granted(10, 2*minute)},
 			{at("12:01:00"), 10, granted(0, 2*minute)},
-			{at("12:01:15"), 0, free(10, 105*second)}, // 40 × 0.75 + 10 = 40 of 50
+			{at("12:01:15"), 0, free(10, 105*second)}, // 40 × 0.75 + 10 = 40 of 50 are used
 			{at("12:01:15"), 11, denied(10, 1500*second/1000, 105*second)},
 			{at("12:01:15"), 10, granted(0, 105*second)},
 			{at("12:01:15.000001"), 1, denied(0, 1500*second/1000-1, 105*second-1)},
@@ -29,13 +29,13 @@ func TestSlidingWindow(t *testing.T) {
 		{"8 before weigh 5.6 after 30 % of the window", model.SlidingWindow{10, time.Minute}, []modelStep{
 			{at("12:00:00"), 8, granted(2, 2*minute)},
 			{at("12:01:08"), 3, granted(0, 112*second)},
-			{at("12:01:18"), 2, denied(1, 4500*second/1000, 102*second)}, // 5.6 + 3 + 2 = 10.6
-			{at("12:01:18"), 1, granted(0, 102*second)},                  // 5.6 + 3 + 1 = 9.6
+			{at("12:01:18"), 2, denied(1, 4500*second/1000, 102*second)}, // 5.6 + 3 + 2 = 10.6 is above 10
+			{at("12:01:18"), 1, granted(0, 102*second)},                  // 5.6 + 3 + 1 = 9.6 fits into 10
 		}},
 		{"400 before weigh 100 at a quarter to", model.SlidingWindow{500, time.Hour}, []modelStep{
 			{at("22:00:00"), 400, granted(100, 2*hour)},
 			{at("23:40:00"), 250, granted(116, 80*minute)},
-			{at("23:45:00"), 1, granted(149, 75*minute)}, // 100 + 250 + 1 = 351
+			{at("23:45:00"), 1, granted(149, 75*minute)}, // 100 + 250 + 1 = 351 of 500 are used
 			{at("23:45:00"), 150, denied(149, 9*second, 75*minute)},
 			{at("23:45:09"), 150, granted(0, 75*minute-9*second)},
 		}},
@@ -55,8 +55,8 @@ func TestSlidingWindow(t *testing.T) {
 			{at("12:01:05.999999"), 1, denied(0, 1, 54*second+1)},
 			{at("12:01:06"), 0, free(1, 54*second)},
 			{at("12:01:59.999999"), 10, denied(9, 1, 1)},
-			{at("12:01:59.999999"), 1, granted(8, minute+1)}, // still in the window of 12:01
-			// the window of 12:02 begins, where the other 8 would still fit
+			{at("12:01:59.999999"), 1, granted(8, minute+1)}, // the window of 12:01 has not ended yet
+			// at 12:02 a window begins, where the other 8 would still fit
 			{at("12:02:00"), 10, denied(9, minute, minute)},
 			{at("12:02:00"), 9, granted(0, 2*minute)},
 			{at("12:04:00"), 10, granted(0, 2*minute)},
@@ -84,15 +84,15 @@ func TestSlidingWindow(t *testing.T) {
 		{"a cost that fits only when the window before is gone", model.SlidingWindow{10, time.Minute}, []modelStep{
 			{at("12:00:00"), 5, granted(5, 2*minute)},
 			{at("12:01:30"), 2, granted(5, 90*second)},
-			{at("12:01:30"), 8, denied(5, 30*second, 90*second)}, // 2 + 8 = 10, once nothing of 12:00 counts any more
-			{at("12:01:30"), 9, denied(5, 60*second, 90*second)}, // in the window after: 2 × 1/2 + 9
+			{at("12:01:30"), 8, denied(5, 30*second, 90*second)}, // 2 + 8 = 10, once the window of 12:00 no longer counts
+			{at("12:01:30"), 9, denied(5, 60*second, 90*second)}, // 2 × 1/2 + 9 = 10 in the middle of the next window
 			{at("12:02:00"), 8, granted(0, 2*minute)},
 		}},
 		{"the clock steps back by less than a window", model.SlidingWindow{10, time.Minute}, []modelStep{
 			{at("12:00:00"), 10, granted(0, 2*minute)},
 			{at("12:01:30"), 5, granted(0, 90*second)},
-			{at("12:01:15"), 1, denied(0, 21*second, 105*second)}, // 7.5 + 5
-			{at("12:00:50"), 1, denied(0, 46*second, 130*second)}, // the row's time is 12:01:00
+			{at("12:01:15"), 1, denied(0, 21*second, 105*second)}, // 7.5 + 5 of 10 are used
+			{at("12:00:50"), 1, denied(0, 46*second, 130*second)}, // the row's WindowStart is 12:01:00
 			{at("12:00:00"), 1, denied(0, 96*second, 180*second)},
 			{at("12:01:35.999999"), 1, denied(0, 1, 84*second+1)},
 			{at("12:01:36"), 1, granted(0, 84*second)},
@@ -107,11 +107,11 @@ func TestSlidingWindow(t *testing.T) {
 		{"the clock steps back by more than a window", model.SlidingWindow{10, time.Minute}, []modelStep{
 			{at("12:10:00"), 10, granted(0, 2*minute)},
 			{at("12:09:00"), 1, denied(0, 126*second, 180*second)},
-			{at("12:08:59.999999"), 0, denied(0, 66*second, 2*minute)}, // a Peek does not pull the row back
+			{at("12:08:59.999999"), 0, denied(0, 66*second, 2*minute)}, // a Peek does not pull the row back to the clock
 			{at("12:09:00"), 1, denied(0, 126*second, 180*second)},
-			{at("12:08:59.999999"), 11, denied(0, model.Never, 2*minute)}, // nor does a cost above the limit
+			{at("12:08:59.999999"), 11, denied(0, model.Never, 2*minute)}, // a cost above the limit does not pull the row back
 			{at("12:09:00"), 1, denied(0, 126*second, 180*second)},
-			{at("12:08:59.999999"), 1, denied(0, 66*second, 2*minute)}, // a denial does
+			{at("12:08:59.999999"), 1, denied(0, 66*second, 2*minute)}, // a denial pulls the row back
 			{at("12:09:00"), 1, denied(0, 66*second-1, 2*minute-1)},
 			{at("12:10:05.999998"), 1, denied(0, 1, 54*second+1)},
 			{at("12:10:05.999999"), 1, granted(0, 114*second)},
@@ -119,7 +119,7 @@ func TestSlidingWindow(t *testing.T) {
 		{"usage of both windows is kept when the clock jumps back", model.SlidingWindow{10, time.Minute}, []modelStep{
 			{at("12:00:00"), 10, granted(0, 2*minute)},
 			{at("12:01:30"), 3, granted(2, 90*second)},
-			{at("03:00:00"), 1, denied(0, 24*second, 2*minute)}, // 10 + 3, and 6 + 3 + 1 after 24 s
+			{at("03:00:00"), 1, denied(0, 24*second, 2*minute)}, // 10 + 3 are used now, and 6 + 3 after 24 s
 			{at("03:00:23.999999"), 1, denied(0, 1, 96*second+1)},
 			{at("03:00:24"), 1, granted(0, 96*second)},
 			{at("02:00:00"), 6, denied(0, 60*second, 2*minute)},
@@ -154,7 +154,7 @@ func TestSlidingWindow(t *testing.T) {
 	}
 }
 
-// Bug 4 of other limiters: they say 60 s, deny again, and then say 120 s.
+// Some other limiters return a RetryAfter of 60 s, deny again after it, and then return 120 s.
 func TestSlidingWindowRetryAfterLooksIntoTheNextWindow(t *testing.T) {
 	t.Parallel()
 	p := model.SlidingWindow{10, time.Minute}
@@ -173,8 +173,8 @@ func TestSlidingWindowRetryAfterLooksIntoTheNextWindow(t *testing.T) {
 	}
 }
 
-// Bug 9 of other limiters: the product of a count and a time of this size overflowed 64 bits and became negative, so
-// everything passed.
+// In some other limiters, the product of a large count and a long time overflowed 64 bits and became negative. Then
+// every request passed.
 func TestSlidingWindowProductsNeverOverflow(t *testing.T) {
 	t.Parallel()
 	playModel(t, model.SlidingWindow{2048, model.MaxSpan * time.Microsecond}, model.State{},
@@ -187,7 +187,8 @@ func TestSlidingWindowProductsNeverOverflow(t *testing.T) {
 		modelStep{c0 + 2*model.MaxSpan - 1, 1024, denied(1023, 1, model.MaxSpan+1)},
 		modelStep{c0 + 2*model.MaxSpan, 1024, granted(0, 2*model.MaxSpan)})
 
-	// Only the largest limit of the shortest window can leave this count. The longest window reads it.
+	// Only the largest limit, in the shortest window, can leave this count. Then a policy with the longest window reads
+	// it.
 	s := playModel(t, model.SlidingWindow{model.MaxProduct, time.Microsecond}, model.State{},
 		modelStep{c0, model.MaxProduct - 1, granted(1, 2)},
 		modelStep{c0, model.MaxProduct - 1, denied(1, 2, 2)},
@@ -212,21 +213,19 @@ func TestSlidingWindowLargestLimit(t *testing.T) {
 		modelStep{c0 + 2, model.MaxProduct, granted(0, 2)})
 }
 
-// Bug 10 of other limiters.
 func TestSlidingWindowRaisedLimitHelpsAtOnce(t *testing.T) {
 	t.Parallel()
 	s := playModel(t, model.SlidingWindow{10, time.Minute}, model.State{},
 		modelStep{c0, 10, granted(0, 2*minute)},
 		modelStep{c1, 1, denied(0, 65*second, 119*second)})
 	playModel(t, model.SlidingWindow{15, time.Minute}, s,
-		modelStep{c1, 6, denied(5, 65*second, 119*second)}, // 9 + 6 at 66 s
+		modelStep{c1, 6, denied(5, 65*second, 119*second)}, // 9 + 6 = 15 after 66 s
 		modelStep{c1, 5, granted(0, 119*second)},
 		modelStep{c1, 1, denied(0, 63*second, 119*second)})
 	playModel(t, model.SlidingWindow{15, time.Minute}, s,
 		modelStep{c0 + minute, 5, granted(0, 2*minute)})
 }
 
-// Bug 11 of other limiters.
 func TestSlidingWindowCostAboveTheLimitNeverFits(t *testing.T) {
 	t.Parallel()
 	p := model.SlidingWindow{10, time.Minute}
@@ -263,7 +262,7 @@ func TestSlidingWindowLongerWindowAppliesFromTheNextGrant(t *testing.T) {
 	t.Parallel()
 	s := playModel(t, model.SlidingWindow{10, time.Minute}, model.State{}, modelStep{at("12:00:00"), 6, granted(4, 2*minute)})
 	longer := model.SlidingWindow{10, time.Hour}
-	// An untouched row expires as promised by the policy that last took from it.
+	// A row that the new policy has not taken from expires when the old policy promised.
 	playModel(t, longer, s,
 		modelStep{at("12:01:30"), 5, denied(4, 30*second, 30*second)},
 		modelStep{at("12:01:59.999999"), 5, denied(4, 1, 1)},
@@ -285,7 +284,7 @@ func TestSlidingWindowShorterWindowAppliesAtOnce(t *testing.T) {
 		{at("12:01:59.999999"), 10, denied(9, 1, 1)},
 		{at("12:02:00"), 10, granted(0, 2*minute)},
 		{at("12:30:00"), 10, granted(0, 2*minute)},
-		// The row's time may be ahead by at most the new window.
+		// The row's WindowStart may be ahead of the clock by at most the new window.
 		{at("11:59:00"), 1, denied(0, 126*second, 3*minute)},
 		{at("11:58:59.999999"), 1, denied(0, 66*second, 2*minute)},
 	} {
@@ -293,7 +292,7 @@ func TestSlidingWindowShorterWindowAppliesAtOnce(t *testing.T) {
 	}
 }
 
-// The clock jumps back, and the window has become longer. The row is pulled back and begins again under the new window.
+// The clock jumps back after the window became longer. A denial pulls the row back, and then the longer window counts.
 func TestSlidingWindowLongerWindowAfterAJumpBack(t *testing.T) {
 	t.Parallel()
 	s := playModel(t, model.SlidingWindow{10, time.Second}, model.State{}, modelStep{at("12:01:31"), 10, granted(0, 2*second)})
@@ -306,7 +305,7 @@ func TestSlidingWindowLongerWindowAfterAJumpBack(t *testing.T) {
 func TestSlidingWindowExpiredRowEqualsNoRow(t *testing.T) {
 	t.Parallel()
 	p := model.SlidingWindow{10, time.Minute}
-	row := model.State{Count: 1, PrevCount: 10, WindowStart: c0, ExpiresAt: c5} // a window of 2.5 s would be over
+	row := model.State{Count: 1, PrevCount: 10, WindowStart: c0, ExpiresAt: c5} // the row expires before its window ends
 	require.False(t, equalsNoRow(p, row, c5-1))
 	for _, clock := range []int64{c5, c5 + 1, c0 + minute - 1, c0 + minute, c0 + 2*minute - 1, c0 + 2*minute, c0 + hour} {
 		require.True(t, equalsNoRow(p, row, clock))
@@ -321,7 +320,7 @@ func TestSlidingWindowProperties(t *testing.T) {
 	})
 }
 
-// slowSliding is the definition: roll, then weigh. It allows if prev × (W − e)/W + count + n ≤ Limit.
+// slowSliding is the definition of a sliding window. A request is allowed if prev × (W − e)/W + count + n ≤ Limit.
 type slowSliding struct {
 	limit, window int64
 	start         *int64
@@ -338,7 +337,7 @@ func (m *slowSliding) at(t int64) (start int64, prev, count *big.Rat) {
 	return *m.start, m.prev, m.count
 }
 
-// sum is the estimated usage of the window that ends at t.
+// sum returns the estimated usage of the window that ends at t.
 func (m *slowSliding) sum(t int64) *big.Rat {
 	start, prev, count := m.at(t)
 	share := new(big.Rat).Sub(rat(1), big.NewRat(t-start, m.window))
@@ -374,7 +373,7 @@ func TestSlidingWindowWeightedSumNeverExceedsTheLimit(t *testing.T) {
 	for range 500 {
 		limit, length := d.Window()
 		p := model.SlidingWindow{limit, length}
-		slow := &slowSliding{limit: limit, window: model.Micros(length)} // only adds up here; it does not decide
+		slow := &slowSliding{limit: limit, window: model.Micros(length)} // it only adds up what p granted
 		var s model.State
 		var last model.Decision
 		clock := d.Magnitude(0, 1<<52)
@@ -401,7 +400,7 @@ func FuzzSlidingWindow(f *testing.F) {
 	fuzzWindows(f, func(limit int64, window time.Duration) model.Rules { return model.SlidingWindow{limit, window} })
 }
 
-// Found by TestSQLEqualsModel: the sum of a count and a cost of 2^62 each overflowed to a negative number.
+// TestSQLEqualsModel found this bug: the sum of a count and a cost of 2^62 each overflowed to a negative number.
 func TestSlidingWindowDoesNotAddACountThatFillsTheRangeToACostThatDoes(t *testing.T) {
 	t.Parallel()
 	policy := model.SlidingWindow{Limit: model.MaxProduct, Window: time.Microsecond}

@@ -16,12 +16,12 @@ var _ Rules = SlidingLog{}
 
 const (
 	// MaxLogLimit is the largest limit of a SlidingLog. With a full log, a request takes 60 µs of the server's CPU at a
-	// Limit of 10, 80 µs at 100 (0.8 kB), and 110 µs at 1,000 (8 kB, stored outside of the row). A denial takes 50 to 70
-	// µs. A request to a SlidingWindow takes 70 µs.
+	// Limit of 10, 80 µs at 100 (0.8 kB), and 110 µs at 1,000 (8 kB, stored outside of the row). A denial takes 50 to
+	// 70 µs. A request to a SlidingWindow takes 70 µs.
 	MaxLogLimit = 1000
 
 	// MaxDenialEntries is the largest number of log entries in a Decision. A process denies later requests with these
-	// entries: see Denials in internal/engine. A request whose RetryAfter depends on more entries costs a query each time.
+	// entries: see Denials in internal/engine. Other requests cost a query each.
 	MaxDenialEntries = 64
 )
 
@@ -84,8 +84,8 @@ func (p SlidingLog) Decide(s State, clock, n int64) (State, Decision) {
 	stored := s
 	s, moved := p.Roll(s, clock)
 	t := max(clock, s.WindowStart)
-	// A denial writes the row only if the clock has jumped far behind it. Otherwise the unchanged row would deny until the
-	// clock catches up.
+	// A denial writes the row only if the clock has jumped far behind it. Otherwise the unchanged row would deny until
+	// the clock catches up.
 	changed := moved && 0 < n && n <= p.Limit
 
 	room := max(p.Limit-s.Count, 0)

@@ -15,16 +15,17 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// docs/slidinglog.svg shows what a SlidingWindow and a SlidingLog of the same limit let through of the same traffic.
+// docs/slidinglog.svg shows how many requests a SlidingWindow and a SlidingLog let through, of the same traffic and
+// with the same limit.
 
-// If drawVariable is set, the test writes the chart instead of comparing it.
+// drawVariable makes the test write the chart. Otherwise the test compares the chart with the file.
 const drawVariable = "RATELIMIT_TEST_DRAW"
 
 const (
-	chartSeconds = 800 // a pixel each
-	chartLimit   = 100 // a minute
+	chartSeconds = 800 // seconds; each one is a pixel wide
+	chartLimit   = 100 // requests a minute
 	chartLeft    = 40
-	chartBottom  = 330 // two units are three pixels
+	chartBottom  = 330 // pixels; two units are three pixels high
 )
 
 // The colours are readable on white and on black. Text is lighter if the reader's system asks for a dark theme.
@@ -61,14 +62,14 @@ const chartTemplate = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 
 // chartLine is a policy in the chart, with its decisions.
 type chartLine struct {
 	model.Rules
-	Path  string // draws the line
-	Most  int64  // in any minute
+	Path  string // the SVG path that draws the line
+	Most  int64  // the most units in any minute
 	state model.State
 	taken []int64 // times in microseconds; each request costs 1
 	y     int64   // height of the line
 }
 
-// within is the number of units taken in the minute that ends at t.
+// within returns the number of units taken in the minute that ends at t.
 func (l *chartLine) within(t int64) int64 {
 	for len(l.taken) > 0 && l.taken[0] <= t-minute {
 		l.taken = l.taken[1:]

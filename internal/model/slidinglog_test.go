@@ -62,7 +62,7 @@ func TestSlidingLog(t *testing.T) {
 		}},
 		{"the clock steps back by less than a window", model.SlidingLog{3, time.Minute}, []modelStep{
 			{at("12:01:00"), 2, granted(1, minute)},
-			{at("12:00:30"), 1, granted(0, 90*second)}, // taken at 12:01:00
+			{at("12:00:30"), 1, granted(0, 90*second)}, // the log has this unit at 12:01:00
 			{at("12:00:00"), 1, denied(0, 2*minute, 2*minute)},
 			{at("12:01:59.999999"), 1, denied(0, 1, 1)},
 			{at("12:02:00"), 3, granted(0, minute)},
@@ -71,9 +71,9 @@ func TestSlidingLog(t *testing.T) {
 			{at("12:01:00"), 1, granted(2, minute)},
 			{at("12:01:20"), 2, granted(0, minute)},
 			{at("12:00:20"), 1, denied(0, 100*second, 2*minute)},
-			{at("12:00:19.999999"), 0, denied(0, 40*second, minute)}, // a Peek does not pull the row back
+			{at("12:00:19.999999"), 0, denied(0, 40*second, minute)}, // a Peek does not pull the row back to the clock
 			{at("12:00:20"), 1, denied(0, 100*second, 2*minute)},
-			// a denial does: the entry has been in the log for 20 s
+			// a denial pulls the row back; the entry has been in the log for 20 s
 			{at("12:00:19.999999"), 1, denied(0, 40*second, minute)},
 			{at("12:00:59.999998"), 1, denied(0, 1, 20*second+1)},
 			{at("12:00:59.999999"), 1, granted(0, minute)},
@@ -134,7 +134,7 @@ func TestSlidingLogHoldsNoMoreThanTheLimit(t *testing.T) {
 	p := model.SlidingLog{model.MaxLogLimit, time.Minute}
 	var s model.State
 	var d model.Decision
-	for i := range int64(3550) { // 1,200 a minute; the last 200 are denied
+	for i := range int64(3550) { // 1,200 requests a minute; the last 200 are denied
 		s, d = p.Decide(s, c0+i*second/20, 1)
 		require.LessOrEqual(t, len(s.Log)/8, model.MaxLogLimit)
 	}
@@ -176,7 +176,7 @@ func TestSlidingLogLongerWindowAppliesAtOnce(t *testing.T) {
 		modelStep{at("12:00:00"), 1, granted(2, minute)},
 		modelStep{at("12:00:30"), 1, granted(1, minute)})
 	longer := model.SlidingLog{3, time.Hour}
-	// An untouched row expires as promised by the policy that last took from it.
+	// A row that the new policy has not taken from expires when the old policy promised.
 	playModel(t, longer, s,
 		modelStep{at("12:01:10"), 2, denied(1, 20*second, 20*second)},
 		modelStep{at("12:01:30"), 2, granted(1, hour)})
@@ -196,11 +196,11 @@ func TestSlidingLogShorterWindowAppliesAtOnce(t *testing.T) {
 	playModel(t, shorter, s,
 		modelStep{at("12:20:30"), 3, denied(2, 30*second, 30*second)},
 		modelStep{at("12:21:00"), 3, granted(0, minute)})
-	// A take removes the entries that the shorter window no longer covers. A denial takes nothing, so it keeps them.
+	// A take removes the entries that the shorter window no longer covers. A denial keeps these entries.
 	playModel(t, longer, s, modelStep{at("12:20:30"), 1, denied(0, 39*minute+30*second, 59*minute+30*second)})
 	s = playModel(t, shorter, s, modelStep{at("12:20:30"), 1, granted(1, minute)})
 	playModel(t, longer, s, modelStep{at("12:20:30"), 2, denied(1, minute, minute)})
-	// The same holds for a row that a denial pulls back to the clock. Two entries have left the log.
+	// A denial that pulls the row back to the clock removes such entries too. Here two entries leave the log.
 	s = playModel(t, shorter, s, modelStep{at("12:20:40"), 1, granted(0, minute)})
 	playModel(t, model.SlidingLog{3, 10 * time.Second}, s,
 		modelStep{at("12:20:00"), 3, denied(2, 10*second, 10*second)},
@@ -215,7 +215,7 @@ func TestSlidingLogExpiredRowEqualsNoRow(t *testing.T) {
 		WindowStart: c0,
 		ExpiresAt:   c5,
 		Log:         model.Entries("").With(c0, 10),
-	} // a window of 5 s would be over
+	} // the row expires before its window ends
 	require.False(t, equalsNoRow(p, row, c5-1))
 	for _, clock := range []int64{c5, c5 + 1, c0 + minute - 1, c0 + minute, c0 + hour} {
 		require.True(t, equalsNoRow(p, row, clock))
@@ -227,7 +227,7 @@ func TestSlidingLogProperties(t *testing.T) {
 	testModelProperties(t, func(d modeltest.Dice) model.Rules { return d.Log() })
 }
 
-// slowLog is the definition: the units taken within the window before t, plus n, are at most the limit.
+// slowLog is the definition of a log: the units taken within the window before t, plus n, are at most the limit.
 type slowLog struct {
 	limit, window int64
 	taken         []struct{ at, n int64 }

@@ -10,16 +10,16 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
-// slowModel is an algorithm as the design defines it, in rationals.
+// slowModel is an algorithm as its definition says, computed with rational numbers.
 type slowModel interface {
-	// fits tells whether n would be allowed at t. t is never before the last take.
+	// fits tells whether a request for n would be allowed at the time t. t is never before the last take.
 	fits(t, n int64) bool
 	take(t, n int64)
-	// state is the row as the model rolls it forward to t, except for ExpiresAt.
+	// state returns the row rolled forward to t. ExpiresAt is not set.
 	state(t int64) model.State
 }
 
-// slowDecision decides by calling fits, and finds Remaining, RetryAfter and ResetAfter by search.
+// slowDecision decides by calling m.fits. It finds Remaining, RetryAfter and ResetAfter by search.
 func slowDecision(m slowModel, limit, horizon, t, n int64) model.Decision {
 	var d model.Decision
 	if 0 < n && m.fits(t, n) {
@@ -40,8 +40,8 @@ func slowDecision(m slowModel, limit, horizon, t, n int64) model.Decision {
 	return d
 }
 
-// search returns the smallest number from lo to hi for which the condition holds, or hi if there is none. The condition
-// must stay true for all larger numbers.
+// search returns the smallest number from lo to hi for which is returns true, or hi if there is none. If is returns
+// true for a number, it must do so for all larger numbers.
 func search(lo, hi int64, is func(int64) bool) int64 {
 	for lo < hi {
 		if middle := lo + (hi-lo)/2; is(middle) {
@@ -55,7 +55,7 @@ func search(lo, hi int64, is func(int64) bool) int64 {
 
 func rat(n int64) *big.Rat { return new(big.Rat).SetInt64(n) }
 
-// whole converts a rational to an integer, or returns -1 if it is not a whole number.
+// whole converts a rational to an integer. It returns -1 if the rational is not a whole number.
 func whole(r *big.Rat) int64 {
 	if !r.IsInt() || !r.Num().IsInt64() {
 		return -1
@@ -63,7 +63,8 @@ func whole(r *big.Rat) int64 {
 	return r.Num().Int64()
 }
 
-// testAgainstSlowModel compares every field of every decision, for one policy and a clock that never steps back.
+// testAgainstSlowModel compares every field of every decision with slowDecision. The policy stays the same, and the
+// clock never steps back.
 func testAgainstSlowModel(t *testing.T, draw func(modeltest.Dice) (model.Rules, slowModel)) {
 	t.Helper()
 	d := modeltest.RandomDice(t)
@@ -85,9 +86,9 @@ func testAgainstSlowModel(t *testing.T, draw func(modeltest.Dice) (model.Rules, 
 	}
 }
 
-// testNeverMoreThanTheClockGives lets a clock step forwards and back. It compares the granted total with the time that
-// the clock went forwards: at most first at the beginning, and then rate more in every span. A step back allows no more
-// units.
+// testNeverMoreThanTheClockGives lets a clock step forward and back. It checks that all grants together are at most
+// first units, plus rate units for each span by which the clock went forward. If whole is set, a part of a span gives
+// nothing. So a clock that steps back gives nothing more.
 func testNeverMoreThanTheClockGives(t *testing.T, draw func(modeltest.Dice) (p model.Rules, first, rate, span int64, whole bool)) {
 	t.Helper()
 	d := modeltest.RandomDice(t)

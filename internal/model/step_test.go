@@ -17,14 +17,14 @@ import (
 //   - walkModel, which does so at random clocks, costs and policies, for the property tests and the fuzz targets alike.
 //   - slowDecision, which decides by a search over what would fit, in rationals. The models are compared with it.
 
-// Times are in microseconds, as in the models.
+// Times are in microseconds, as in package model.
 const (
 	second int64 = 1_000_000
 	minute       = 60 * second
 	hour         = 60 * minute
 )
 
-// The times of short tables are a second apart.
+// The times c0 to c9 are one second apart.
 const (
 	c0 = 1_800_000_000*second + iota*second
 	c1
@@ -38,7 +38,7 @@ const (
 	c9
 )
 
-// at returns a time of day in microseconds, such as "12:01:15" or "12:01:15.000001". The day does not matter.
+// at returns a time of day in microseconds, such as "12:01:15" or "12:01:15.000001". All times are on one day.
 func at(clock string) int64 {
 	t, err := time.Parse(time.DateTime, "2026-07-01 "+clock)
 	if err != nil {
@@ -47,28 +47,28 @@ func at(clock string) int64 {
 	return t.UnixMicro()
 }
 
-// modelStep asks for n at a time.
+// modelStep is a request for n units at the time at, with the expected decision.
 type modelStep struct {
 	at   int64
 	n    int64
 	want model.Decision
 }
 
-// granted is the expected decision of an allowed request. Times are in microseconds.
+// granted returns the expected decision of an allowed request. Times are in microseconds.
 func granted(remaining, resetAfter int64) model.Decision {
 	return model.Decision{Granted: 1, Remaining: remaining, ResetAfter: resetAfter}
 }
 
-// denied is the expected decision of a denied request, or of a Peek that finds no room.
+// denied returns the expected decision of a denied request, or of a Peek that finds no room.
 func denied(remaining, retryAfter, resetAfter int64) model.Decision {
 	return model.Decision{Remaining: remaining, RetryAfter: retryAfter, ResetAfter: resetAfter}
 }
 
-// free is the expected decision of a Peek that finds room for 1.
+// free returns the expected decision of a Peek that finds room for 1 unit.
 func free(remaining, resetAfter int64) model.Decision { return denied(remaining, 0, resetAfter) }
 
-// playModel plays steps, beginning with the state s, and returns the last state. It checks each decision against the
-// step and against the specification.
+// playModel plays steps from the state s, and returns the last state. It checks each decision against the step and
+// against the specification.
 func playModel(t *testing.T, p model.Rules, s model.State, steps ...modelStep) model.State {
 	t.Helper()
 	require.True(t, modeltest.InRange(p))

@@ -184,7 +184,7 @@ func (p TokenBucket) Roll(s State, clock int64) (rolled State, moved bool) {
 		s.Credit = min(s.Credit, full)
 		if s.Credit == full && s.Count == 0 { // the capacity was lowered, so the row is as good as new
 			s = State{Credit: full, WindowStart: clock, ExpiresAt: clock, Log: s.Log}
-		} else if s.WindowStart-clock > p.FillTime(full) { // the clock has jumped back, so the credit counts from now on
+		} else if s.WindowStart-clock > p.FillTime(full) { // the clock jumped back, so the credit counts from now on
 			s.WindowStart = clock
 			s.Since, s.Returned = max(s.Since+1, clock), 0
 			s.ExpiresAt = clock + p.FillTime(full)
@@ -214,8 +214,8 @@ func (p TokenBucket) Decide(s State, clock, n int64) (State, Decision) {
 	s, moved := p.Roll(s, clock)
 	t := s.WindowStart
 
-	// A denial writes the row only if the clock has jumped far behind it. Otherwise the unchanged row would deny until the
-	// clock catches up.
+	// A denial writes the row only if the clock has jumped far behind it. Otherwise the unchanged row would deny until
+	// the clock catches up.
 	changed := moved && 0 < n && n <= p.Capacity
 
 	room := s.Credit / every

@@ -42,18 +42,18 @@ func TestTokenBucket(t *testing.T) {
 		{"three tokens flow in over seven microseconds", model.TokenBucket{3, 3, 7 * time.Microsecond}, []modelStep{
 			{c0, 3, granted(0, 7)},
 			{c0 + 2, 1, denied(0, 1, 5)},
-			{c0 + 3, 1, granted(0, 7)}, // 9/7 − 1 = 2/7 are left
+			{c0 + 3, 1, granted(0, 7)}, // 9/7 − 1 = 2/7 of a token are left
 			{c0 + 4, 1, denied(0, 1, 6)},
-			{c0 + 5, 1, granted(0, 7)}, // 8/7 − 1 = 1/7 is left
+			{c0 + 5, 1, granted(0, 7)}, // 8/7 − 1 = 1/7 of a token is left
 			{c0 + 6, 1, denied(0, 1, 6)},
-			{c0 + 7, 1, granted(0, 7)}, // 7/7: none is left, and none was lost
+			{c0 + 7, 1, granted(0, 7)}, // 7/7 − 1: no token is left, and no part was lost
 			{c0 + 9, 3, denied(0, 5, 5)},
 		}},
 		{"more than a token each microsecond", model.TokenBucket{10, 7, 2 * time.Microsecond}, []modelStep{
 			{c0, 10, granted(0, 3)},
 			{c0 + 1, 4, denied(3, 1, 2)},
 			{c0 + 1, 3, granted(0, 3)}, // half a token is left
-			{c0 + 2, 4, granted(0, 3)}, // 0.5 + 3.5
+			{c0 + 2, 4, granted(0, 3)}, // 0.5 + 3.5 = 4 tokens
 			{c0 + 5, 10, granted(0, 3)},
 		}},
 		{"costs", model.TokenBucket{10, 1, time.Second}, []modelStep{
@@ -78,11 +78,11 @@ func TestTokenBucket(t *testing.T) {
 		{"the clock steps back by more than a refill", model.TokenBucket{10, 1, time.Second}, []modelStep{
 			{at("12:10:00"), 10, granted(0, 10*second)},
 			{at("12:09:50"), 1, denied(0, 11*second, 20*second)},
-			{at("12:09:49.999999"), 0, denied(0, second, 10*second)}, // a Peek does not pull the row back
+			{at("12:09:49.999999"), 0, denied(0, second, 10*second)}, // a Peek does not pull the row back to the clock
 			{at("12:09:50"), 1, denied(0, 11*second, 20*second)},
-			{at("12:09:49.999999"), 11, denied(0, model.Never, 10*second)}, // nor does a cost above the capacity
+			{at("12:09:49.999999"), 11, denied(0, model.Never, 10*second)}, // a cost above the capacity does not pull the row
 			{at("12:09:50"), 1, denied(0, 11*second, 20*second)},
-			{at("12:09:49.999999"), 1, denied(0, second, 10*second)}, // a denial does
+			{at("12:09:49.999999"), 1, denied(0, second, 10*second)}, // a denial pulls the row back
 			{at("12:09:50"), 1, denied(0, second-1, 10*second-1)},
 			{at("12:09:50.999998"), 1, denied(0, 1, 9*second+1)},
 			{at("12:09:50.999999"), 1, granted(0, 10*second)},
@@ -121,7 +121,7 @@ func TestTokenBucket(t *testing.T) {
 	}
 }
 
-// Bug 1 of other limiters: they round the elapsed intervals down and store the current time, and so grant half of that.
+// Some other limiters round the elapsed intervals down, but store the current time. So they grant half of the refill.
 func TestTokenBucketCallEveryPartOfAnIntervalGetsTheFullRate(t *testing.T) {
 	t.Parallel()
 	for _, every := range []time.Duration{10 * time.Microsecond, time.Second, 24 * time.Hour} {
@@ -137,20 +137,18 @@ func TestTokenBucketCallEveryPartOfAnIntervalGetsTheFullRate(t *testing.T) {
 	}
 }
 
-// Bug 2 of other limiters.
 func TestTokenBucketOlderClockAfterALockWaitRefillsNothingTwice(t *testing.T) {
 	t.Parallel()
 	playModel(t, model.TokenBucket{10, 1, time.Second}, model.State{},
 		modelStep{c0, 10, granted(0, 10*second)},
 		modelStep{c5, 4, granted(1, 9*second)},
-		modelStep{c2, 1, granted(0, 13*second)}, // it has waited for the row since c2; the refill up to c5 is used up
+		modelStep{c2, 1, granted(0, 13*second)}, // it waited for the row since c2; the refill up to c5 is taken
 		modelStep{c2, 1, denied(0, 4*second, 13*second)},
 		modelStep{c5, 1, denied(0, second, 10*second)},
 		modelStep{c6, 1, granted(0, 10*second)},
 		modelStep{c6, 1, denied(0, second, 10*second)})
 }
 
-// Bug 10 of other limiters.
 func TestTokenBucketRaisedLimitsHelpAtOnce(t *testing.T) {
 	t.Parallel()
 	s := playModel(t, model.TokenBucket{10, 1, time.Second}, model.State{},
@@ -159,7 +157,7 @@ func TestTokenBucketRaisedLimitsHelpAtOnce(t *testing.T) {
 	playModel(t, model.TokenBucket{10, 4, time.Second}, s,
 		modelStep{c1, 5, denied(4, second/4, second+second/2)},
 		modelStep{c1, 4, granted(0, 10*second/4)})
-	// The tokens stay, and the bucket becomes larger. As last written, the row is full at c0 + 10 s.
+	// The tokens stay, and the bucket becomes larger. By the last write, the row expires at c0 + 10 s.
 	playModel(t, model.TokenBucket{20, 1, time.Second}, s,
 		modelStep{c9, 10, denied(9, second, second)},
 		modelStep{c9, 1, granted(8, 12*second)},
@@ -167,7 +165,6 @@ func TestTokenBucketRaisedLimitsHelpAtOnce(t *testing.T) {
 	playModel(t, model.TokenBucket{20, 1, time.Second}, s, modelStep{c9 + second, 20, granted(0, 20*second)})
 }
 
-// Bug 11 of other limiters.
 func TestTokenBucketCostAboveTheCapacityNeverFits(t *testing.T) {
 	t.Parallel()
 	p := model.TokenBucket{10, 1, time.Second}
@@ -198,7 +195,7 @@ func TestTokenBucketLoweredCapacityClampsTheTokens(t *testing.T) {
 		modelStep{c0, 5, granted(0, 5*second)})
 }
 
-// This also holds if the row's time is ahead of the clock.
+// A bucket that is full after its capacity was lowered is as good as new, even if its time is ahead of the clock.
 func TestTokenBucketLoweredCapacityThatIsFullIsAsGoodAsNew(t *testing.T) {
 	t.Parallel()
 	s := playModel(t, model.TokenBucket{10, 1, time.Second}, model.State{}, modelStep{c5, 1, granted(9, second)})
@@ -220,7 +217,7 @@ func TestTokenBucketKeepsItsTokensWhenTheIntervalChanges(t *testing.T) {
 	t.Parallel()
 	s := playModel(t, model.TokenBucket{10, 1, time.Second}, model.State{}, modelStep{c0, 4, granted(6, 4*second)})
 	playModel(t, model.TokenBucket{10, 1, time.Minute}, s,
-		modelStep{c0, 0, free(6, 4*second)}, // here the row expires; after a take, in 4 minutes
+		modelStep{c0, 0, free(6, 4*second)}, // the row expires after 4 s, as the old policy promised
 		modelStep{c0, 7, denied(6, 4*second, 4*second)},
 		modelStep{c0, 6, granted(0, 10*minute)},
 		modelStep{c0 + minute, 1, granted(0, 10*minute)})
@@ -228,7 +225,7 @@ func TestTokenBucketKeepsItsTokensWhenTheIntervalChanges(t *testing.T) {
 		modelStep{c0, 7, denied(6, second/1000, 4*second/1000)},
 		modelStep{c0, 6, granted(0, 10*second/1000)})
 
-	// Two thirds of a token are rounded down to each scale: one half, two thirds, five eighths.
+	// Two thirds of a token are rounded down to each scale: to one half, two thirds and five eighths.
 	s = playModel(t, model.TokenBucket{10, 1, 3 * time.Microsecond}, model.State{},
 		modelStep{c0, 10, granted(0, 30)},
 		modelStep{c0 + 8, 2, granted(0, 28)})
@@ -248,7 +245,7 @@ func TestTokenBucketChangedIntervalNeverOverflows(t *testing.T) {
 	s = playModel(t, fast, model.State{}, modelStep{c0, 1, granted(model.MaxProduct-1, 1)})
 	playModel(t, slow, s, modelStep{c0, 0, free(2048, 0)})
 
-	// A part of a token times the longest interval needs more than 64 bits.
+	// The product of a part of a token and the longest interval needs more than 64 bits.
 	s = model.State{Credit: model.MaxSpan - 2, Scale: model.MaxSpan - 1, WindowStart: c0, ExpiresAt: c9}
 	_, d := slow.Decide(s, c0, 1)
 	require.Equal(t, int64(model.MaxSpan-2), d.State.Credit)
@@ -281,7 +278,7 @@ func TestTokenBucketKeepsItsTokensWhateverChanges(t *testing.T) {
 func TestTokenBucketExpiredRowEqualsNoRow(t *testing.T) {
 	t.Parallel()
 	p := model.TokenBucket{10, 1, time.Second}
-	row := model.State{Scale: second, WindowStart: c0, ExpiresAt: c5} // a bucket that fills in 5 s would be full
+	row := model.State{Scale: second, WindowStart: c0, ExpiresAt: c5} // the row expires before the bucket is full
 	require.False(t, equalsNoRow(p, row, c5-1))
 	for _, clock := range []int64{c5, c5 + 1, c9, c9 + second, c0 + hour} {
 		require.True(t, equalsNoRow(p, row, clock))
@@ -293,8 +290,8 @@ func TestTokenBucketProperties(t *testing.T) {
 	testModelProperties(t, func(d modeltest.Dice) model.Rules { return d.Bucket() })
 }
 
-// slowBucket is the definition: Refill tokens flow in evenly over every Every, up to Capacity. A new key starts
-// full.
+// slowBucket is the definition of a bucket: Refill tokens flow in evenly over each Every, up to Capacity. A new key
+// starts with a full bucket.
 type slowBucket struct {
 	model.TokenBucket
 	last   int64
@@ -340,8 +337,8 @@ func TestTokenBucketNeverGrantsMoreThanCapacityAndRefillInAnyInterval(t *testing
 		var s model.State
 		var last model.Decision
 		clock := d.Magnitude(0, 1<<52)
-		// The level follows from all intervals that end now: each has the units granted in it minus the refill in it.
-		// The largest difference is that of the interval that began when the level was lowest.
+		// level is all granted units minus all refill so far. Of all intervals that end now, the interval that began at
+		// the lowest level has the most granted units beyond its refill.
 		level, lowest := new(big.Rat), new(big.Rat)
 		for range 40 {
 			was := clock

@@ -11,8 +11,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
-// bytesDice throws the dice with a fuzzer's bytes. more tells whether any are left; after the last one, each throw is
-// 0.
+// bytesDice returns dice that throw a fuzzer's bytes. more tells whether any bytes are left. After the last byte, each
+// throw is 0.
 func bytesDice(b []byte) (d modeltest.Dice, more func() bool) {
 	d = func(n int64) int64 {
 		if n <= 1<<8 {
@@ -30,11 +30,11 @@ func bytesDice(b []byte) (d modeltest.Dice, more func() bool) {
 	return d, func() bool { return len(b) > 0 }
 }
 
-// seen counts the cases of a walk, so that a test can tell that it has seen all of them.
+// seen counts the cases of a walk, so that a test can check that the walk has seen all of them.
 type seen struct{ granted, denied, never, peeked, refunded, renewed, stale, credited, spent, ahead, healed, expired, changed, clamped int }
 
-// walkModel makes one request after another, at clocks and costs drawn from d. Now and then it changes the policy. It
-// checks each decision. The first policy that draw returns is the first of the walk.
+// walkModel makes one request after another, at clocks and costs drawn from d, and checks each decision. One step in 32
+// first draws another policy. The first call of draw returns the policy with which the walk begins.
 func walkModel(d modeltest.Dice, more func() bool, draw func() model.Rules) (seen, error) {
 	var count seen
 	var s model.State
@@ -116,7 +116,7 @@ func walkModel(d modeltest.Dice, more func() bool, draw func() model.Rules) (see
 	return count, nil
 }
 
-// testModelProperties makes many walks. Each begins without a row.
+// testModelProperties makes many walks. Each walk begins without a row.
 func testModelProperties(t *testing.T, draw func(modeltest.Dice) model.Rules) {
 	t.Helper()
 	d := modeltest.RandomDice(t)
@@ -155,7 +155,7 @@ func testModelProperties(t *testing.T, draw func(modeltest.Dice) model.Rules) {
 	}
 }
 
-// fuzzModel makes a walk from the fuzzer's bytes, under one or the other of two policies.
+// fuzzModel makes a walk from the fuzzer's bytes. Each draw takes one of the policies.
 func fuzzModel(t *testing.T, steps []byte, policies ...model.Rules) {
 	t.Helper()
 	for _, p := range policies {

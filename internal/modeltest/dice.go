@@ -7,17 +7,17 @@ import (
 	"math/rand/v2"
 	"testing"
 	"time"
-	_ "time/tzdata" // so that the tests have time zones on every machine
+	_ "time/tzdata" // gives the tests time zones on every machine
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// SeedVariable is the environment variable that repeats the random cases of a failed run.
+// SeedVariable is the environment variable that sets the seed, to repeat the random cases of a failed run.
 const SeedVariable = "RATELIMIT_TEST_SEED"
 
-// Dice returns a number from 0 to n-1.
+// Dice is a function that returns a random number from 0 to n-1.
 type Dice func(n int64) int64
 
 // RandomDice returns dice with a seed that is printed if the test fails.
@@ -26,7 +26,7 @@ func RandomDice(t testing.TB) Dice {
 	return rand.New(rand.NewPCG(testkit.Seed(t, SeedVariable), 0)).Int64N
 }
 
-// Magnitude draws a number from lo to hi. All orders of magnitude are equally likely, and so are the ends.
+// Magnitude draws a number from lo to hi. All orders of magnitude are equally likely, and lo and hi are frequent.
 func (d Dice) Magnitude(lo, hi int64) int64 {
 	switch d(16) {
 	case 0:
@@ -42,7 +42,7 @@ func (d Dice) Magnitude(lo, hi int64) int64 {
 	return lo + int64(min(uint64(d(1<<min(bits, 62))), width))
 }
 
-// Window draws the limit and window of a policy from the whole exact range: common values, and values near its edge.
+// Window draws the limit and the window of a policy: small values, or any values within the exact range.
 func (d Dice) Window() (limit int64, window time.Duration) {
 	if d(3) == 0 {
 		return 1 + d(20), model.Duration(1 + d(100))
@@ -51,7 +51,7 @@ func (d Dice) Window() (limit int64, window time.Duration) {
 	return d.Magnitude(1, model.MaxProduct/span), model.Duration(span)
 }
 
-// Log draws a SlidingLog in the same way.
+// Log draws a SlidingLog with small values, or with any values within the exact range.
 func (d Dice) Log() model.SlidingLog {
 	if d(3) == 0 {
 		return model.SlidingLog{Limit: 1 + d(20), Window: model.Duration(1 + d(100))}
@@ -61,7 +61,7 @@ func (d Dice) Log() model.SlidingLog {
 	}
 }
 
-// Bucket draws a TokenBucket in the same way.
+// Bucket draws a TokenBucket with small values, or with any values within the exact range.
 func (d Dice) Bucket() model.TokenBucket {
 	if d(3) == 0 {
 		return model.TokenBucket{Capacity: 1 + d(20), Refill: 1 + d(20), Every: model.Duration(1 + d(100))}
@@ -84,7 +84,7 @@ func (d Dice) Calendar() model.CalendarWindow {
 	return model.CalendarWindow{Limit: limit, Span: units[d(int64(len(units)))], Zone: zones[d(int64(len(zones)))]}
 }
 
-// Units are the spans of the calendar units.
+// Units returns the spans of the calendar units.
 func Units() (spans []time.Duration) {
 	for _, unit := range []string{"minute", "hour", "day", "week", "month"} {
 		spans = append(spans, algorithm.UnitSpan(unit))
@@ -92,16 +92,16 @@ func Units() (spans []time.Duration) {
 	return spans
 }
 
-// SteadyZones are time zones whose rules have not changed for years, so that this process and a server agree on them.
-// Some of them have changes of half an hour, and changes one minute after midnight.
+// SteadyZones returns time zones whose rules have not changed for years. So this process and a server agree on their
+// rules. Some zones change their clocks by half an hour, or one minute after midnight.
 func SteadyZones() []string {
 	return []string{
 		"UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "America/St_Johns", "Asia/Kolkata",
 	}
 }
 
-// Clock draws the next request's clock: a time when the row changes, a microsecond beside it, or any step forwards or
-// back.
+// Clock draws the clock of the next request: a time when the row changes, a microsecond before or after it, or any step
+// forward or back.
 func (d Dice) Clock(p model.Rules, s model.State, clock int64, last model.Decision) int64 {
 	const highest = 1 << 60
 	start, window := s.WindowStart, Reach(p)
@@ -143,7 +143,7 @@ func (d Dice) Cost(limit, remaining int64) int64 {
 	return d.Magnitude(0, limit)
 }
 
-// Refund draws a refund: all or part of a take, possibly repeated, or a take that never happened.
+// Refund draws a refund. It gives back a take or a part of it, perhaps a second time, or a take that never happened.
 func (d Dice) Refund(takes []model.Take, p model.Rules, clock int64) model.Take {
 	if len(takes) == 0 || d(8) == 0 {
 		k := model.Take{

@@ -7,7 +7,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Taken is an allowed take of a random history.
+// Taken is a take that was allowed in a random history.
 type Taken struct {
 	Units, In int64
 	GiveBack  func(clock, n int64) error
@@ -17,8 +17,8 @@ type Taken struct {
 	clock  int64
 }
 
-// History plays a random history of one key: takes, sometimes under another limit, and refunds of taken units, each
-// unit at most once. ask returns nil for a denial. forwards is the total time that the clock went forwards.
+// History plays a random history of one key: takes under the policies that draw returns, and refunds. Each unit is
+// refunded at most once. ask returns nil for a denial. forwards is the total time by which the clock went forward.
 func (d Dice) History(
 	draw func() model.Rules, steps int, back bool, ask func(p model.Rules, clock, n int64) (*Taken, error),
 ) (takes []*Taken, forwards *big.Int, err error) {
@@ -63,7 +63,7 @@ func (d Dice) History(
 	return takes, forwards, nil
 }
 
-// Mints returns an error if too many units of a history were kept.
+// Mints returns an error if too many units were kept in a history.
 func Mints(takes []*Taken) error {
 	var without model.State // a bucket that never saw the refunded units
 	largest := int64(0)
@@ -72,7 +72,7 @@ func Mints(takes []*Taken) error {
 			continue
 		}
 		limit, window := took.policy.Numbers().Limit, Reach(took.policy)
-		// The units kept in the window that ends here, in the row's window, and in the one before.
+		// Kept units: in the window up to took.clock, in the row's window, and in the window before that.
 		var within, same, before int64
 		for _, other := range takes[:i+1] {
 			if other.clock > took.clock-window {
@@ -88,7 +88,7 @@ func Mints(takes []*Taken) error {
 		largest = max(largest, limit)
 		ok := true
 		switch p := took.policy.(type) {
-		case model.FixedWindow: // the take that opened a window may have been given back
+		case model.FixedWindow: // a refund may have given back the take that opened the window
 			ok = same <= limit && within <= 2*largest
 		case model.SlidingWindow:
 			sum := new(big.Int).Mul(big.NewInt(before), big.NewInt(window-(took.clock-took.In)))
@@ -112,7 +112,7 @@ func Mints(takes []*Taken) error {
 	return nil
 }
 
-// ofTheCalendar is the number of units kept in the last take's calendar window.
+// ofTheCalendar returns the number of units kept in the calendar window of the last take.
 func ofTheCalendar(p model.CalendarWindow, takes []*Taken) (kept int64) {
 	end := p.End(takes[len(takes)-1].clock)
 	for _, took := range takes {
@@ -123,8 +123,8 @@ func ofTheCalendar(p model.CalendarWindow, takes []*Taken) (kept int64) {
 	return kept
 }
 
-// DrawFor returns policies of one kind that differ only in their limit. Buckets do not differ at all: the numbers that
-// a bucket was last rolled forward with matter, so a take could let others through that would be denied without it.
+// DrawFor returns a function that draws policies of one algorithm. They differ only in their limit. All buckets are
+// equal, because a bucket under other numbers could let a request through that Mints does not expect.
 func (d Dice) DrawFor(kind int64) func() model.Rules {
 	window := 1_000_000 + d.Magnitude(0, 1<<40)
 	capacity := 1 + d(20)

@@ -14,35 +14,35 @@ import (
 // RowID identifies a row within its table.
 type RowID struct{ Name, Key string }
 
-// Row is a row of one of the tables.
+// Row is a row of rate_limit_durable or rate_limit_ephemeral.
 type Row struct {
 	Algorithm int16
 	model.State
 }
 
-// Rows is the model of both tables. The key true is rate_limit_durable.
+// Rows is the model of both tables. Rows[true] is rate_limit_durable, and Rows[false] is rate_limit_ephemeral.
 type Rows map[bool]map[RowID]Row
 
 // NewRows returns the model of empty tables.
 func NewRows() Rows { return Rows{false: {}, true: {}} }
 
-// Element is a statement's request for one key: count requests of the same cost.
+// Element asks for one key in a statement: it is Count requests of the same cost.
 type Element struct {
 	Key         string
 	Cost, Count int64
-	Refund      []model.Take // for a cost below 0; nil means a grant
+	Refund      []model.Take // for a negative cost; nil means a grant
 	Decision    model.Decision
 }
 
-// Step is one function call.
+// Step is one call of a function in the database.
 type Step struct {
 	Policy   model.Rules
 	Durable  bool
 	Name     string // short, so that a test can add a prefix
 	Clock    int64
-	Skip     bool      // skip rows that are locked
+	Skip     bool      // the function skips locked rows
 	Brief    bool      // leave out costs and counts if all are 1
-	Elements []Element // includes the model's decisions
+	Elements []Element // with the model's decisions
 }
 
 func (s Step) String() string {
@@ -60,19 +60,19 @@ type Part struct {
 	Durable  bool
 	Policy   model.Rules
 	Cost     int64
-	Refund   []model.Take // the takes that a cost below 0 gives back, or nil for a grant
+	Refund   []model.Take // the takes that a negative cost gives back; nil means a grant
 	Decision model.Decision
 }
 
-// Request takes from all of its parts or from none, and it does so count times.
+// Request takes from all of its parts or from none, Count times.
 type Request struct {
 	Parts []Part
 	Count int64
-	Ahead int64 // how many of these are spent later
-	moved bool  // a denial writes a row, because the clock has jumped back behind it
+	Ahead int64 // how many of the Count requests a lease holds to spend later
+	moved bool  // the denial writes a row, because the clock has jumped back behind the row
 }
 
-// State is a part's row as its algorithm sees it.
+// State returns the row of a part, or the zero state if the row belongs to another algorithm.
 func (m Rows) State(p Part) model.State {
 	if row := m[p.Durable][p.ID]; row.Algorithm == p.Policy.Numbers().Algorithm {
 		return row.State
@@ -87,12 +87,12 @@ func (m Rows) has(p Part) bool {
 
 func (m Rows) clone() Rows { return Rows{false: maps.Clone(m[false]), true: maps.Clone(m[true])} }
 
-// Decide fills in the model's decisions of a step. An element with a count of k is k requests in sequence.
+// Decide sets the Decision of each element of a step. An element is decided as Count requests, one after another.
 func (m Rows) Decide(s Step) {
 	for i := range s.Elements {
 		e := &s.Elements[i]
 		id := RowID{s.Name, e.Key}
-		var current model.State // empty for a missing row, or one of another algorithm
+		var current model.State // zero for a missing row and for a row of another algorithm
 		if row := m[s.Durable][id]; row.Algorithm == s.Policy.Numbers().Algorithm {
 			current = row.State
 		}
@@ -102,7 +102,7 @@ func (m Rows) Decide(s Step) {
 		credit := CreditOf(s.Policy, current, s.Clock)
 		requests := e.Count
 		if e.Cost < 0 {
-			requests = 1 // all at once
+			requests = 1 // a refund or a grant is one request
 		}
 		for asked := int64(0); asked < requests; asked++ {
 			next, d := e.Decide(s.Policy, current, s.Clock)
@@ -127,7 +127,7 @@ func (m Rows) Decide(s Step) {
 	}
 }
 
-// Decide is the model's decision of one of its requests, or of its whole refund or grant.
+// Decide returns the model's decision of one request of the element, or of its whole refund or grant.
 func (e Element) Decide(p model.Rules, s model.State, clock int64) (model.State, model.Decision) {
 	if e.Cost >= 0 {
 		return p.Decide(s, clock, e.Cost)
@@ -144,9 +144,10 @@ func (e Element) Decide(p model.Rules, s model.State, clock int64) (model.State,
 	return p.Refund(s, clock, k)
 }
 
-// DecideAll fills in the model's decisions of a statement. If rows are missing, the function first looks without them.
-// A request that is denied then stays denied, and a refund that finds no row gives nothing back. Rows are created for
-// the other requests. If a denied request shares a row with an earlier one of those, it is decided like them.
+// DecideAll sets the Decision of each part in a statement. If rows are missing, rate_limit_all first decides without
+// them. A request that is denied at that point stays denied, and a refund without any row gives nothing back.
+// rate_limit_all creates rows for the other requests, and decides them. A denied request is decided again if it shares
+// a row with an earlier request that got its rows.
 func (m Rows) DecideAll(requests []Request, clock int64) {
 	lacks := slices.ContainsFunc(requests, func(r Request) bool {
 		return slices.ContainsFunc(r.Parts, func(p Part) bool {
@@ -163,7 +164,7 @@ func (m Rows) DecideAll(requests []Request, clock int64) {
 			refused := r.Parts[0].Decision.Granted == 0 && !r.moved ||
 				givesBack && !slices.ContainsFunc(r.Parts, seen.has)
 			if len(r.Parts) == 1 && 1 <= r.Parts[0].Cost && r.Parts[0].Cost <= r.Parts[0].Policy.Numbers().Limit {
-				refused = false // it only needs a row if it takes from it
+				refused = false // such a request gets a row only if it takes
 			}
 			if refused && !slices.ContainsFunc(r.Parts, func(p Part) bool { return changes[p.Durable][p.ID] }) {
 				continue
@@ -182,7 +183,7 @@ func (m Rows) DecideAll(requests []Request, clock int64) {
 func (m Rows) decideRequest(r *Request, clock int64) {
 	requests := r.Count
 	if r.Parts[0].Cost < 0 {
-		requests = 1 // all at once
+		requests = 1 // a refund or a grant is one request
 	}
 	decide := func(p Part, cost int64) (model.State, model.Decision) {
 		return Element{Cost: cost, Count: r.Count, Refund: p.Refund}.Decide(p.Policy, m.State(p), clock)

@@ -9,11 +9,11 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// InRange tells whether a policy's numbers are in the exact range.
+// InRange tells whether a policy's numbers are within the exact range.
 func InRange(p model.Rules) bool {
 	n := p.Numbers()
 	product := new(big.Int).Mul(big.NewInt(n.Limit), big.NewInt(model.Micros(n.Span)))
-	within := func(factor int64) bool { // the product must be within MaxSpan × factor
+	within := func(factor int64) bool { // whether product ≤ MaxSpan × factor
 		return product.Cmp(new(big.Int).Mul(big.NewInt(model.MaxSpan), big.NewInt(factor))) <= 0
 	}
 	switch {
@@ -29,7 +29,7 @@ func InRange(p model.Rules) bool {
 	return within(model.MaxProduct / model.MaxSpan)
 }
 
-// Reach is how far a row's time may be ahead of the clock: a window, or the time to fill a bucket.
+// Reach returns how far a row's time may be ahead of the clock: a window, or the time to fill a bucket.
 func Reach(p model.Rules) int64 {
 	n := p.Numbers()
 	if n.Refills() {
@@ -38,7 +38,7 @@ func Reach(p model.Rules) int64 {
 	return model.Micros(n.Span)
 }
 
-// CreditOf is a row's granted credit at a time.
+// CreditOf returns a row's granted credit at the time clock.
 func CreditOf(p model.Rules, s model.State, clock int64) int64 {
 	_, d := p.Decide(s, clock, 0)
 	if p.Numbers().Refills() {
@@ -47,7 +47,7 @@ func CreditOf(p model.Rules, s model.State, clock int64) int64 {
 	return d.State.Credit
 }
 
-// Told is the part of a state that the database returns.
+// Told returns the state without the fields that the database does not return.
 func Told(s model.State) model.State {
 	s.Capacity, s.Refill, s.Returned = 0, 0, 0
 	return s

@@ -14,11 +14,11 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// NewStory invents a sequence of related requests: few keys, one clock, and policies that change now and then. It
-// returns an error if the model panics.
+// NewStory invents a sequence of related function calls: few keys, one clock, and a policy that changes now and then.
+// It returns an error if the model panics.
 func NewStory(r *rand.Rand, steps int) ([]Step, error) { return NewStoryOf(r, steps, RandomPolicy) }
 
-// NewStoryOf is NewStory with policies from the given function.
+// NewStoryOf is NewStory with policies from randomPolicy.
 func NewStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) model.Rules) (story []Step, err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -28,7 +28,7 @@ func NewStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) model.R
 	asModel := NewRows()
 	policy := randomPolicy(r)
 	clock := int64(1)<<50 + r.Int64N(1<<51)
-	var goals []int64 // times at which recent decisions say that something changes
+	var goals []int64 // times at which a recent decision says that something changes
 	takes := map[RowID][]model.Take{}
 
 	for range steps {
@@ -44,7 +44,7 @@ func NewStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) model.R
 			s.Name = "b"
 		}
 		s.Brief = r.IntN(2) == 0
-		ordinary := r.IntN(2) == 0 // takes alone
+		ordinary := r.IntN(2) == 0 // only takes, no refunds or grants
 		s.Skip = !ordinary && r.IntN(3) == 0
 		several := 1 + r.IntN(8)
 		if ordinary && r.IntN(2) == 0 {
@@ -65,7 +65,7 @@ func NewStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) model.R
 			}
 			s.Elements = append(s.Elements, e)
 		}
-		if r.IntN(4) > 0 { // with the same arguments as a limiter
+		if r.IntN(4) > 0 { // sort the keys as a limiter does
 			slices.SortStableFunc(s.Elements, func(a, b Element) int {
 				return cmp.Or(len(b.Key)-len(a.Key), strings.Compare(a.Key, b.Key))
 			})
@@ -87,8 +87,8 @@ func NewStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) model.R
 	return story, nil
 }
 
-// RandomRefund draws a refund: of all or part of a take, even one that was already given back, or of a take that never
-// happened.
+// RandomRefund draws a refund of a take or a part of it, even if the take was already given back. It can also draw a
+// take that never happened. It returns the cost, the count and the takes.
 func RandomRefund(r *rand.Rand, p model.Rules, takes []model.Take, cost, count int64) (int64, int64, []model.Take) {
 	if len(takes) == 0 || r.IntN(6) == 0 {
 		extreme := func() int64 {
@@ -113,16 +113,17 @@ func RandomRefund(r *rand.Rand, p model.Rules, takes []model.Take, cost, count i
 		from := r.Int64N(k.Units)
 		k = k.Portion(p, from, from+1+r.Int64N(k.Units-from))
 	}
-	if r.IntN(2) == 0 { // of a lease
+	if r.IntN(2) == 0 { // a refund of a lease
 		k.Ended = k.Units + r.Int64N(3)
 	}
 	return -k.Units, 1, []model.Take{k}
 }
 
-// OneOf draws one element.
+// OneOf draws one element of all.
 func OneOf[T any](r *rand.Rand, all []T) T { return all[r.IntN(len(all))] }
 
-// magnitude draws a number from 1 to limit. All orders of magnitude are likely, and both ends are frequent.
+// magnitude draws a number from 1 to limit. Small and large orders of magnitude are likely, and 1 and limit are
+// frequent.
 func magnitude(r *rand.Rand, limit int64) int64 {
 	switch r.IntN(12) {
 	case 0:
@@ -166,8 +167,8 @@ func RandomPolicy(r *rand.Rand) model.Rules {
 	return model.TokenBucket{Capacity: limit, Refill: refill, Every: model.Duration(window)}
 }
 
-// ChangedPolicy changes a policy as an operator might: some numbers a little higher or lower, or the other kind of
-// window.
+// ChangedPolicy changes a policy as an operator might: it makes numbers a little higher or lower, or takes the other
+// kind of window.
 func ChangedPolicy(r *rand.Rand, p model.Rules) model.Rules {
 	vary := func(n int64) int64 {
 		if r.IntN(2) == 0 {
@@ -215,7 +216,7 @@ func ChangedPolicy(r *rand.Rand, p model.Rules) model.Rules {
 	return changed
 }
 
-// RandomCost draws a cost. For a refund or a grant it is below 0.
+// RandomCost draws a cost. A negative cost is a refund or a grant.
 func RandomCost(r *rand.Rand, limit int64) int64 {
 	switch r.IntN(10) {
 	case 0, 1:
@@ -236,7 +237,7 @@ func RandomCost(r *rand.Rand, limit int64) int64 {
 	return 1 + r.Int64N(min(limit, 3))
 }
 
-// RandomTake draws a cost that may fit.
+// RandomTake draws the cost of a take that may fit.
 func RandomTake(r *rand.Rand, limit int64) int64 {
 	switch r.IntN(4) {
 	case 0:
@@ -265,10 +266,10 @@ func randomCount(r *rand.Rand, limit, cost int64) int64 {
 	return 1
 }
 
-// NextClock leaves the time unchanged, lets it pass, or makes it jump by any magnitude up to several windows. It often
-// hits the microsecond at which something changes, or the one before or after.
+// NextClock draws the time of the next call. The time stays, passes, or jumps by up to several windows. It often is one
+// of goals, or a microsecond before or after.
 func NextClock(r *rand.Rand, clock int64, policy model.Rules, goals []int64) int64 {
-	const first, last = 1, 1 << 55 // the year 1970, and the year 3111
+	const first, last = 1, 1 << 55 // from 1970 to the year 3111
 	window := Reach(policy)
 	switch choice := r.IntN(20); {
 	case choice < 4:
