@@ -1,56 +1,56 @@
-# The folders of all modules.
+# MODULES are the folders of all modules.
 MODULES := $(patsubst %/,%,$(dir $(wildcard go.mod */go.mod cmd/*/go.mod)))
 
 .PHONY: help test test/race test/mistakes test/integration test/matrix test/shards test/faults fuzz bench soak sql lint verify demo
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z\/]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# The tests use the server at RATELIMIT_TEST_DATABASE_URL, or else throwaway servers. They ignore DATABASE_URL. Random
-# tests have few rounds. RATELIMIT_TEST_ROUNDS=20 makes twenty times as many.
+# The tests use the server at RATELIMIT_TEST_DATABASE_URL, or else throwaway servers. They ignore DATABASE_URL.
+# RATELIMIT_TEST_ROUNDS=20 makes random tests run twenty times as many rounds.
 test: ## Run the tests of the library, its command, OpenTelemetry and gRPC, or of the modules MODULE=". grpclimit"
 	@go run ./internal/runtests $(MODULE)
 
-test/race: ## Run the tests of what services import under the race detector, which needs a C compiler
+test/race: ## Run the tests of the library and its service modules under the race detector; needs a C compiler
 	bash .ci/race
 
-test/mistakes: ## See whether tests notice mistakes that are made on purpose, most of them in SQL
+test/mistakes: ## Check that tests notice deliberate mistakes, most of them in SQL
 	go test -count=1 -timeout 20m -run '^TestMistakes' ./sql ./internal/engine
 
-test/integration: ## Run the tests with heavy dependencies; those in containers need a Docker engine
+test/integration: ## Run the tests with heavy dependencies; tests in containers need a Docker engine
 	@go run ./internal/runtests integration_test
 
-test/matrix: ## Run what depends on the version of Postgres on 14 to 18, or on POSTGRES="15 18"; LIBRARY=. is all; needs npm
+test/matrix: ## Run the tests that depend on the version of Postgres, on 14 to 18 or POSTGRES="15 18"; LIBRARY=. runs all; needs npm
 	LIBRARY='$(LIBRARY)' bash .ci/matrix $(POSTGRES)
 
-test/shards: ## Run the suites of decisions, and those of histories, through a proxy with four shards; needs PL/Proxy
+test/shards: ## Run the tests of decisions and of histories through a proxy with four shards; needs PL/Proxy
 	bash .ci/shards
 
-test/faults: ## Judge histories and kill the server, and processes, more often; ROUNDS=20 SEED=1 as a test has logged
+test/faults: ## Judge histories, and kill the server and processes, in many rounds; ROUNDS=20; SEED repeats a logged seed
 	cd integration_test && ROUNDS=$(or $(ROUNDS),20) go test -v -count=1 -timeout 20m -run 'Linearizable|Killed|Forgotten|Leases' ./faults
 
-fuzz: ## Run every fuzz target for some seconds; ROUNDS=10 for ten times as long
+fuzz: ## Run every fuzz target for a few seconds; ROUNDS=10 runs ten times as long
 	bash .ci/fuzz
 
-bench: ## Compare with other limiters, side by side; BENCH=quick takes 2 minutes, BENCH_ONLY=new is some workloads
+bench: ## Compare with other limiters; BENCH=quick takes 2 minutes, BENCH_ONLY=new runs a part
 	cd integration_test && go test -run '^$$' -bench '^BenchmarkSideBySide$$' -benchtime 1x -timeout 60m ./bench
 
-# Only a soak of full length is worth a new chart in docs/.
+# Only a soak with SOAK=10m writes a new chart in docs/.
 SOAK ?= 10m
 SOAK_OUT ?= $(if $(filter 10m,$(SOAK)),$(CURDIR)/docs)
-soak: ## Run all at once on a server that keeps failing, for 10 minutes; SOAK=30s is shorter, SEED repeats one
+soak: ## Run all kinds of calls on a server that keeps failing, for 10 minutes or SOAK=30s; SEED repeats a soak
 	cd integration_test && SOAK='$(SOAK)' SOAK_OUT='$(abspath $(SOAK_OUT))' go test -v -count=1 -run '^TestSoak$$' -timeout 0 ./soak
 
-sql: ## Write the migrations from sql/, and on a Postgres what they make
+sql: ## Write the migrations from sql/, and the list of what they create in Postgres
 	go run ./internal/gensql
 	go test -count=1 -timeout 5m -run '^TestMade$$' ./internal/catalog -update
 
 lint: ## Run golangci-lint on all modules
 	@for module in $(MODULES); do (cd $$module && golangci-lint run --config '$(CURDIR)/.golangci.yml' ./...) || exit 1; done
 
-verify: ## Check that files are formatted, generated ones current, and modules tidy
+verify: ## Check that files are formatted, generated files are current, and modules are tidy
 	@test -z "$$(gofmt -l .)" || { gofmt -l .; echo 'not formatted: run gofmt -w .'; exit 1; }
 	go run ./internal/gensql -check
 	bash .ci/tidy -diff
 
-demo: ## Show what the library does, on a throwaway Postgres, or on that of DATABASE_URL
+demo: ## Show what the library does, on a throwaway Postgres or on the server at DATABASE_URL
 	go run ./cmd/pgratelimit demo

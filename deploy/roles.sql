@@ -29,16 +29,16 @@ BEGIN
 END
 $$;
 
-GRANT rate_limit_owner TO CURRENT_USER; -- a superuser could use role=rate_limit_owner above without this
+GRANT rate_limit_owner TO CURRENT_USER; -- only a superuser could use role=rate_limit_owner above without this
 CREATE SCHEMA rate_limit AUTHORIZATION rate_limit_owner;
--- A role that may create in the schema could add functions there that are called instead of ours. In this schema only
--- the owner may create. If you use another schema for the functions, revoke that right from others. In the schema
--- public, PostgreSQL 14 and databases upgraded from it let every role create:
+-- A role that may create functions in the schema could add functions that are called instead of ours. In this schema
+-- only the owner may create functions. If you use another schema, revoke this right from all other roles. PostgreSQL 14
+-- lets every role create in the schema public, and so do databases upgraded from it:
 --   REVOKE CREATE ON SCHEMA public FROM PUBLIC;
 -- The schema's owner can replace the objects in it, so it should be the role that migrates.
 GRANT USAGE ON SCHEMA rate_limit TO rate_limit_app, rate_limit_sweeper, rate_limit_reader,
     rate_limit_policy_admin;
 
--- This lets doctor see which sessions hold up VACUUM. A role with it can also read all statements in pg_stat_activity
--- and pg_stat_statements, so set passwords with the password command of psql.
+-- With this right, doctor sees which sessions hold up VACUUM. A role with it can also read all statements in
+-- pg_stat_activity and pg_stat_statements, so set passwords with the password command of psql.
 GRANT pg_read_all_stats TO rate_limit_reader;

@@ -1,5 +1,5 @@
-// Package bench measures this library beside other limiters, and the costs of single features. The results are in
-// docs/.
+// Package bench compares this library with other limiters, and measures the costs of single features. The results are
+// in docs/.
 package bench
 
 import (
@@ -25,27 +25,27 @@ import (
 // poolSize is the most connections that a subject may have to its server.
 const poolSize = 16
 
-// arena is shared by all measurements: one Postgres, one Redis, and a near and a far way to each.
+// arena is what all measurements share: one Postgres, one Redis, and a near and a far way to each of them.
 type arena struct {
 	b      *testing.B
 	server *pgserver.Server
-	admin  *pgx.Conn // for everything that is not measured
+	admin  *pgx.Conn // for all statements that are not measured
 	near   *pgxpool.Pool
 	far    *pgxpool.Pool // the same server, with a longer round trip
-	redis  *redisServer  // nil if this machine has none
+	redis  *redisServer  // nil if this machine has no Redis
 
-	stores     map[contenderID]*store // for the near pools
+	stores     map[contenderID]*store // by subject, for the near pools
 	contenders map[contenderID]*contender
-	schemas    int // how many were created
+	schemas    int // how many schemas were created
 
-	url       string // of the Postgres
-	attached  bool   // another process has already created the subjects' data
+	url       string // the URL of the Postgres
+	attached  bool   // whether another process has already created the subjects' data
 	processes map[int][]*process
 	distances []time.Duration
 }
 
-// BenchmarkSideBySide compares this library with other limiters: see `make bench`. Its results are in the report that
-// it writes, and not in the output of package testing. So one iteration is enough: -benchtime 1x.
+// BenchmarkSideBySide compares this library with other limiters: see `make bench`. It writes its results to a report,
+// not to the output of package testing. So one iteration is enough: -benchtime 1x.
 func BenchmarkSideBySide(b *testing.B) {
 	plan, out := planOf(b), ""
 	if text := os.Getenv(processVariable); text != "" {
@@ -79,8 +79,8 @@ func BenchmarkSideBySide(b *testing.B) {
 	}
 }
 
-// planOf is the plan that the environment asks for. BENCH=quick reduces everything. BENCH_ONLY selects workloads by a
-// pattern for their IDs.
+// planOf returns the plan that the environment asks for. BENCH=quick makes all measurements short. BENCH_ONLY selects
+// the workloads whose IDs match a pattern.
 func planOf(b *testing.B) plan {
 	b.Helper()
 	plan := fullPlan()
@@ -100,7 +100,7 @@ func planOf(b *testing.B) plan {
 	return plan
 }
 
-// sharedBuffers is a quarter of the memory, as Postgres's manual advises, and at most 4 GB.
+// sharedBuffers returns a quarter of the memory, as Postgres's manual advises, and at most 4 GB.
 func sharedBuffers(b *testing.B) string {
 	b.Helper()
 	var total int // kB
@@ -157,7 +157,7 @@ func (a *arena) newPool(configure func(*pgxpool.Config)) *pgxpool.Pool {
 	return pool
 }
 
-// pool is shared by all subjects on Postgres.
+// pool returns the pool that all subjects on Postgres share.
 func (a *arena) pool(far bool) *pgxpool.Pool {
 	if far {
 		return a.far
@@ -165,7 +165,7 @@ func (a *arena) pool(far bool) *pgxpool.Pool {
 	return a.near
 }
 
-// postgresPIDs are the server's processes. There are none if it runs in a container.
+// postgresPIDs returns the server's processes. It returns none if the server runs in a container.
 func (a *arena) postgresPIDs() []int {
 	a.b.Helper()
 	pids, err := a.server.PIDs()
@@ -173,7 +173,7 @@ func (a *arena) postgresPIDs() []int {
 	return pids
 }
 
-// ctx can be cancelled, like a request's context, so a driver has to watch it.
+// ctx returns a context that can be cancelled, like a request's context. So a driver has to watch it.
 func (a *arena) ctx() context.Context { return a.b.Context() }
 
 func (a *arena) exec(sql string, args ...any) {
@@ -189,12 +189,12 @@ func (a *arena) setting(name string) string {
 	return value
 }
 
-// progress tells the user how far the benchmark is. The report goes to standard output.
+// progress tells the user how far the benchmark is. Standard output is for the report.
 func (a *arena) progress(format string, args ...any) {
 	fmt.Fprintf(os.Stderr, "bench %s  %s\n", time.Now().Format(time.TimeOnly), fmt.Sprintf(format, args...))
 }
 
-// sideBySide measures workloads in rounds. In each round all subjects of a workload run in turn, so other activity on
+// sideBySide measures workloads in rounds. In each round, all subjects of a workload run in turn, so other activity on
 // the machine affects all of them. Each round begins with another subject and another workload.
 func (a *arena) sideBySide(plan plan, workloads []workload) []*result {
 	a.b.Helper()
@@ -204,7 +204,7 @@ func (a *arena) sideBySide(plan plan, workloads []workload) []*result {
 		results[i] = &result{workload: w}
 		for _, s := range w.subjects {
 			row := &row{Subject: s.title, Ours: s.ours}
-			if c := a.contender(s, w); c == nil { // otherwise its table would be created and filled between two rounds
+			if c := a.contender(s, w); c == nil { // creates and fills the subject's table before the first round
 				row.Missing = a.missing(s, w)
 			}
 			results[i].Rows = append(results[i].Rows, row)
@@ -241,7 +241,7 @@ func (a *arena) measure(plan plan, w workload, s *subject, c *contender, seed ui
 	if w.Callers == 1 && len(c.pids()) > 0 {
 		options.timed = 1
 	}
-	runtime.GC() // do not measure the garbage of earlier subjects
+	runtime.GC() // keeps the garbage of earlier subjects out of the measurement
 	var tally tally
 	costs := a.costsOf(c, func() {
 		load := startLoad(a.ctx(), c.take, w.keys(seed), options)
@@ -258,7 +258,7 @@ func (a *arena) measure(plan plan, w workload, s *subject, c *contender, seed ui
 	return newFigures(tally, costs, c.pool != nil)
 }
 
-// audit compares the callers' answers with the expected ones, and with the table.
+// audit compares the callers' answers with the expected answers, and with the table.
 func (a *arena) audit(what string, c *contender, tally tally) {
 	a.b.Helper()
 	if c.data.limit == 1 {

@@ -13,7 +13,7 @@ import (
 	"github.com/pgratelimit/ratelimit/integration_test/svg"
 )
 
-// chartTemplate has a panel for each workload, each with its own axis. With a common scale, the slowest workload would
+// chartTemplate has a panel for each workload, with an axis of its own. On a common scale, the slowest workload would
 // be invisible.
 const chartTemplate = svg.Head + `{{- range .Legend}}
 <rect x="{{.X}}" y="58" width="12" height="12" rx="2" fill="{{.Colour}}"/>
@@ -33,13 +33,13 @@ const chartTemplate = svg.Head + `{{- range .Legend}}
 </svg>
 `
 
-// The chart's sizes in pixels.
+// These are the chart's sizes in pixels.
 const (
 	panelWidth    = 190
 	barWidth      = 50
 	barGap        = 10
 	panelsInRow   = 4
-	panelTop      = 110 // the top of the highest bar
+	panelTop      = 110 // where the highest bar ends
 	panelBaseline = 250
 	rowHeight     = 215
 )
@@ -67,8 +67,8 @@ type bar struct {
 	Colour, Label                string
 }
 
-// chart draws the decisions per second of this library, of redis_rate and of a plain UPDATE. The upper panels have many
-// calls of one process in one statement. The lower ones do not, or have new keys.
+// chart draws the decisions per second of this library, of redis_rate and of a plain UPDATE. In the upper panels, one
+// statement has many calls of one process. The lower panels show single calls and new keys.
 func (r *report) chart() ([]byte, error) {
 	c := chart{
 		Left: svg.Left, Width: 2*svg.Left + panelsInRow*panelWidth + (panelsInRow-1)*svg.Gap,
@@ -134,7 +134,7 @@ func (r *report) chart() ([]byte, error) {
 	return svg.Bytes(), err
 }
 
-// short writes a number with about three digits: 1.25M, 98k, 1.9k.
+// short formats a number with about three digits: 1.25M, 98k, 1.9k.
 func short(v float64) string {
 	switch {
 	case v >= 1e6:

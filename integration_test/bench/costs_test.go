@@ -25,11 +25,11 @@ type postgresCosts struct {
 	wal     int64 // bytes
 	xids    int64 // transaction ids
 	updates int64 // row updates of one table
-	hot     int64 // how many of these were HOT
+	hot     int64 // how many of the updates were HOT
 }
 
-// costsOf runs a load from its first call to its last, including the warm-up, and returns its costs. There is no other
-// load, so nothing has to be subtracted.
+// costsOf runs a load from its first call to its last, including the warm-up, and returns its costs. No other load runs
+// meanwhile, so nothing has to be subtracted.
 func (a *arena) costsOf(c *contender, run func()) costs {
 	a.b.Helper()
 	postgres := a.postgresCosts(c)
@@ -46,8 +46,8 @@ func (a *arena) costsOf(c *contender, run func()) costs {
 	return spent
 }
 
-// postgresCosts uses no transaction id. It reads the insertion position of the WAL. A commit that does not wait has
-// been inserted there, but perhaps not written yet.
+// postgresCosts reads the costs, and uses no transaction id itself. It reads the insertion position of the WAL. A
+// commit that does not wait is in the WAL at that position, but perhaps not on disk yet.
 func (a *arena) postgresCosts(c *contender) (now postgresCosts) {
 	a.b.Helper()
 	if c.pool == nil {
@@ -63,7 +63,7 @@ func (a *arena) postgresCosts(c *contender) (now postgresCosts) {
 	return now
 }
 
-// flushStatistics makes a pool's sessions report their statistics. Otherwise they would do so a second later.
+// flushStatistics makes a pool's sessions report their statistics now. Without it, they report a second later.
 func (a *arena) flushStatistics(pool *pgxpool.Pool) {
 	a.b.Helper()
 	conns := pool.AcquireAllIdle(a.ctx())
@@ -81,18 +81,18 @@ func (a *arena) flushStatistics(pool *pgxpool.Pool) {
 	}
 }
 
-// cpuTime is the CPU time of processes. It includes all their threads, exactly, from the scheduler's accounting. It
+// cpuTime returns the CPU time of processes. It includes their threads, exactly, from the scheduler's accounting. It
 // also includes their ended children, in hundredths of a second.
 func cpuTime(pids ...int) (total time.Duration) {
 	for _, pid := range pids {
 		threads, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", pid))
 		for _, thread := range threads {
-			// nanoseconds of CPU time, and two other numbers
+			// The file has the CPU time in nanoseconds, and two other numbers.
 			if fields := procFields(thread); len(fields) > 0 {
 				total += time.Duration(number(fields[0]))
 			}
 		}
-		// pid (name) state …; fields 16 and 17 are the children's times, in clock ticks.
+		// The file has "pid (name) state …". Fields 16 and 17 are the children's times, in clock ticks.
 		if fields := procFields(fmt.Sprintf("/proc/%d/stat", pid)); len(fields) > 14 {
 			total += time.Duration(number(fields[13])+number(fields[14])) * time.Second / 100
 		}
@@ -100,7 +100,7 @@ func cpuTime(pids ...int) (total time.Duration) {
 	return total
 }
 
-// procFields returns the fields of a file in /proc, without pid and name. There are none if the process has ended.
+// procFields returns the fields of a file in /proc, without pid and name. It returns nil if the process has ended.
 func procFields(path string) []string {
 	content, err := os.ReadFile(path)
 	if err != nil {

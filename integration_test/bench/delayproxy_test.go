@@ -11,15 +11,15 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// farAway is the round trip to a server in the next data centre, or in the same one over a busy network.
+// farAway is the round trip to a server in another data centre nearby, or in the same data centre over a busy network.
 const farAway = time.Millisecond
 
-// startDelayProxy returns an address that leads to the server at target with a longer round trip: each answer is
-// delayed by delay. Requests pass immediately. A client sees no difference to half the delay in each direction. On
-// Linux, Go's timers are rounded up to milliseconds when the process is idle, so two halves would take one and a half
+// startDelayProxy returns an address that leads to the server at target with a longer round trip. Each answer is
+// delayed by delay, and requests pass immediately. A client cannot tell this from half the delay in each direction. On
+// Linux, Go rounds timers up to milliseconds when the process is idle, so two half delays would take one and a half
 // times as long.
 //
-// It keeps the order, and its buffer never fills, so it limits no throughput.
+// The proxy keeps the order, and its buffer never fills. So it limits no throughput.
 func startDelayProxy(tb testing.TB, target string, delay time.Duration) (address string) {
 	tb.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
@@ -75,7 +75,7 @@ func forward(client net.Conn, target string, delay time.Duration) {
 	for p := range underWay {
 		<-time.After(time.Until(p.due))
 		if _, err := client.Write(p.data); err != nil {
-			server.Close() // and continue until underWay is closed
+			server.Close() // both loops continue until underWay is closed
 		}
 	}
 }

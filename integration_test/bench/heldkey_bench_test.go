@@ -16,10 +16,10 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// BenchmarkHeldKey measures calls for 200 shared keys in six limiters of eight callers, each with its own pool. One
-// request in 50 is for another key. That key is held by nobody, or by a transaction: permanently, for 20 ms again and
-// again, or in a new row that is not committed. In the first case, another transaction stays open, because holders too
-// prevent dead rows from being pruned. Rounds take turns.
+// BenchmarkHeldKey measures calls for 200 shared keys. There are six limiters with eight callers and a pool each. One
+// request in 50 is for one more key. In turn, nobody holds that key, a transaction holds it all the time, a transaction
+// holds it for 20 ms again and again, or it is a new row that is not committed. If nobody holds it, another transaction
+// stays open, because a holder also keeps dead rows from being pruned.
 func BenchmarkHeldKey(b *testing.B) {
 	kinds := []string{"by nobody", "for good", "by turns", "a new row"}
 	heldKeyRounds(b, 6, 50, kinds, func(ctx context.Context, l *ratelimit.Limiter, key string) error {
@@ -28,8 +28,8 @@ func BenchmarkHeldKey(b *testing.B) {
 	})
 }
 
-// BenchmarkHeldPart is the same for AllowAll with a user's key and a shared key, in four limiters. One request in 20 is
-// for another user.
+// BenchmarkHeldPart is BenchmarkHeldKey for AllowAll with a user's key and a shared key, in four limiters. One request
+// in 20 is for the user whose key is held.
 func BenchmarkHeldPart(b *testing.B) {
 	kinds := []string{"by nobody", "for good", "a new row"}
 	heldKeyRounds(b, 4, 20, kinds, func(ctx context.Context, l *ratelimit.Limiter, key string) error {
@@ -105,7 +105,7 @@ func heldKeyRound(
 	var all, asking sync.WaitGroup
 	for process := range processes {
 		pool := db.OwnerPool(b, func(config *pgxpool.Config) { config.MaxConns = 4 })
-		defer pool.Close() //nolint:revive // all of them stay open until the end
+		defer pool.Close() //nolint:revive // all pools stay open until the end
 		limiter, err := ratelimit.New(pool, ratelimit.Config{Name: "held", Policy: policy})
 		require.NoError(b, err)
 		for caller := range callers {
@@ -115,7 +115,7 @@ func heldKeyRound(
 				errs := 0
 				for ctx.Err() == nil {
 					if random.IntN(oneIn) == 0 {
-						// Callers that wait for it make no other request.
+						// Callers that wait for the held key make no other request.
 						asking.Go(func() { _ = ask(context.WithoutCancel(ctx), limiter, "held") })
 						continue
 					}

@@ -20,8 +20,9 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// BenchmarkManyLimiters measures 20 limiters of a process, with one client for all and with a client each, under many
-// callers and under few. Rounds take turns. For each figure it reports both, and the ratio of the first to the second:
+// BenchmarkManyLimiters measures 20 limiters of a process, with one client for all limiters and with a client for each,
+// under many callers and under few. Rounds take turns. For each figure it reports both variants, and the ratio of the
+// first to the second:
 //
 //	go test -run '^$' -bench '^BenchmarkManyLimiters$' -benchtime 1x ./bench
 func BenchmarkManyLimiters(b *testing.B) {
@@ -42,7 +43,7 @@ func BenchmarkManyLimiters(b *testing.B) {
 func (a *arena) manyLimiters(b *testing.B, callers int) {
 	b.Helper()
 	const rounds = 3
-	var all [2][]figures // with one client, and with many
+	var all [2][]figures // with one client, and with a client for each limiter
 	for b.Loop() {
 		for round := range rounds {
 			for i := range all {
@@ -60,7 +61,7 @@ func (a *arena) manyLimiters(b *testing.B, callers int) {
 	}
 }
 
-// limitersRound calls 20 limiters on a new pool that has connections for all of them.
+// limitersRound calls 20 limiters on a new pool. The pool has enough connections for all of them.
 func (a *arena) limitersRound(oneClient bool, callers int, seed uint64) figures {
 	a.b.Helper()
 	const limiters, keys, warmUp, measured = 20, 10_000, 300 * time.Millisecond, time.Second
@@ -100,7 +101,7 @@ func (a *arena) limitersRound(oneClient bool, callers int, seed uint64) figures 
 	begun := time.Now()
 	a.wait(measured)
 	for _, l := range loads {
-		l.phase.Store(stopped) // all at once
+		l.phase.Store(stopped) // stops all loads at once
 	}
 	elapsed := time.Since(begun).Seconds()
 	var total, admitted, inTime int64
@@ -115,7 +116,7 @@ func (a *arena) limitersRound(oneClient bool, callers int, seed uint64) figures 
 	seen := figures{
 		"decisions/s": float64(inTime) / elapsed,
 		"p99-µs":      float64(testkit.Quantile(latencies, 0.99).Microseconds()),
-		// The pool opens a connection only if all others are in use, and keeps it.
+		// The pool opens a connection only if all open ones are in use, and keeps it.
 		"connections":        float64(pool.Stat().TotalConns()),
 		"server-µs/decision": float64((cpuTime(a.postgresPIDs()...) - before).Microseconds()) / float64(total),
 	}

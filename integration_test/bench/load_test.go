@@ -11,24 +11,24 @@ import (
 // take makes one request for a key, and returns whether it was allowed.
 type take func(ctx context.Context, key string) (admitted bool, err error)
 
-// keySource gives each caller its own source of keys.
+// keySource returns the source of keys for a caller.
 type keySource func(caller int) func() string
 
-// loadOptions describe the callers of a load.
+// loadOptions describes the callers of a load.
 type loadOptions struct {
 	callers int
-	timed   int64         // one in this many calls is timed
-	pace    time.Duration // the time between two calls of a caller; 0: the next call follows immediately
+	timed   int64         // one call in this many is timed
+	pace    time.Duration // the time between two calls of a caller; 0 means no pause
 }
 
-// load is a number of callers that make requests all the time.
+// load is a number of callers that make requests without end.
 type load struct {
 	take    take
 	options loadOptions
 	phase   atomic.Int32
 	callers sync.WaitGroup
 	tallies []tally
-	begun   time.Time // of the measurement
+	begun   time.Time // when the measurement began
 
 	failing sync.Once
 	cancel  context.CancelFunc
@@ -36,7 +36,7 @@ type load struct {
 }
 
 const (
-	warmingUp int32 = iota // as it starts
+	warmingUp int32 = iota // a load begins with this phase
 	measuring
 	stopped
 )
@@ -45,9 +45,9 @@ const (
 type tally struct {
 	measured  int64           // decisions during the measurement
 	elapsed   time.Duration   // the length of the measurement
-	latencies []time.Duration // of a sample of these decisions, sorted
+	latencies []time.Duration // of a sample of the measured decisions, sorted
 
-	total, admitted int64 // over the whole load, including the warm-up
+	total, admitted int64 // units of the whole load, including the warm-up
 }
 
 func startLoad(ctx context.Context, take take, keys keySource, options loadOptions) *load {
@@ -66,9 +66,9 @@ func startLoad(ctx context.Context, take take, keys keySource, options loadOptio
 	return l
 }
 
-// call runs one caller. Reading the clock twice costs nothing compared with a round trip, but does when a thousand
-// callers share a few cores. Therefore there is options.timed. Callers take turns, so that not all callers of one batch
-// are timed.
+// call runs one caller. Reading the clock twice costs nothing compared with a round trip, but it does when a thousand
+// callers share a few cores. So only one call in options.timed is timed. Callers take turns, so that not all callers of
+// one batch are timed.
 func (l *load) call(ctx context.Context, caller int64, next func() string) (t tally, err error) {
 	due, release := l.pacemaker(caller)
 	defer release()
@@ -102,8 +102,8 @@ func (l *load) call(ctx context.Context, caller int64, next func() string) (t ta
 	}
 }
 
-// pacemaker says when a caller makes its next request. Each caller has another offset within the pace. A nil pacemaker
-// never waits.
+// pacemaker returns a channel that says when a caller makes its next request. Each caller has another offset within the
+// pace. A nil channel means no pause.
 func (l *load) pacemaker(caller int64) (due <-chan time.Time, release func()) {
 	if l.options.pace == 0 {
 		return nil, func() {}
@@ -113,7 +113,7 @@ func (l *load) pacemaker(caller int64) (due <-chan time.Time, release func()) {
 	return ticker.C, ticker.Stop
 }
 
-// measure ends the warm-up.
+// measure ends the warm-up, and begins the measurement.
 func (l *load) measure() {
 	l.begun = time.Now()
 	l.phase.Store(measuring)

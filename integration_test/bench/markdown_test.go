@@ -14,7 +14,7 @@ type column struct {
 	format      func(float64) string
 }
 
-// cell is a figure of a row, or a dash if there is none.
+// cell returns the figure of a row, or a dash if the row has none.
 func (c column) cell(row *row) string {
 	if value, ok := row.Median[c.name]; ok {
 		return c.format(value)
@@ -36,7 +36,7 @@ var columns = []column{
 	{hotShare, "HOT", func(v float64) string { return fmt.Sprintf("%.2f %%", v) }},
 }
 
-// markdown is the report for readers.
+// markdown returns the report for readers.
 func (r *report) markdown() string {
 	var md strings.Builder
 	p := func(format string, args ...any) { fmt.Fprintf(&md, format+"\n", args...) }
@@ -114,7 +114,7 @@ Where there are several processes, each has clients and pools of its own, all be
 four times as long. "UPDATE by key" decides nothing: for each call it adds 1 to a count in this library's table with one
 statement, an UPDATE, or an INSERT ... ON CONFLICT DO UPDATE where each key is new.`
 
-// overview has a line with the sliding window's result for each workload.
+// overview returns a line for each workload, with the sliding window's result.
 func (r *report) overview() [][]string {
 	names := []string{perSecond, againstRedis, againstPlain, p50, p99}
 	rows := [][]string{{""}}
@@ -139,7 +139,7 @@ func (r *report) overview() [][]string {
 	return rows
 }
 
-// table shows the results of a workload, with all columns that have figures.
+// table returns the results of a workload, with all columns that have figures.
 func (r *result) table() [][]string {
 	header := []string{""}
 	lines := make([][]string, len(r.Rows))
@@ -187,7 +187,7 @@ func (n *neighbourResult) cells(alone *neighbourResult) []string {
 	}
 }
 
-// writeTable writes rows; the first one is the header. Numbers are aligned to the right.
+// writeTable writes rows. The first row is the header. Numbers are aligned to the right.
 func writeTable(md *strings.Builder, rows [][]string) {
 	for i, row := range rows {
 		fmt.Fprintf(md, "| %s |\n", strings.Join(row, " | "))
@@ -200,7 +200,7 @@ func writeTable(md *strings.Builder, rows [][]string) {
 
 func ratio(v float64) string { return fmt.Sprintf("%.2f", v) }
 
-// latency writes microseconds.
+// latency formats a number of microseconds.
 func latency(us float64) string {
 	switch {
 	case us < 10:

@@ -12,15 +12,15 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// neighbour is a load on the same machine as an application.
+// neighbour is a load that runs on the same machine as an application.
 type neighbour struct {
 	title   string
-	subject *subject // nil: nobody
+	subject *subject // nil means that there is no load
 	spread  spread
 	rate    int // decisions a second; 0 means as many as possible
 }
 
-// nobody means that the application runs alone.
+// nobody is the neighbour of an application that runs alone.
 var nobody = neighbour{title: "nobody"}
 
 const (
@@ -37,8 +37,8 @@ type neighbourResult struct {
 	Decisions []float64 `json:"decisions_per_second,omitempty"`
 }
 
-// neighbour runs an application, pgbench's TPC-B-like transactions, beside busy limiters: on the same server, or only
-// on the same machine.
+// neighbour runs an application: pgbench's TPC-B-like transactions. Busy limiters run beside it, on the same server or
+// only on the same machine.
 func (a *arena) neighbour(plan plan) []*neighbourResult {
 	a.b.Helper()
 	pgbench := a.pgbenchProgram()
@@ -59,7 +59,7 @@ func (a *arena) neighbour(plan plan) []*neighbourResult {
 			"--time", strconv.Itoa(int(plan.pgbench.Seconds())))
 		return figureOf(output, `tps = ([\d.]+)`), figureOf(output, `latency average = ([\d.]+) ms`)
 	}
-	work() // warms up
+	work() // warms up the application
 
 	results := make([]*neighbourResult, len(plan.neighbourhood))
 	for round := range plan.pgbenchRounds {
@@ -101,7 +101,7 @@ func (a *arena) neighbour(plan plan) []*neighbourResult {
 	return results
 }
 
-// pgbenchProgram is the pgbench beside the server's own programs, or in PATH. It is "" if there is none.
+// pgbenchProgram returns the path of pgbench, beside the server's programs or in PATH. It returns "" if there is none.
 func (a *arena) pgbenchProgram() string {
 	for _, pid := range a.postgresPIDs() {
 		server, _ := os.Readlink("/proc/" + strconv.Itoa(pid) + "/exe")

@@ -17,11 +17,12 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 )
 
-// cachedKeys is the most denials in this library's cache, in its two generations. otter's cache has the same size.
+// cachedKeys is the largest number of denials in this library's cache, which has two generations. otter's cache has the
+// same size.
 const cachedKeys = 2 * 8192
 
-// BenchmarkDenialCache compares this library's cache of denials with a cache library that stores the same. Both are in
-// front of a database that denies everything immediately, as they would be in a limiter.
+// BenchmarkDenialCache compares this library's cache of denials with otter, a cache library that stores the same. Both
+// caches are in front of a database that denies everything immediately, as in a limiter.
 //
 //	hit     requests for a denied key. For this library that is the whole Allow, including the decision. For otter it is
 //	        only the look-up and the checks that every caller needs, so otter is favoured.
@@ -98,7 +99,7 @@ func BenchmarkDenialCache(b *testing.B) {
 		b.ReportMetric(
 			float64(heap()-before)/cachedKeys*2,
 			"ratelimit-B/key",
-		) // one generation is half of the cache
+		) // fills half of the cache, which is one generation
 		before = heap()
 		cache := newOtter(time.Hour)
 		for _, user := range users {
@@ -112,7 +113,7 @@ func BenchmarkDenialCache(b *testing.B) {
 	})
 }
 
-// single has one caller, and parallel has one per core. A call returns whether it succeeded.
+// single runs one caller, and parallel one for each core. A call returns whether it succeeded.
 func single(b *testing.B, call func(i int) bool) {
 	b.Helper()
 	b.ReportAllocs()
@@ -128,7 +129,7 @@ func parallel(b *testing.B, call func(i int) bool) {
 	b.ReportAllocs()
 	var callers atomic.Int64
 	b.RunParallel(func(pb *testing.PB) {
-		for i := int(callers.Add(1)) << 18; pb.Next(); i++ { // far from the other callers' keys
+		for i := int(callers.Add(1)) << 18; pb.Next(); i++ { // a number far from the other callers' keys
 			if !call(i) {
 				b.Error("not denied")
 			}
@@ -194,8 +195,8 @@ func (d *denials) FieldDescriptions() []pgconn.FieldDescription {
 }
 func (d *denials) CommandTag() pgconn.CommandTag { return pgconn.CommandTag{} }
 
-// Scan fills ord, granted, remaining, retry_after_us, reset_after_us, decided_at in microseconds, count,
-// prev_count, window_start, credit, scale and expires_at.
+// Scan fills ord, granted, remaining, retry_after_us, reset_after_us, decided_at in microseconds, count, prev_count,
+// window_start, credit, scale and expires_at.
 func (d *denials) Scan(dest ...any) error {
 	now := d.now.UnixMicro()
 	retryAfter := window.Microseconds()

@@ -19,9 +19,9 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// BenchmarkPolicies measures the server's cost of 50 processes that know the policies, at rest and with 100 changes a
-// second. It also measures how long it takes until all 50 know the last of 1,000 changes, and a change just after all
-// their listening connections were killed.
+// BenchmarkPolicies measures the server's cost of 50 processes with Policies, at rest and with 100 changes a second. It
+// also measures how long it takes until all 50 processes know the last of 1,000 changes. A last measurement is of a
+// change just after all listening connections were killed.
 //
 //	go test -run '^$' -bench '^BenchmarkPolicies$' -benchtime 1x ./bench
 func BenchmarkPolicies(b *testing.B) {
@@ -85,8 +85,8 @@ func BenchmarkPolicies(b *testing.B) {
 	b.ReportMetric(0, "ns/op")
 }
 
-// BenchmarkPoliciesLoad measures how long a process takes to read 100,000 rows, and to read a million of which it may
-// keep 200,000. It also measures their memory, and the slowest decision meanwhile.
+// BenchmarkPoliciesLoad measures how long a process takes to read 100,000 rows. It also measures the reading of a
+// million rows, of which the process may keep 200,000. It reports the memory, and the slowest decision meanwhile.
 //
 //	go test -run '^$' -bench '^BenchmarkPoliciesLoad$' -benchtime 1x ./bench
 func BenchmarkPoliciesLoad(b *testing.B) {
@@ -119,8 +119,8 @@ func BenchmarkPoliciesLoad(b *testing.B) {
 				running.Go(func() { p.Run(ctx) })
 				testkit.WaitUntil(b, func() bool { return p.Status().Rows > 0 })
 				b.ReportMetric(time.Since(began).Seconds(), "s-to-load")
-				// Until the next answer arrives, the first one is kept, with all rows, even those without room. Age is
-				// 0 before the next answer.
+				// The process keeps the first answer until the next one arrives, with all rows, even those without
+				// room. Age is 0 before the next answer.
 				loaded := time.Now()
 				testkit.WaitUntil(b, func() bool {
 					age := p.Status().Age
@@ -130,7 +130,7 @@ func BenchmarkPoliciesLoad(b *testing.B) {
 				b.ReportMetric(float64(held.Rows), "rows-held")
 				b.ReportMetric((heapInUse()-before)/float64(held.Rows), "bytes/row")
 
-				// Everything is read again while decisions continue.
+				// The process reads all rows again while decisions continue.
 				slowest, n := time.Duration(0), 0
 				a.exec("DELETE FROM rate_limit_policy_history")
 				a.exec("UPDATE rate_limit_policy SET comment = 'again' WHERE key = 'free'")
@@ -149,7 +149,7 @@ func BenchmarkPoliciesLoad(b *testing.B) {
 	}
 }
 
-// heapInUse is the heap after a garbage collection.
+// heapInUse returns the bytes of the heap in use after a garbage collection.
 func heapInUse() float64 {
 	runtime.GC()
 	var stats runtime.MemStats

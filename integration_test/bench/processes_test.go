@@ -14,25 +14,25 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// processVariable tells a process that the benchmark started it, and where the servers are.
+// processVariable is the environment variable that tells a process of a benchmark where the servers are.
 const processVariable = "BENCH_PROCESS"
 
-// servers are shared by the processes.
+// servers are the servers that all processes share.
 type servers struct {
-	Postgres string `json:"postgres"` // URL
-	Redis    string `json:"redis"`    // the address, or "" if there is none
+	Postgres string `json:"postgres"` // its URL
+	Redis    string `json:"redis"`    // its address, or "" if this machine has none
 }
 
-// job is the work of one of several processes: one round of a subject under a workload.
+// job is what a process does in one round: one subject under one workload.
 type job struct {
-	Workload string `json:"workload"` // its ID
-	Subject  string `json:"subject"`  // its title
+	Workload string `json:"workload"` // the workload's ID
+	Subject  string `json:"subject"`  // the subject's title
 	Place    int    `json:"place"`    // see store.place
 	Seed     uint64 `json:"seed"`
 	NewKeys  int64  `json:"new_keys"` // see newKeys
 }
 
-// newKeysOfJob is more than the new keys of one job.
+// newKeysOfJob is more than the number of new keys in one job.
 const newKeysOfJob = 100_000_000
 
 // outcome is the result of the callers in one process, with their costs.
@@ -45,8 +45,8 @@ type outcome struct {
 	CPU       time.Duration   `json:"cpu"`
 }
 
-// process is another process of this program. It does jobs until its standard input ends. The operating system ends
-// that when this process ends in any way.
+// process is another process of this program. It does jobs until its standard input ends. The operating system ends its
+// standard input when this process ends in any way.
 type process struct {
 	*exec.Cmd
 	stdin   io.WriteCloser
@@ -55,7 +55,7 @@ type process struct {
 	output  bytes.Buffer
 }
 
-// startProcesses returns that many processes. They stay until endProcesses, because starting one takes longer than a
+// startProcesses returns n processes. They run until endProcesses, because starting a process takes longer than a
 // round.
 func (a *arena) startProcesses(n int) []*process {
 	a.b.Helper()
@@ -83,7 +83,7 @@ func (a *arena) startProcesses(n int) []*process {
 		require.NoError(a.b, err)
 		p.jobs, p.answers = json.NewEncoder(p.stdin), json.NewDecoder(reader)
 		require.NoError(a.b, p.Start())
-		require.NoError(a.b, writer.Close()) // so that reading ends with the process
+		require.NoError(a.b, writer.Close()) // so that reading ends when the process ends
 		a.processes[n] = append(a.processes[n], p)
 	}
 	return a.processes[n]
@@ -102,7 +102,7 @@ func (a *arena) endProcesses() {
 	clear(a.processes)
 }
 
-// inProcesses is measure with several processes that begin together.
+// inProcesses is measure with several processes that begin at the same time.
 func (a *arena) inProcesses(w workload, s *subject, c *contender, seed uint64) (all tally, spent costs) {
 	a.b.Helper()
 	processes := a.startProcesses(w.Processes)
@@ -145,7 +145,7 @@ func (a *arena) inProcesses(w workload, s *subject, c *contender, seed uint64) (
 	return all, spent
 }
 
-// workInProcess is the main function of such a process.
+// workInProcess is the main function of a process of the benchmark.
 func workInProcess(b *testing.B, plan plan, text string) {
 	var to servers
 	require.NoError(b, json.Unmarshal([]byte(text), &to))
@@ -164,7 +164,7 @@ func workInProcess(b *testing.B, plan plan, text string) {
 		require.NoError(b, err)
 		w, c, first := a.attach(plan, next)
 		warmUp := c.warmUp(plan, w)
-		if first { // each of the many connections has to plan the statement
+		if first { // each connection has to plan the statement first
 			warmUp *= 4
 		}
 		require.NoError(b, answers.Encode(true))
@@ -174,8 +174,8 @@ func workInProcess(b *testing.B, plan plan, text string) {
 	}
 }
 
-// attach returns a subject that another process has opened, with enough connections for all callers, and whether this
-// is the first time.
+// attach returns a subject that another process has opened, with enough connections for all callers. first is true for
+// the first job with this subject.
 func (a *arena) attach(plan plan, next job) (w workload, c *contender, first bool) {
 	a.b.Helper()
 	workloads := slices.Concat(plan.groups...)
@@ -207,7 +207,7 @@ func (a *arena) attach(plan plan, next job) (w workload, c *contender, first boo
 	return w, a.contenders[id], first
 }
 
-// do makes the same calls as measure.
+// do runs a load in this process, with the same calls as measure.
 func (a *arena) do(w workload, c *contender, seed uint64, warmUp, measured time.Duration) outcome {
 	a.b.Helper()
 	cpu := cpuTime(os.Getpid())

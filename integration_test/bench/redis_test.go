@@ -21,7 +21,7 @@ import (
 
 // redisServer is a throwaway Redis.
 type redisServer struct {
-	near, far string // addresses
+	near, far string // the addresses of the near and the far way
 	pid       int
 	version   string
 }
@@ -38,7 +38,7 @@ wait
 `
 
 // startRedis starts a Redis that stores nothing on disk, and stops it at the end of the benchmark. It returns nil if
-// this machine has none.
+// this machine has no Redis.
 func startRedis(b *testing.B) *redisServer {
 	b.Helper()
 	program, err := exec.LookPath("redis-server")
@@ -51,7 +51,7 @@ func startRedis(b *testing.B) *redisServer {
 
 	script := exec.Command("/bin/sh", "-c", redisScript, "redis", program,
 		"--bind", host, "--port", port, "--save", "", "--appendonly", "no")
-	script.Dir = os.TempDir() // it would write here, if it wrote anything
+	script.Dir = os.TempDir() // Redis would write files here
 	life, err := script.StdinPipe()
 	require.NoError(b, err)
 	output, err := script.StdoutPipe()
@@ -82,7 +82,7 @@ func startRedis(b *testing.B) *redisServer {
 	return s
 }
 
-// redisRate is redis_rate on a client with these options, in its own database.
+// redisRate returns redis_rate on a client with these options. The subject uses a Redis database of its own.
 func redisRate(title string, database int, options redis.Options, autoPipeline bool) *subject {
 	open := func(a *arena, data dataset) *store {
 		s := &store{data: data}

@@ -37,13 +37,13 @@ type fact struct {
 	Value string `json:"value"`
 }
 
-// result is all figures of one workload.
+// result has all figures of one workload.
 type result struct {
 	workload
 	Rows []*row `json:"subjects"`
 }
 
-// row is one subject under one workload.
+// row has the figures of one subject under one workload.
 type row struct {
 	Subject string    `json:"subject"`
 	Ours    bool      `json:"ours"`
@@ -52,7 +52,7 @@ type row struct {
 	Rounds  []figures `json:"rounds"`
 }
 
-// figures are the results of one round, or their medians, by name. A figure that could not be measured is missing.
+// figures are the results of one round or their medians, by name. A figure that was not measured is missing.
 type figures map[string]float64
 
 const (
@@ -92,7 +92,7 @@ func newFigures(t tally, c costs, postgres bool) figures {
 	return f
 }
 
-// finish computes the derived figures.
+// finish computes the figures that follow from others.
 func (r *report) finish(begun time.Time) {
 	r.Date = begun.UTC().Format("2006-01-02 15:04 UTC")
 	r.Took = time.Since(begun).Round(time.Second).String()
@@ -110,7 +110,7 @@ func (r *report) finish(begun time.Time) {
 	r.judge()
 }
 
-// against adds the ratio to another row for each round, and its median.
+// against adds the ratio of row's throughput to other's, for each round, and the median of the ratios.
 func (row *row) against(other *row, name string) {
 	for i, round := range row.Rounds {
 		if value, ok := ratioIn(i, row, other); ok {
@@ -122,7 +122,7 @@ func (row *row) against(other *row, name string) {
 	}
 }
 
-// ratios are the ratios of two rows' throughput, one per round. There are none if the other row is missing.
+// ratios returns the ratios of two rows' throughput, one per round. It returns none if other is missing.
 func ratios(row, other *row) (all []float64) {
 	if row == nil {
 		return nil
@@ -135,7 +135,7 @@ func ratios(row, other *row) (all []float64) {
 	return all
 }
 
-// ratioIn is the ratio in one round, unless the other row is missing or 0.
+// ratioIn returns the ratio in one round. ok is false if the other row is missing or its figure is 0.
 func ratioIn(round int, row, other *row) (value float64, ok bool) {
 	if other == nil || len(other.Rounds) <= round || other.Rounds[round][perSecond] == 0 {
 		return 0, false
@@ -143,7 +143,7 @@ func ratioIn(round int, row, other *row) (value float64, ok bool) {
 	return row.Rounds[round][perSecond] / other.Rounds[round][perSecond], true
 }
 
-// all returns one figure for all rounds. It is empty if the row is missing.
+// all returns one figure of all rounds. It returns nothing if the row is missing.
 func (row *row) all(name string) (values []float64) {
 	if row == nil {
 		return nil
@@ -171,7 +171,7 @@ func median(rounds []figures) figures {
 	return medians
 }
 
-// middle is the median, or 0 of an empty list.
+// middle returns the median of values, or 0 of an empty list.
 func middle(values []float64) float64 {
 	sorted := slices.Sorted(slices.Values(values))
 	n := len(sorted)
@@ -199,7 +199,7 @@ func (r *result) find(s *subject) *row {
 	return nil
 }
 
-// redis is redis_rate on the plain client, with the faster of its two pools. It is nil if there was none.
+// redis returns the row of redis_rate on the plain client, with the faster of its two pools. It can be nil.
 func (r *result) redis() *row {
 	pool16, stock := r.find(redisPool16), r.find(redisStock)
 	if stock != nil && (pool16 == nil || stock.Median[perSecond] > pool16.Median[perSecond]) {
@@ -212,7 +212,7 @@ func (t tally) perSecond() float64 { return float64(t.measured) / t.elapsed.Seco
 
 func microseconds(d time.Duration) float64 { return float64(d.Nanoseconds()) / 1000 }
 
-// describe describes the machine and the versions.
+// describe returns facts about the machine and the versions.
 func (a *arena) describe() []fact {
 	a.b.Helper()
 	postgres, _, _ := strings.Cut(a.server.Describe(), " from ")
@@ -250,7 +250,7 @@ func fileContent(path string) string {
 	return string(content)
 }
 
-// versions are the versions of some modules in this module's go.mod. A test binary does not contain them.
+// versions returns the versions of modules according to this module's go.mod. A test binary does not contain them.
 func (a *arena) versions(modules ...string) (all []string) {
 	a.b.Helper()
 	content := fileContent("../go.mod")

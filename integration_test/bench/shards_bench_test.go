@@ -17,9 +17,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/shardkey"
 )
 
-// BenchmarkShards measures the servers' CPU time for a decision on four shards and on the proxy: with direct calls to
-// each shard in turn, and through the proxy with one shard per statement, as the library does. The rounds alternate,
-// and the table has their medians. Run it alone.
+// BenchmarkShards measures the CPU time that a decision takes on the servers of four shards and of the proxy. One way
+// calls each shard directly in turn. Another way calls the proxy with one shard per statement, as the library does. The
+// rounds alternate, and the table has their medians. Run this benchmark alone.
 func BenchmarkShards(b *testing.B) {
 	const shards, keys, rounds, length = 4, 20_000, 15, 250 * time.Millisecond
 	const statement = "SELECT rate_limit_take_sliding_window('bench', $1, 1000000000, 60000000, lock_timeout_ms => 1000)"
@@ -53,7 +53,7 @@ func BenchmarkShards(b *testing.B) {
 		{"directly", func(shard int) *pgx.Conn { return direct[shard] }},
 		{"through the proxy", func(int) *pgx.Conn { return proxy }},
 	}
-	for _, way := range ways { // until all sessions have their plans
+	for _, way := range ways { // warms up until all sessions have their plans
 		for i := range 40 * shards {
 			call(way.conn(i%shards), i%shards, 1+i%2*31)
 		}
@@ -107,7 +107,7 @@ func BenchmarkShards(b *testing.B) {
 	b.Log(table)
 }
 
-// cpu is the CPU time of processes in microseconds.
+// cpu returns the CPU time of processes in microseconds.
 func cpu(b *testing.B, pids []int) (sum float64) {
 	b.Helper()
 	for _, pid := range pids {

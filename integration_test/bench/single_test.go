@@ -18,7 +18,7 @@ import (
 
 // oneCallerResult compares a single caller's decision with the shortest round trip to the same server.
 type oneCallerResult struct {
-	Decision  []float64 `json:"decision_p50_us"` // one figure per round
+	Decision  []float64 `json:"decision_p50_us"` // one figure for each round
 	SelectOne []float64 `json:"select_1_p50_us"`
 }
 
@@ -58,11 +58,11 @@ func (a *arena) oneCaller(plan plan) (result oneCallerResult) {
 
 // cachedDenialResult is the cost of denying a key whose denial is remembered.
 type cachedDenialResult struct {
-	Nanoseconds []float64 `json:"ns"` // one figure per round
+	Nanoseconds []float64 `json:"ns"` // one figure for each round
 	Allocations float64   `json:"allocations"`
 }
 
-// cachedDenial does not use testing.Benchmark, which would wait for the running benchmark: this one.
+// cachedDenial does not use testing.Benchmark, which would wait until the running benchmark ends.
 func (a *arena) cachedDenial(plan plan) (result cachedDenialResult) {
 	a.b.Helper()
 	a.progress("a cached denial")
@@ -82,7 +82,7 @@ func (a *arena) cachedDenial(plan plan) (result cachedDenialResult) {
 	statements := a.near.Stat().AcquireCount()
 	result.Allocations = testing.AllocsPerRun(1000, deny)
 	for range plan.Rounds {
-		// The median of many short runs, so that a run that loses its CPU does not count.
+		// The figure is the median of many short runs, so a run that loses its CPU does not count.
 		const calls = 1_000
 		runs := make([]time.Duration, 1_000)
 		for i := range runs {
@@ -113,7 +113,7 @@ func (a *arena) memory(plan plan) (result memoryResult) {
 	a.b.Helper()
 	a.progress("memory: %d idle limiters", plan.idleLimiters)
 	schema := a.migratedSchema()
-	pool := a.newPool(inSchema(schema)) // not ClientConfig.Schema, because then a client keeps its own statements
+	pool := a.newPool(inSchema(schema)) // with ClientConfig.Schema, a client keeps its own copy of the statements
 	limiter := func(name string, limit int64) *ratelimit.Limiter {
 		return limitertest.New(a.b, pool, ratelimit.Config{
 			Name: name, Policy: ratelimit.SlidingWindow{Limit: limit, Window: window},
@@ -128,7 +128,7 @@ func (a *arena) memory(plan plan) (result memoryResult) {
 	ask(
 		limiter("first", ample),
 		"user:123",
-	) // a connection's memory for a statement belongs to none of the figures below
+	) // opens a connection, whose memory for a statement belongs to none of the figures below
 	idle := make([]*ratelimit.Limiter, plan.idleLimiters)
 	before, goroutines := heap(), runtime.NumGoroutine()
 	for i := range idle {
@@ -163,18 +163,18 @@ func (a *arena) memory(plan plan) (result memoryResult) {
 		}
 		grown := heap() - before
 		runtime.KeepAlive(limiter)
-		runtime.KeepAlive(data) // it is included in before
+		runtime.KeepAlive(data) // before includes the memory of data
 		return float64(grown)
 	}
 	result.DeniedKeys = plan.deniedKeys
 	result.Denied = denied("short", newDataset("", "user:", plan.deniedKeys, 1))
 	result.LongKeys = plan.deniedKeys / 10
 	result.DeniedLong = denied("long", newDataset("", strings.Repeat("k", 506), result.LongKeys, 1))
-	runtime.KeepAlive(idle) // otherwise its memory would be freed while the denials are measured
+	runtime.KeepAlive(idle) // keeps the memory of idle while the denials are measured
 	return result
 }
 
-// heap is the heap in use after two garbage collections: the second one empties sync.Pools.
+// heap returns the heap in use after two garbage collections. The second one empties sync.Pools.
 func heap() int64 {
 	runtime.GC()
 	runtime.GC()

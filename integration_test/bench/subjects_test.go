@@ -18,8 +18,8 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// window is the window of every limit. It is so long that nothing refills during the benchmark, so the rows must add
-// up.
+// window is the window of every limit. It is so long that nothing refills during the benchmark, so the rows must have
+// all units taken.
 const window = 12 * time.Hour
 
 // patience is the timeout of this library's calls. A busy machine should not fail the run.
@@ -35,25 +35,25 @@ type subject struct {
 // store is a subject's data set.
 type store struct {
 	data    dataset
-	missing string                    // why this subject cannot run here; the other fields are empty then
-	connect func(far bool) *contender // connects to it
+	missing string                    // why this subject cannot run here; then the other fields are empty
+	connect func(far bool) *contender // connects to the store
 	table   string                    // "" if it has no table in Postgres
-	taken   func() int64              // the sum of all units taken, from the table; nil if it is not checked
+	taken   func() int64              // returns the sum of all units taken, from the table; nil if it is not checked
 
-	expected int64 // the expected value of taken, from the callers' answers
-	place    int   // arena.schemas when it was opened, which determines the name of its schema
+	expected int64 // the value that taken must return, from the callers' answers
+	place    int   // arena.schemas when the store was opened, which is in the name of its schema
 }
 
-// contender is a subject with a data set.
+// contender is a subject that is connected to its store.
 type contender struct {
 	*store
 	take take
-	back func(context.Context) error // returns leased units; nil if there are none
-	pids func() []int                // of its server; empty if it runs in this process
-	pool *pgxpool.Pool               // nil if it does not use Postgres
+	back func(context.Context) error // returns leased units; nil if there are no leases
+	pids func() []int                // returns the server's processes; none if the subject runs in this process
+	pool *pgxpool.Pool               // nil if the subject does not use Postgres
 }
 
-// warmUp is the warm-up before the measurement.
+// warmUp returns the length of the warm-up.
 func (c *contender) warmUp(plan plan, w workload) time.Duration {
 	if c.back != nil {
 		return max(plan.WarmUp, w.warmUp)
@@ -96,12 +96,12 @@ func (a *arena) contender(s *subject, w workload) *contender {
 	return a.contenders[id]
 }
 
-// missing says why a subject has no contender for a workload.
+// missing returns why a subject has no contender for a workload.
 func (a *arena) missing(s *subject, w workload) string {
 	return a.stores[contenderID{subject: s, data: w.data.title}].missing
 }
 
-// fill takes once from each key, unless open has created the keys, so that later calls find their rows.
+// fill takes once from each key, so that later calls find their rows. It does nothing if open has created the keys.
 func (a *arena) fill(s *store) {
 	a.b.Helper()
 	if s.missing != "" {
@@ -134,8 +134,8 @@ func (a *arena) fill(s *store) {
 	s.expected += int64(s.data.size)
 }
 
-// The rivals. There are three with Redis: one with as many connections as the others, one with the driver's defaults,
-// and one with a new kind of client that also coalesces commands.
+// These are the rivals. Three of them use Redis: with as many connections as the other subjects, with the driver's
+// default, and with a new kind of client that also coalesces commands.
 var (
 	redisPool16 = redisRate("redis_rate, pool of 16", 0, redis.Options{PoolSize: poolSize}, false)
 	redisStock  = redisRate("redis_rate, go-redis's default pool", 1, redis.Options{}, false)
@@ -152,7 +152,7 @@ var (
 	inProcess      = &subject{title: "golang.org/x/time/rate, in this process", open: openInProcess}
 )
 
-// This library.
+// These are the subjects of this library.
 var (
 	slidingWindow = library("sliding window", sliding, ratelimit.Config{})
 	fixedWindow   = library("fixed window", fixed, ratelimit.Config{})
@@ -172,7 +172,7 @@ var (
 // algorithm is one of this library's algorithms.
 type algorithm struct {
 	policy func(limit int64) ratelimit.Policy
-	taken  string // the sum of all units taken, in SQL
+	taken  string // SQL for the sum of all units taken
 	clock  ratelimit.TestConfig
 }
 
@@ -194,10 +194,10 @@ var (
 	}
 )
 
-// standstill is a fixed clock for token buckets, because refill would hide the units taken.
+// standstill is the clock of token buckets. It does not move, because a refill would hide units taken.
 func standstill() time.Time { return time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC) }
 
-// library is a limiter of this library. Its data set has its own schema.
+// library returns a limiter of this library as a subject. Its store has a schema of its own.
 func library(title string, kind algorithm, config ratelimit.Config) *subject {
 	s := &subject{title: "ratelimit, " + title, ours: true}
 	config.Name = "bench"
@@ -246,8 +246,8 @@ func library(title string, kind algorithm, config ratelimit.Config) *subject {
 	return s
 }
 
-// sets takes from several limiters of this library at once. All but the last use the key, and the last one uses a key
-// that all callers share.
+// sets returns a subject that takes from several limiters of this library at once. The last limiter uses a key that all
+// callers share. The other limiters use the caller's key.
 func sets(title string, limits int) *subject {
 	s := &subject{title: "ratelimit, " + title, ours: true}
 	s.open = func(a *arena, data dataset) *store {
@@ -315,7 +315,7 @@ func inSchema(name string) func(*pgxpool.Config) {
 	return func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = name }
 }
 
-// fillBySQL creates rows, many millions a minute. It prevents autovacuum and its statistics, which would disturb the
+// fillBySQL creates many million rows a minute. It prevents autovacuum and its statistics, which would disturb the
 // measurement at random times.
 func (a *arena) fillBySQL(table, name string, data dataset) {
 	a.b.Helper()
@@ -336,12 +336,12 @@ func (a *arena) insertRows(table, name string, data dataset) {
 		name, data.prefix, data.size, window.Microseconds())
 }
 
-// openFiveRoundTrips is this library's first design: a transaction that is sent step by step. The row stays locked
+// openFiveRoundTrips opens this library's first design: a transaction that is sent step by step. The row stays locked
 // while the client computes.
 func openFiveRoundTrips(a *arena, data dataset) *store {
 	table := a.plainTable(data)
 	insert := "INSERT INTO " + table + " (key) VALUES ($1) ON CONFLICT DO NOTHING"
-	// The clock is read after the lock above.
+	// The statement reads the clock after it has the lock.
 	lock := `SELECT count, prev_count, window_start, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint
 		FROM (SELECT count, prev_count, window_start FROM ` + table + ` WHERE key = $1 FOR UPDATE) AS locked`
 	update := "UPDATE " + table + " SET count = $2, prev_count = $3, window_start = $4 WHERE key = $1"
@@ -375,10 +375,10 @@ func openFiveRoundTrips(a *arena, data dataset) *store {
 	})
 }
 
-// openPlainUpdate is the minimum for any limiter on Postgres, without a decision: each call is one statement that
-// counts in a row of this library's table. A new key needs a row first.
+// openPlainUpdate opens the minimum for any limiter on Postgres: each call is one statement that counts in a row of
+// this library's table. It decides nothing. A new key needs an INSERT first.
 func openPlainUpdate(a *arena, data dataset) *store {
-	data.limit = ample // it denies nobody
+	data.limit = ample // so that no request is denied
 	schema := a.migratedSchema()
 	table := pgx.Identifier{schema, "rate_limit_ephemeral"}.Sanitize()
 	sql := "UPDATE " + table + " SET count = count + 1 WHERE prefix = $1 AND key = $2"
@@ -396,7 +396,7 @@ func openPlainUpdate(a *arena, data dataset) *store {
 	})
 }
 
-// openSelectOne is the shortest possible round trip to Postgres.
+// openSelectOne opens the shortest possible round trip to Postgres.
 func openSelectOne(a *arena, data dataset) *store {
 	s := a.plainStore(data, "", func(pool *pgxpool.Pool) take {
 		return func(ctx context.Context, _ string) (bool, error) {
@@ -409,7 +409,8 @@ func openSelectOne(a *arena, data dataset) *store {
 	return s
 }
 
-// plainTable creates an unlogged table with a new name, for subjects other than this library. Each key has taken 1.
+// plainTable creates an unlogged table with a new name, for subjects that do not use this library. Each key has taken
+// 1.
 func (a *arena) plainTable(data dataset) string {
 	a.b.Helper()
 	a.schemas++
@@ -440,7 +441,7 @@ func (a *arena) plainStore(data dataset, table string, open func(pool *pgxpool.P
 	}
 }
 
-// openInProcess is a limiter in one process for each key. It does not limit across processes.
+// openInProcess opens a limiter in one process for each key. It does not limit several processes together.
 func openInProcess(_ *arena, data dataset) *store {
 	var limiters sync.Map
 	c := &contender{pids: func() []int { return nil }, take: func(_ context.Context, key string) (bool, error) {
@@ -448,7 +449,7 @@ func openInProcess(_ *arena, data dataset) *store {
 		if !ok {
 			burst := int(data.limit)
 			if burst == ample {
-				burst = math.MaxInt32 // it makes so many decisions that the others' ample limit would not be enough
+				burst = math.MaxInt32 // it makes so many decisions that ample would not be enough
 			}
 			limiter, _ = limiters.LoadOrStore(key, rate.NewLimiter(rate.Every(window/time.Duration(data.limit)), burst))
 		}

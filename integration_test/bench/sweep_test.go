@@ -27,8 +27,8 @@ import (
 //	go test -run '^$' -bench '^BenchmarkSweep$' -benchtime 1x -timeout 60m .
 //
 // These environment variables make it smaller. BENCH_SWEEP_ROWS is the number of rows, half of them expired (2,000,000
-// by default). A table without expired rows has five times as many. BENCH_SWEEP_ROUND is the length of a round with or
-// without a sweeper (10s by default).
+// by default). A table without expired rows has five times as many rows. BENCH_SWEEP_ROUND is the length of a round
+// (10s by default).
 func BenchmarkSweep(b *testing.B) {
 	rows, round := 2_000_000, 10*time.Second
 	var err error
@@ -41,7 +41,7 @@ func BenchmarkSweep(b *testing.B) {
 		require.NoError(b, err)
 	}
 
-	// Autovacuum would affect some of the figures and not others.
+	// Autovacuum would affect only a part of the figures.
 	settings := map[string]string{"shared_buffers": "256MB", "max_wal_size": "8GB", "autovacuum": "off"}
 	server, err := pgserver.Start(b.Context(), pgserver.Config{Fsync: true, Settings: settings})
 	require.NoError(b, err)
@@ -75,14 +75,14 @@ func BenchmarkSweep(b *testing.B) {
 	}
 }
 
-// of is the arena of a part of the benchmark. An error fails that part.
+// of returns the arena for a part of the benchmark. An error fails only this part.
 func (a *arena) of(b *testing.B) *arena {
 	part := *a
 	part.b = b
 	return &part
 }
 
-// sweepOnce measures one pass over a table in which one row in every has expired. 0 means that no row has expired.
+// sweepOnce measures one pass over a table. One row in every has expired; if every is 0, no row has expired.
 func (a *arena) sweepOnce(b *testing.B, table string, rows, every int, share float64) {
 	b.Helper()
 	sweeper, err := cleanup.New(a.near, cleanup.Config{Share: share, MaxDuration: time.Hour})
@@ -135,11 +135,11 @@ func (a *arena) fillToSweep(table string, rows, every int) {
 			CASE WHEN $2 > 0 AND i % greatest($2, 1) = 0 THEN clock - 3600000000 ELSE clock + 86400000000 END
 		FROM generate_series(1, $1::integer) AS i, (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS clock) AS c`,
 		rows, every)
-	a.exec("VACUUM " + table) // sets the hint bits, which the first reader would otherwise write
+	a.exec("VACUUM " + table) // sets the hint bits, which the first reader would write otherwise
 	a.exec("CHECKPOINT")
 }
 
-// sizeOf is the size of a table and its index in bytes.
+// sizeOf returns the size of a table and its index in bytes.
 func (a *arena) sizeOf(table string) int64 {
 	a.b.Helper()
 	return a.count("SELECT pg_total_relation_size($1::text::regclass)", table)
@@ -150,8 +150,9 @@ func (a *arena) walPosition() int64 {
 	return a.count("SELECT pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')::bigint")
 }
 
-// allowBesideSweeps measures Allow in rounds, without a sweeper and with one that makes no pauses and deletes rows as
-// soon as they expire. Keys expire all the time. At the beginning of each round, half of the table's rows have expired.
+// allowBesideSweeps measures Allow in rounds, without and with a sweeper. The sweeper makes no pauses, and deletes rows
+// as soon as they expire. Keys expire all the time. At the beginning of each round, half of the table's rows have
+// expired.
 func (a *arena) allowBesideSweeps(b *testing.B, rows int, round time.Duration, durable bool) {
 	b.Helper()
 	const callers, keys, rounds = 16, 100_000, 3
@@ -218,7 +219,7 @@ func (a *arena) allowBesideSweeps(b *testing.B, rows int, round time.Duration, d
 // sweepUntil makes passes until the context ends.
 func (a *arena) sweepUntil(ctx context.Context) (passes, deleted int64, err error) {
 	sweeper, err := cleanup.New(a.near, cleanup.Config{Share: 1, Test: ratelimit.TestConfig{
-		// rate_limit_sweep keeps an expired row for a minute. Server and client run on the same machine.
+		// rate_limit_sweep keeps an expired row for a minute, so this sweeper's clock is a minute ahead.
 		Now: func() time.Time { return time.Now().Add(time.Minute) },
 	}})
 	for ; err == nil && ctx.Err() == nil; passes++ {

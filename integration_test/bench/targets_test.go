@@ -12,15 +12,15 @@ type target struct {
 	AtLeast  string   `json:"at_least"`
 	Aim      string   `json:"aim"`
 	Measured string   `json:"measured"`
-	Value    *float64 `json:"value"` // nil: not measured
+	Value    *float64 `json:"value"` // nil means that it was not measured
 	Met      string   `json:"met"`
 }
 
-// goal is the required value and the desired one; 0 means no desired value.
+// goal has the required value and the desired value. 0 means that there is no desired value.
 type goal struct {
 	reach, aim float64
-	format     string // of a figure
-	less       bool   // less is better
+	format     string // the format of a figure
+	less       bool   // whether a smaller figure is better
 }
 
 func atLeast(reach, aim float64, format string) goal { return goal{reach, aim, format, false} }
@@ -35,7 +35,7 @@ func (r *report) judge() {
 		return func(of *result) []float64 { return ratios(of.find(s), of.redis()) }
 	}
 	byUpdate := func(of *result) []float64 { return ratios(of.find(slidingWindow), of.find(plainUpdate)) }
-	// The ratio of a single call's time to an UPDATE's.
+	// longerThanUpdate returns the ratio of a single call's time to an UPDATE's.
 	longerThanUpdate := func(of *result) (all []float64) {
 		ours, updates := of.find(slidingWindow).all(p50), of.find(plainUpdate).all(p50)
 		for i := range min(len(ours), len(updates)) {

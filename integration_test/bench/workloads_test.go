@@ -18,11 +18,11 @@ type plan struct {
 	WarmUp   time.Duration `json:"warm_up_ns"`
 	Measured time.Duration `json:"measured_ns"`
 
-	groups        [][]workload // each group has its own rounds
+	groups        [][]workload // each group has rounds of its own
 	idleLimiters  int
-	deniedKeys    int           // the keys whose denials are measured for their memory
-	pgbenchScale  int           // 100,000 accounts each
-	pgbench       time.Duration // of one run
+	deniedKeys    int           // the number of keys whose denials are measured for their memory
+	pgbenchScale  int           // pgbench's scale; 1 means 100,000 accounts
+	pgbench       time.Duration // the length of one run
 	pgbenchRounds int
 	neighbourhood []neighbour
 }
@@ -30,14 +30,14 @@ type plan struct {
 // dataset is a set of keys, all with the same limit.
 type dataset struct {
 	title  string
-	prefix string // for each key, and for no other data set's keys
+	prefix string // begins each key of this data set, and no other key
 	size   int    // 0 means that each key is new
 	limit  int64
-	bySQL  bool // filled by one statement, for a sliding window
+	bySQL  bool // whether one statement creates its rows, for a sliding window
 	key    func(i int) string
 }
 
-// ample is a limit that is never reached. Times the window in microseconds it is close to 2^62, the maximum.
+// ample is a limit that is never reached. ample times the window in microseconds is just below 2^62, the maximum.
 const ample = 100_000_000
 
 func newDataset(title, prefix string, size int, limit int64) dataset {
@@ -54,8 +54,8 @@ func newDataset(title, prefix string, size int, limit int64) dataset {
 	return d
 }
 
-// newcomers is a data set of keys that are new at each request. They have no order, like addresses, so each goes to
-// another place in an index. The factor is odd, so all products modulo 2^64 differ.
+// newcomers returns a data set whose keys are new at each request. The keys have no order, like addresses, so each key
+// goes to another place in an index. The factor is odd, so all products modulo 2^64 differ.
 func newcomers() dataset {
 	const prefix = "new:"
 	return dataset{title: "new keys", prefix: prefix, limit: ample, key: func(i int) string {
@@ -63,18 +63,18 @@ func newcomers() dataset {
 	}}
 }
 
-// rowsOf is a data set that SQL creates. Its keys are computed on request, for any number of keys.
+// rowsOf returns a data set that SQL creates. Its keys are computed on request, for any number of keys.
 func rowsOf(size int) dataset {
 	d := newDataset(svg.Thousands(size)+" rows", fmt.Sprintf("row-%d-", size), 0, ample)
 	d.size, d.bySQL = size, true
 	return d
 }
 
-// workload says who asks for what.
+// workload says which callers ask for which keys.
 type workload struct {
 	ID        string `json:"id"`
 	Title     string `json:"title"`
-	Processes int    `json:"processes"` // 1: this one
+	Processes int    `json:"processes"` // 1 means only this process
 	Callers   int    `json:"callers"`   // in each process
 
 	data     dataset
@@ -89,8 +89,8 @@ type spread func(rng *rand.Rand, keys int) func() int
 
 func uniform(rng *rand.Rand, keys int) func() int { return func() int { return rng.IntN(keys) } }
 
-// zipf asks for the k-th most popular key in proportion to 1/k^1.1. Of 100,000 keys, the first one gets one request in
-// seven, and the first hundred get more than half.
+// zipf asks for the k-th most popular key in proportion to 1/k^1.1. Of 100,000 keys, the first key gets one request in
+// seven, and the first hundred keys get more than half of all requests.
 func zipf(rng *rand.Rand, keys int) func() int {
 	z := rand.NewZipf(rng, 1.1, 1, uint64(keys-1))
 	return func() int { return int(z.Uint64()) }
@@ -111,7 +111,7 @@ func (w workload) keys(seed uint64) keySource {
 	}
 }
 
-// The IDs of the workloads with targets.
+// These are the IDs of the workloads that targets use.
 const (
 	oneCallerID  = "one-caller"
 	uniform64ID  = "uniform-64"
@@ -131,7 +131,7 @@ const (
 	hotSixteenID = sixteenID + "-hot"
 )
 
-// fullPlan is the plan of `make bench`, which takes 20 minutes.
+// fullPlan returns the plan of `make bench`, which takes 20 minutes.
 func fullPlan() plan {
 	redis := []*subject{redisPool16, redisStock, redisAuto}
 	ours := []*subject{slidingWindow, fixedWindow, tokenBucket, durable, durableSync}
@@ -270,7 +270,7 @@ func quickPlan() plan {
 	}
 }
 
-// processWorkloads have several small processes instead of one large one. Each process can combine only a few calls.
+// processWorkloads returns workloads for several small processes. Each process can combine only a few calls.
 func processWorkloads(there, fresh dataset, subjects []*subject) (all []workload) {
 	for _, size := range []struct{ processes, callers int }{{4, 8}, {16, 2}} {
 		id := fmt.Sprintf("%dx%d", size.processes, size.callers)
@@ -288,7 +288,7 @@ func processWorkloads(there, fresh dataset, subjects []*subject) (all []workload
 	return all
 }
 
-// leaseWorkloads have keys that many processes each use again and again, and a warm-up to learn that.
+// leaseWorkloads returns workloads of busy keys. The warm-up lets a process learn which keys are busy.
 func leaseWorkloads(busy dataset, warmUp time.Duration, subjects []*subject) []workload {
 	return []workload{{
 		ID: busyID, Title: "16 processes of 2 callers, " + busy.title + " uniformly", Processes: 16, Callers: 2,
@@ -296,7 +296,7 @@ func leaseWorkloads(busy dataset, warmUp time.Duration, subjects []*subject) []w
 	}}
 }
 
-// rowWorkloads compare a table of this size with one of 100,000 rows.
+// rowWorkloads compares a table of this size with a table of 100,000 rows.
 func rowWorkloads(many int) []workload {
 	few, lots := rowsOf(100_000), rowsOf(many)
 	return []workload{

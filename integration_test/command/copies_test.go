@@ -20,13 +20,13 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// copied is a database of TestCopiesOfTheDatabase.
+// copied is a database of TestCopiesOfTheDatabase, with a connection to it.
 type copied struct {
 	*pgxpool.Pool
 	url string
 }
 
-// policies are the rows of the database, and history their changes.
+// policies returns the rows of rate_limit_policy, and the history of their changes.
 func (c copied) policies(t *testing.T) (rows, history string) {
 	t.Helper()
 	return pgtest.Scalar[string](t, c, "SELECT string_agg(p::text, E'\n' ORDER BY id) FROM rate_limit_policy AS p"),
@@ -92,7 +92,7 @@ func TestCopiesOfTheDatabase(t *testing.T) {
 		require.Equal(t, 1, pgtest.Scalar[int](t, c, "SELECT count(*) FROM rate_limit_durable"))
 		require.Zero(t, pgtest.Scalar[int](t, c, "SELECT count(*) FROM rate_limit_ephemeral"))
 	}
-	// goesOn changes policies in a copy, and migrates it.
+	// goesOn changes policies in a copy, and migrates the copy.
 	goesOn := func(c copied, id, version int) {
 		t.Helper()
 		pgtest.Exec(t, c, "SELECT rate_limit_ban('api', 'ban', '1h', '1h', '1h', 'why')")
@@ -103,7 +103,7 @@ func TestCopiesOfTheDatabase(t *testing.T) {
 		require.NoError(t, shell(c, `pgratelimit doctor --database-url "$NEW_DATABASE_URL"`))
 	}
 
-	// Dump and restore.
+	// The first part of docs/backup.md is dump and restore.
 	restored := connect(servers[0], "restored", false)
 	require.NoError(t, shell(restored, blocks[0]))
 	same(restored)
@@ -120,7 +120,7 @@ func TestCopiesOfTheDatabase(t *testing.T) {
 	require.Equal(t, history, itsHistory)
 	goesOn(careless, 4, 5)
 
-	// Logical replication.
+	// The second part is logical replication.
 	green := connect(servers[1], "shop", true)
 	policies, err := ratelimit.NewPolicies(green.Pool, ratelimit.PoliciesConfig{})
 	require.NoError(t, err)
@@ -152,7 +152,7 @@ func TestCopiesOfTheDatabase(t *testing.T) {
 	rows, history = old.policies(t)
 	same(green)
 
-	// A trigger that runs for replicated rows stops the replication, until the trigger is disabled for them.
+	// A trigger that runs for replicated rows stops the replication until it is disabled for these rows.
 	pgtest.Exec(t, green, "ALTER TABLE rate_limit_policy ENABLE ALWAYS TRIGGER rate_limit_policy_note")
 	pgtest.Exec(t, old, add, "e")
 	testkit.WaitUntil(t, func() bool {
@@ -160,17 +160,17 @@ func TestCopiesOfTheDatabase(t *testing.T) {
 	})
 	require.False(t, banned("e"))
 	require.Error(t, shell(green, `pgratelimit doctor --database-url "$NEW_DATABASE_URL"`))
-	pgtest.Exec(t, green, "ALTER TABLE rate_limit_policy ENABLE TRIGGER rate_limit_policy_note") // as doctor says
+	pgtest.Exec(t, green, "ALTER TABLE rate_limit_policy ENABLE TRIGGER rate_limit_policy_note") // the command that doctor prints
 	testkit.WaitUntil(t, func() bool { return banned("e") })
 
-	// Without the history, processes learn of changes when they read all rows again.
+	// Without rate_limit_policy_history, a process learns of a change when it reads all rows again.
 	pgtest.Exec(t, old, "ALTER PUBLICATION limits DROP TABLE rate_limit_policy_history")
 	pgtest.Exec(t, old, add, "f")
 	testkit.WaitUntil(t, func() bool { return banned("f") })
 	_, itsHistory = green.policies(t)
 	require.Equal(t, 7, strings.Count(itsHistory, "\n")+1)
 
-	// The switch-over.
+	// The next statements switch over to the new database.
 	pgtest.Exec(t, green, blocks[5], pgx.QueryExecModeSimpleProtocol)
 	next := 1 + pgtest.Scalar[int](t, green, "SELECT max(id) FROM rate_limit_policy")
 	goesOn(green, next, 8)

@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// Debian's cron runs deploy/pgratelimit.cron, every minute and with another path and database, and the rows are
-// deleted. It sees folders of the test instead of the machine's crontabs.
+// Debian's cron runs deploy/pgratelimit.cron every minute, with another path and database, and deletes the expired
+// rows. cron sees folders of the test instead of the machine's crontabs.
 func TestCron(t *testing.T) {
 	t.Parallel()
 
@@ -49,7 +49,7 @@ func TestCron(t *testing.T) {
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "crontab"), nil, 0o644))
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "cron.d/pgratelimit"), []byte(crontab), 0o600))
 
-	// In its own mount namespace, which is gone when it ends.
+	// cron runs in a new mount namespace, which ends with cron.
 	cmd := exec.CommandContext(t.Context(), "unshare", "--mount", "sh", "-ec", `
 		mount --bind "$1/cron.d" /etc/cron.d
 		mount --bind "$1/crontab" /etc/crontab
@@ -61,7 +61,7 @@ func TestCron(t *testing.T) {
 	require.NoError(t, cmd.Start())
 	t.Cleanup(func() {
 		_ = cmd.Process.Kill()
-		_ = cmd.Wait() // it was killed
+		_ = cmd.Wait() // cron was killed
 		if t.Failed() {
 			t.Log(log.String())
 		}

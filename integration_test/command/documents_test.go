@@ -20,7 +20,7 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// shellAndSQL are the blocks of shell and SQL in some files.
+// shellAndSQL returns the blocks of shell and SQL in the given files.
 func shellAndSQL(t *testing.T, files ...string) (blocks []string) {
 	t.Helper()
 	for _, file := range files {
@@ -33,8 +33,8 @@ func shellAndSQL(t *testing.T, files ...string) (blocks []string) {
 	return blocks
 }
 
-// TestShellAndSQLOfTheDocuments runs all shell and SQL in README.md and docs/ unchanged, except docs/backup.md, which
-// has its own test.
+// TestShellAndSQLOfTheDocuments runs all shell and SQL in README.md and docs/ unchanged. docs/backup.md has a test of
+// its own.
 func TestShellAndSQLOfTheDocuments(t *testing.T) {
 	t.Parallel()
 
@@ -46,7 +46,7 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 			blocks = append(blocks, shellAndSQL(t, filepath.Join("docs", name))...)
 		}
 	}
-	// block removes the block that contains this text from the list, and returns it.
+	// block removes the block that contains this text from the list, and returns the block.
 	block := func(t *testing.T, has string) string {
 		t.Helper()
 		for i, block := range blocks {
@@ -99,16 +99,16 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 
 	conn, databaseURL := connect(t, "one")
 
-	// docs/operating.md
+	// These blocks are from docs/operating.md.
 	require.Contains(t, shell(t, repository, databaseURL, block(t, "# tables and functions")), "0 problems, 0 warnings")
 	roles := block(t, "deploy/roles.sql")
-	for _, name := range []string{"alice", "bob"} { // in each database of the server
+	for _, name := range []string{"alice", "bob"} { // these roles are in each database of the server
 		_, url := connect(t, name)
 		shell(t, repository, url, roles)
 	}
 	logins := block(t, "CREATE ROLE shop LOGIN")
 	sql(t, conn, logins)
-	dir := t.TempDir() // of the receipt
+	dir := t.TempDir() // the folder of the receipt
 	shell(t, dir, databaseURL, "pgratelimit take mail alice --policy 'bucket 20 5/10s' --receipt alice.receipt")
 	shell(t, dir, databaseURL, block(t, "pgratelimit top login"))
 	sql(t, conn, "CREATE ROLE app LOGIN")
@@ -142,28 +142,28 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 			_, url := connect(t, fmt.Sprint("limits_", i))
 			shell(t, repository, url, roles)
 		}
-		sql(t, conn, regexp.MustCompile(`(?m)^ *\\.*$`).ReplaceAllString(role, "")) // except psql's own commands
+		sql(t, conn, regexp.MustCompile(`(?m)^ *\\.*$`).ReplaceAllString(role, "")) // leaves out the commands of psql
 		proxy, url := connect(t, "proxy")
 		shell(t, repository, url, `psql "$DATABASE_URL" -v ON_ERROR_STOP=1 -f deploy/roles.sql`)
 		config := conn.Config()
 		here := fmt.Sprintf("host=%s port=%d", config.Host, config.Port)
 		script := regexp.MustCompile(`host=10[.0-9]*`).ReplaceAllString(set+grow, here)
-		script = regexp.MustCompile(`shard (set|grow)`).ReplaceAllString(script, "shard $1 --yes") // nobody is asked
+		script = regexp.MustCompile(`shard (set|grow)`).ReplaceAllString(script, "shard $1 --yes") // --yes, because nobody can answer the question
 		require.Contains(t, shell(t, repository, url, script), "\n0 problems, ")
 		var shards int
 		require.NoError(t, proxy.QueryRow(t.Context(), "SELECT rate_limit.rate_limit_shards()").Scan(&shards))
 		require.Equal(t, 4, shards)
 	})
 
-	// docs/cookbook.md
+	// This block is from docs/cookbook.md.
 	sql(t, conn, block(t, "FROM rate_limit_allow("))
 
-	// docs/comparison.md
+	// These blocks are from docs/comparison.md.
 	own := block(t, "INTO hits")
 	sql(t, conn, "CREATE TABLE hits (key text, minute timestamptz, count int, PRIMARY KEY (key, minute))")
 	var count int
 	for range 10 {
-		// in case that one has just ended
+		// The minute may have just ended, so begin a new one.
 		sql(t, conn, "UPDATE hits SET minute = date_trunc('minute', clock_timestamp())")
 		require.NoError(t, conn.QueryRow(t.Context(), own, "a").Scan(&count))
 	}
@@ -171,12 +171,12 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 	sql(t, conn, "UPDATE hits SET minute = date_trunc('minute', clock_timestamp())")
 	require.ErrorIs(t, conn.QueryRow(t.Context(), own, "a").Scan(&count), pgx.ErrNoRows)
 
-	// README.md
+	// These blocks are from README.md.
 	demo, tests, _ := strings.Cut(block(t, "pgratelimit demo"), "\n")
 	output := shell(t, repository, databaseURL, demo)
 	require.Equal(t, 10, strings.Count(output, "201 Created"), output)
 	require.Equal(t, 5, strings.Count(output, "429 Too Many Requests"), output)
-	// otherwise it would run itself
+	// Without --dry-run, this test would run itself.
 	shell(t, repository, databaseURL, strings.Replace(tests, "make ", "make --dry-run ", 1))
 	get := block(t, "go get")
 	t.Run("an application of one's own", func(t *testing.T) {
@@ -189,8 +189,8 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 	require.Empty(t, blocks, "no test runs these")
 }
 
-// buildApplication builds README.md's program in its own module, as README.md says. It uses this copy of the library,
-// and not one from the network.
+// buildApplication builds the program in README.md in a new module, as README.md says. It uses this copy of the
+// library, not a version from the network.
 func buildApplication(t *testing.T, shell func(dir, script string, environment ...string), get string) {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join(repository, "README.md"))
@@ -200,16 +200,16 @@ func buildApplication(t *testing.T, shell func(dir, script string, environment .
 	library, err := filepath.Abs(repository)
 	require.NoError(t, err)
 	replace := "go mod edit -replace 'github.com/pgratelimit/ratelimit=" + library + "'\n"
-	// This loads the go.mod files that go get reads and that this repository's build did not need.
+	// This loads go.mod files that go get reads, but that this repository's build does not need.
 	shell(t.TempDir(), "go mod init example.com/graph\n"+replace+"go get github.com/pgratelimit/ratelimit@v0.0.0")
 	dir := t.TempDir()
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "main.go"), program[1], 0o600))
 	shell(dir, "go mod init example.com/mine\n"+replace)
-	shell(dir, get, "GOPROXY=off") // otherwise it would look for a published version
+	shell(dir, get, "GOPROXY=off") // without this, go would look for a published version
 	shell(dir, "go build -o mine .", "GOPROXY=off")
 }
 
-// sweepByPgCron waits for pg_cron, which wakes up every minute, to sweep as configured.
+// sweepByPgCron waits until pg_cron sweeps as configured. pg_cron wakes up every minute.
 func sweepByPgCron(t *testing.T, schedule string) {
 	t.Helper()
 	server := pgtest.Server(t, pgserver.Config{Settings: map[string]string{

@@ -13,8 +13,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// The program built by deploy/Dockerfile works in an image from scratch: without any other file, as a user that no file
-// names.
+// The program built by deploy/Dockerfile works in an empty image, without any other file. It runs as a user who is not
+// in /etc/passwd.
 func TestBinaryNeedsNothing(t *testing.T) {
 	t.Parallel()
 

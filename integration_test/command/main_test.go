@@ -22,11 +22,12 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 const (
 	repository = "../.."
 
-	// patience is the longest wait for something that is certain to come. cron wakes up every minute.
+	// patience is the longest wait for an event that is certain to come. cron wakes up every minute.
 	patience = 3 * time.Minute
 )
 
-// building is locked during a build. Later builds find everything in Go's cache, which takes minutes to fill.
+// building is locked during a build. A first build fills Go's cache, which takes minutes, and later builds use the
+// cache.
 var building sync.Mutex
 
 // buildCommand builds the command with the line in deploy/Dockerfile, and returns its path.

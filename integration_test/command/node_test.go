@@ -65,7 +65,8 @@ func TestNodeOfTheCookbook(t *testing.T) {
 	}
 	status, _ := ask()
 	require.Equal(t, http.StatusOK, status)
-	// The limit is used up in a window that begins in an hour and is pulled back to now, so the test may take its time.
+	// This moves a full window so that it begins in an hour. A request pulls it back to now, so a slow machine stays
+	// within it.
 	pgtest.Exec(t, db.Pool, `UPDATE rate_limit_ephemeral SET count = 10, window_start = window_start + 3600000000,
 		expires_at = expires_at + 3600000000`)
 	status, retryAfter := ask()

@@ -9,7 +9,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// All commands work through a pooler, except those that migrate, and doctor reports the pooler.
+// All commands work through a pooler, except those that migrate. doctor reports the pooler.
 func TestThroughAPooler(t *testing.T) {
 	t.Parallel()
 
@@ -62,7 +62,7 @@ func TestThroughAPooler(t *testing.T) {
 					output,
 				)
 			}
-			// doctor cannot read the migrations there, and must not report an error for that.
+			// doctor cannot read the migrations through the pooler, and must not report an error for that.
 			output, err = run(url, "doctor", "--schema", "limits")
 			require.NoError(t, err, output)
 			require.Contains(t, output, "could not be looked at")

@@ -36,8 +36,8 @@ func needEngine(t *testing.T) (image string) {
 	return cmp.Or(os.Getenv("RATELIMIT_TEST_IMAGE"), "postgres:17")
 }
 
-// TestInContainer runs tests of the library against a Postgres in a container, with the image RATELIMIT_TEST_IMAGE.
-// They run in parallel themselves, so this test does not run beside others.
+// TestInContainer runs tests of the library against a Postgres in a container of the image RATELIMIT_TEST_IMAGE. These
+// tests run in parallel, so no other test runs beside TestInContainer.
 //
 //nolint:paralleltest // see above
 func TestInContainer(t *testing.T) {
@@ -56,7 +56,7 @@ func TestInContainer(t *testing.T) {
 	require.NoError(t, err)
 
 	// A given server differs in the way to reach it, and in its users. Tests with these names depend on that: logins,
-	// notifications of policies, concurrent statements. The others run elsewhere.
+	// notifications of policies, and concurrent statements. Other tests do not depend on it.
 	suite := exec.CommandContext(ctx, "go", "test", "-count=1", "-timeout=20m",
 		"-run=Policies|Connection|Lease|Equal|ManyAtOnce|OwnDatabase", ".", "./migrations", "./internal/pgtest")
 	suite.Dir = "../.."
@@ -67,7 +67,7 @@ func TestInContainer(t *testing.T) {
 	require.NoError(t, err, strings.Join(failed, "\n"))
 }
 
-// A server that pgserver runs in Docker can do the same as one run from programs, and ends with its owner.
+// A server that pgserver runs in Docker can do the same as a server from installed programs, and ends with its owner.
 //
 //nolint:paralleltest // other tests must not run beside TestInContainer
 func TestThrowawayServerInDocker(t *testing.T) {

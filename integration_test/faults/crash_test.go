@@ -49,7 +49,7 @@ func crashes(t *testing.T, settings map[string]string, config ratelimit.Config, 
 	t.Logf("%d grants, acknowledged or perhaps", len(known.entries))
 }
 
-// With synchronous commit no acknowledged request is forgotten, after any number of crashes.
+// With synchronous commit, no number of crashes makes the database forget an acknowledged request.
 func TestKilledServerForgetsNoAcknowledgedGrant(t *testing.T) {
 	t.Parallel()
 
@@ -59,7 +59,8 @@ func TestKilledServerForgetsNoAcknowledgedGrant(t *testing.T) {
 	})
 }
 
-// Negative control: without it, and with a WAL writer that rarely writes, the last acknowledged requests are forgotten.
+// This is a negative control: with asynchronous commit and a WAL writer that rarely writes, a crash forgets the last
+// acknowledged requests.
 func TestForgottenGrantIsCaught(t *testing.T) {
 	t.Parallel()
 
@@ -79,11 +80,11 @@ func TestForgottenGrantIsCaught(t *testing.T) {
 	require.Positive(t, caught)
 }
 
-// With asynchronous commit a crash forgets at most the requests acknowledged in the last three wal_writer_delays.
+// With asynchronous commit, a crash forgets at most the requests acknowledged in the last three wal_writer_delays.
 func TestKilledServerForgetsLittle(t *testing.T) {
 	t.Parallel()
 
-	const bound = 3 * 200 * time.Millisecond // as Postgres ships
+	const bound = 3 * 200 * time.Millisecond // wal_writer_delay is 200 ms by default
 	var before entries
 	crashes(
 		t,
@@ -91,7 +92,7 @@ func TestKilledServerForgetsLittle(t *testing.T) {
 		ratelimit.Config{Durable: true},
 		2*bound,
 		func(known entries, table map[string]int64, killed time.Time) {
-			// Requests forgotten in an earlier crash stay forgotten.
+			// Requests that an earlier crash forgot stay forgotten.
 			this := known[len(before):]
 			before = known
 			acknowledged, atMost := this.sums(killed.Add(-bound))
@@ -103,7 +104,7 @@ func TestKilledServerForgetsLittle(t *testing.T) {
 	)
 }
 
-// The unlogged table is empty after a crash, and all keys start again.
+// After a crash the unlogged table is empty, and all keys start again.
 func TestKilledServerForgetsEphemeral(t *testing.T) {
 	t.Parallel()
 

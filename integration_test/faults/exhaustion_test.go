@@ -20,8 +20,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// The server accepts no more connections. A limiter that has a connection continues. A limiter without one returns an
-// error, and nothing is counted.
+// When the server accepts no more connections, a limiter that has a connection works on. A limiter without a connection
+// returns an error, and nothing is counted.
 func TestConnectionsExhausted(t *testing.T) {
 	t.Parallel()
 
@@ -54,15 +54,15 @@ func TestConnectionsExhausted(t *testing.T) {
 	for _, conn := range conns {
 		require.NoError(t, conn.Close(t.Context()))
 	}
-	testkit.WaitUntil(t, func() bool { // until the server knows that they are closed
+	testkit.WaitUntil(t, func() bool { // until the server knows that the connections are closed
 		result, err = outside.Allow(t.Context(), "key")
 		return err == nil
 	})
 	require.EqualValues(t, 7, result.Remaining)
 }
 
-// smallDisk mounts a file system with this many MiB in memory. Call it before starting the server that uses it, so that
-// it is removed later than the server.
+// smallDisk mounts a file system in memory with this many MiB. Call it before you start the server that uses it, so
+// that the server ends before the file system.
 func smallDisk(t testing.TB, mebibytes int) string {
 	t.Helper()
 	if os.Geteuid() != 0 {
@@ -85,14 +85,15 @@ func mount(t testing.TB, dir, options string) {
 	require.NoError(t, err, string(output))
 }
 
-// give makes a server's user the owner of a folder.
+// give makes the user of a server the owner of a folder.
 func give(t testing.TB, server *pgserver.Server, dir string) {
 	t.Helper()
 	output, err := exec.CommandContext(t.Context(), "chown", "--reference="+server.DataDir(), dir).CombinedOutput()
 	require.NoError(t, err, string(output))
 }
 
-// askUntilError takes 1 from one new key after another, and returns how many were granted before the first error.
+// askUntilError takes 1 unit from one new key after another. It returns how many requests were granted before the first
+// error.
 func askUntilError(limiter *ratelimit.Limiter) (granted int, err error) {
 	for {
 		if _, err := limiter.Allow(context.Background(), keyNumber(granted)); err != nil {
@@ -102,8 +103,8 @@ func askUntilError(limiter *ratelimit.Limiter) (granted int, err error) {
 	}
 }
 
-// The tables' disk is full. New keys cannot be counted, and their callers get an error. No request is granted without
-// being counted, known keys are still denied, and everything works again once there is room.
+// When the tables' disk is full, new keys cannot be counted, and their callers get an error. No request is granted
+// without being counted, known keys are still denied, and everything works again once there is room.
 func TestFullDisk(t *testing.T) {
 	t.Parallel()
 
@@ -133,7 +134,7 @@ func TestFullDisk(t *testing.T) {
 	require.Len(t, counted(t, pool, true), granted+1)
 }
 
-// The disk of the write-ahead log is full, which crashes the server during a commit. Once there is room again, all
+// When the disk of the write-ahead log is full, the server crashes during a commit. Once there is room again, all
 // acknowledged requests are there.
 func TestFullDiskOfTheLog(t *testing.T) {
 	t.Parallel()
@@ -171,7 +172,7 @@ func TestFullDiskOfTheLog(t *testing.T) {
 	require.Positive(t, granted)
 
 	mount(t, dir, "remount,size=512m")
-	require.NoError(t, server.Kill()) // otherwise it would try to recover for ever
+	require.NoError(t, server.Kill()) // without this, the server would try to recover for ever
 	require.NoError(t, server.Restart(t.Context()))
 	pool.Reset()
 	table := len(counted(t, pool, true))

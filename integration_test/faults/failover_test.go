@@ -20,7 +20,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// newStandby starts a standby of a primary, and returns once it has caught up.
+// newStandby starts a standby of a primary, and returns once the standby has caught up.
 func newStandby(t *testing.T, primary *pgserver.Server, pool *pgxpool.Pool) (*pgserver.Server, *pgxpool.Pool) {
 	t.Helper()
 	if primary.DataDir() == "" {
@@ -37,7 +37,7 @@ func newStandby(t *testing.T, primary *pgserver.Server, pool *pgxpool.Pool) (*pg
 	)
 	require.NoError(t, standby.Stop(t.Context(), pgserver.Fast))
 	dir := standby.DataDir()
-	conf, err := os.ReadFile(filepath.Join(dir, "postgresql.conf")) // which sets the folder of its socket, for example
+	conf, err := os.ReadFile(filepath.Join(dir, "postgresql.conf")) // this file sets the folder of the socket, for example
 	require.NoError(t, err)
 	owner, err := os.Stat(dir)
 	require.NoError(t, err)
@@ -63,7 +63,7 @@ func newStandby(t *testing.T, primary *pgserver.Server, pool *pgxpool.Pool) (*pg
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "postgresql.conf"), conf, 0o600))
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "standby.signal"), nil, 0o600))
 	if os.Geteuid() == 0 {
-		// Run it as the user that may write here; chown uses the owner that pgserver has given the folder.
+		// The standby's user must be able to read its folder, so give it the owner that pgserver has chosen.
 		output, err = exec.CommandContext(t.Context(), "chown", "-R", "--reference="+filepath.Dir(dir), dir).
 			CombinedOutput()
 		require.NoError(t, err, string(output))
@@ -75,17 +75,17 @@ func newStandby(t *testing.T, primary *pgserver.Server, pool *pgxpool.Pool) (*pg
 	return standby, standbyPool
 }
 
-// requireReplayed waits until a standby has all of the primary's present data.
+// requireReplayed waits until a standby has everything that the primary has now.
 func requireReplayed(t *testing.T, primary, standby *pgxpool.Pool) {
 	t.Helper()
-	pgtest.Exec(t, primary, "CREATE TABLE IF NOT EXISTS flushed ()") // flushes the WAL of asynchronous commits
+	pgtest.Exec(t, primary, "CREATE TABLE IF NOT EXISTS flushed ()") // a synchronous commit flushes the WAL of earlier asynchronous commits
 	now := pgtest.Scalar[string](t, primary, "SELECT pg_current_wal_lsn()::text")
 	testkit.WaitUntil(t, func() bool {
 		return pgtest.Scalar[bool](t, standby, "SELECT pg_last_wal_replay_lsn() >= $1::pg_lsn", now)
 	})
 }
 
-// bothHosts is a connection string for the one of two servers that accepts writes.
+// bothHosts returns a connection string that leads to the one of two servers that accepts writes.
 func bothHosts(t *testing.T, a, b *pgserver.Server) string {
 	t.Helper()
 	first, err := url.Parse(a.URL())
@@ -99,8 +99,8 @@ func bothHosts(t *testing.T, a, b *pgserver.Server) string {
 	return first.String()
 }
 
-// The primary is killed under load, and a synchronous standby is promoted. The limiter finds it by itself, with all
-// acknowledged requests.
+// The primary is killed under load, and a synchronous standby is promoted. The limiter finds the new primary, which has
+// all acknowledged requests.
 func TestFailoverToASynchronousStandby(t *testing.T) {
 	t.Parallel()
 
@@ -128,11 +128,11 @@ func TestFailoverToASynchronousStandby(t *testing.T) {
 	require.NoError(t, primary.Kill())
 	wait()
 	var err error
-	testkit.WaitUntil(t, func() bool { // the idle connections turn out to be broken
+	testkit.WaitUntil(t, func() bool { // until the idle connections have failed
 		_, err = limiter.Allow(t.Context(), keyNumber(0))
 		return !errors.Is(err, ratelimit.ErrOutcomeUnknown)
 	})
-	limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable) // nobody takes writes
+	limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable) // no server accepts writes
 
 	require.True(t, pgtest.Scalar[bool](t, standbyPool, "SELECT pg_promote()"))
 	require.NotEmpty(t, known.entries)
@@ -140,7 +140,7 @@ func TestFailoverToASynchronousStandby(t *testing.T) {
 	requireHealed(t, limiter)
 }
 
-// A standby that is behind the primary is promoted. It has the data that it received, and nothing of the unlogged
+// A standby that is behind the primary is promoted. It has the data that it received, and no rows of the unlogged
 // table.
 func TestFailoverToAnAsynchronousStandby(t *testing.T) {
 	t.Parallel()
@@ -162,7 +162,7 @@ func TestFailoverToAnAsynchronousStandby(t *testing.T) {
 	requireReplayed(t, pool, standbyPool)
 	require.NoError(t, standby.Stop(t.Context(), pgserver.Fast))
 	for _, limiter := range limiters {
-		_, err := limiter.AllowN(t.Context(), "key", 2) // this never reaches it
+		_, err := limiter.AllowN(t.Context(), "key", 2) // this take never reaches the standby
 		require.NoError(t, err)
 	}
 	require.NoError(t, primary.Kill())

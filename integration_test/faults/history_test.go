@@ -30,37 +30,37 @@ import (
 type operation struct {
 	Client, Limiter int
 	Key             string
-	Cost            int64    // 0 looks; below 0 is a refund or a grant
-	Of              *portion // the take that is given back; nil means a grant
+	Cost            int64    // 0 for a Peek; negative for a refund or a grant
+	Of              *portion // the take to refund; nil means a grant
 	Reset           bool
-	Call, Return    int64 // microseconds since 1970, by this machine's clock, which is also the database's
+	Call, Return    int64 // microseconds since 1970, by the clock of this machine and its database
 	Result          ratelimit.Result
-	taken           ratelimit.Result // the result that is given back
-	Unknown         bool             // it may or may not have taken something, and may still do so
+	taken           ratelimit.Result // the result to refund
+	Unknown         bool             // the call may have taken something, or may still do so
 	after           int              // how many operations locked the row earlier; 0 if unknown
 }
 
-// workload is the work of one process.
+// workload describes what one process does.
 type workload struct {
 	URL          string
 	Algorithm    string
 	Limit        int64
-	Span         time.Duration // the window, the calendar's month, or the time to fill a bucket
+	Span         time.Duration // the window, the month of the calendar, or the time to fill a bucket
 	Durable      bool
 	Cache        bool
 	DenialMaxAge time.Duration
-	Limiters     int // each with its own pool
+	Limiters     int // each limiter has its own pool
 	Callers      int // of each limiter
 	Calls        int // of each caller
 	Keys         int
 	MaxCost      int64
-	Looks        int // out of 100 calls
+	Looks        int // Peeks out of 100 calls
 	Resets       int
 	Refunds      int
 	Grants       int
-	Leaves       int           // whose context ends almost at once
-	Gap          time.Duration // between two calls of a caller
-	Timeout      time.Duration // of calls; by default too long for any call to reach
+	Leaves       int           // calls out of 100 whose context ends almost at once
+	Gap          time.Duration // the pause between two calls of a caller
+	Timeout      time.Duration // of calls; the default is too long for any call to reach
 	Seed         uint64
 	First        int // the number of the first limiter
 }
@@ -81,7 +81,8 @@ func (w workload) policy() ratelimit.Policy {
 	return nil
 }
 
-// run does the work and returns the history. Once everything is connected it calls ready, and waits until that returns.
+// run does the work and returns the history. Once all limiters are connected it calls ready, and begins when ready
+// returns.
 func (w workload) run(ctx context.Context, ready func() error) ([]operation, error) {
 	limiters := make([]*ratelimit.Limiter, w.Limiters)
 	for i := range limiters {
@@ -95,7 +96,7 @@ func (w workload) run(ctx context.Context, ready func() error) ([]operation, err
 		if err != nil {
 			return nil, err
 		}
-		defer pool.Close() //nolint:revive // all of them stay open until the end
+		defer pool.Close() //nolint:revive // all pools stay open until the end
 		if err := pool.Ping(ctx); err != nil {
 			return nil, err
 		}
@@ -128,7 +129,7 @@ func (w workload) run(ctx context.Context, ready func() error) ([]operation, err
 func (w workload) call(ctx context.Context, limiter *ratelimit.Limiter, caller int) ([]operation, error) {
 	random := rand.New(rand.NewPCG(w.Seed, uint64(w.First*w.Callers+caller)))
 	var history []operation
-	var takes []operation // that were not given back
+	var takes []operation // takes that were not refunded
 	for range w.Calls {
 		op := operation{
 			Client: w.First*w.Callers + caller, Limiter: w.First + caller%w.Limiters,
@@ -167,8 +168,8 @@ func (w workload) call(ctx context.Context, limiter *ratelimit.Limiter, caller i
 	return history, nil
 }
 
-// make makes the call, and tells whether it belongs to the history. A call that failed and certainly took nothing does
-// not.
+// make makes the call. It returns false for a call that failed and certainly took nothing, because such a call does not
+// belong to the history.
 func (op *operation) make(
 	ctx context.Context,
 	limiter *ratelimit.Limiter,
@@ -205,7 +206,7 @@ func (op *operation) make(
 	return false, err
 }
 
-// workVariable has the workload of a test binary that was started by another one.
+// workVariable is the environment variable with the workload of a child process of this test binary.
 const workVariable = "RATELIMIT_TEST_WORK"
 
 // workInChild does the work of a child process. It prints that it is ready, waits for a line on stdin, and writes its
@@ -233,7 +234,7 @@ func workInChild(work string) int {
 	return 0
 }
 
-// processes is how many processes run a workload at once. This process is one of them.
+// processes is the number of processes that run a workload at once. This process is one of them.
 const processes = 2
 
 // runInProcesses runs a workload in several processes on one database, and returns one history.

@@ -9,20 +9,20 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// leaseJudge compares the requests that several processes allowed with the policies' limits, by the database's clock.
-// It does not know which of them used leases, but it knows how late such a decision may be.
+// leaseJudge checks that the requests that several processes allowed stay within the policies' limits, by the
+// database's clock. It does not know which requests used a lease, but it knows how late such a decision may be.
 type leaseJudge struct {
 	leaseWork
 
-	// forward is how far the database's clock was moved forward, if a test set it, else 0. Then it showed some times
-	// twice, and skipped others.
+	// forward is how far a test moved the database's clock forward, or 0. A clock that is moved shows some times twice,
+	// and skips others.
 	forward time.Duration
 }
 
-// skew is how far a process's clock may be ahead of the database's at the end of a lease.
-const skew = 2000 // microseconds
+// skew is how many microseconds a process's clock may be ahead of the database's clock at the end of a lease.
+const skew = 2000
 
-// judge returns what is wrong, or nil.
+// judge returns an error if a request broke a limit.
 func (j leaseJudge) judge(uses []leaseUse) error {
 	for _, name := range j.Names {
 		var of []leaseUse
@@ -55,7 +55,7 @@ func (j leaseJudge) judge(uses []leaseUse) error {
 	return nil
 }
 
-// judgeTimes checks that decisions have the time of their call, or are earlier by at most the length of a lease.
+// judgeTimes checks that each decision has the time of its call, or an earlier time by at most the length of a lease.
 func (j leaseJudge) judgeTimes(policy ratelimit.Policy, uses []leaseUse) error {
 	longest := j.Window.Microseconds() / 8
 	switch p := policy.(type) {
@@ -78,7 +78,7 @@ func (j leaseJudge) judgeTimes(policy ratelimit.Policy, uses []leaseUse) error {
 	return nil
 }
 
-// leaseWindow is a window with the units allowed in it.
+// leaseWindow is the start of a window, and the units allowed in it.
 type leaseWindow struct{ from, units int64 }
 
 // windowsOf returns the windows of a policy's row, from the calls that the database answered.
@@ -113,7 +113,7 @@ func (j leaseJudge) windowsOf(
 func (j leaseJudge) judgeWindows(policy ratelimit.Policy, part int, uses []leaseUse) error {
 	windows, length := j.windowsOf(policy, part, uses)
 	limit := limitOf(policy)
-	for _, u := range uses { // by time
+	for _, u := range uses { // sorted by time
 		i, exact := slices.BinarySearchFunc(windows, u.DecidedAt, func(w leaseWindow, at int64) int {
 			return cmp.Compare(w.from, at)
 		})
@@ -142,7 +142,7 @@ func (j leaseJudge) judgeWindows(policy ratelimit.Policy, part int, uses []lease
 		}
 	}
 	for i := range windows[min(1, len(windows)):] {
-		// A row begins a new window if all of its units were given back.
+		// A row begins a new window early only if all units of the old window were given back.
 		if w, next := windows[i], windows[i+1]; next.from < w.from+length && w.units > 0 {
 			return fmt.Errorf("a window of %d begins at %d, and the next one at %d", w.units, w.from, next.from)
 		}
@@ -170,8 +170,8 @@ func judgeBucket(bucket ratelimit.TokenBucket, uses []leaseUse) error {
 	return nil
 }
 
-// judgeSteps is judge for a clock that a test has set. Each decision belongs to the window in its result. The number of
-// windows and the refill of a bucket are limited by the time that the clock went forward.
+// judgeSteps is judge for a clock that a test has set. Each decision belongs to the window in its result. The time that
+// the clock went forward bounds the number of windows and the refill of a bucket.
 func (j leaseJudge) judgeSteps(policy ratelimit.Policy, part int, uses []leaseUse) error {
 	limit, total := limitOf(policy), int64(0)
 	window := j.Window

@@ -24,26 +24,26 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// leaseFleet is several processes with leases, and their reports.
+// leaseFleet is a group of processes with leases, and their reports.
 type leaseFleet struct {
 	leaseWork
 
 	t        *testing.T
-	mu       sync.Mutex // of what follows
+	mu       sync.Mutex // guards the fields below
 	uses     []leaseUse
-	ends     map[int]leaseUse // of the processes that were not killed
-	counts   map[int]int64    // the number of statements sent by each
+	ends     map[int]leaseUse // by process: the last report, of processes that were not killed
+	counts   map[int]int64    // by process: the number of statements that it sent
 	children int
 }
 
-// leaseChild is one of the processes.
+// leaseChild is one process of the fleet.
 type leaseChild struct {
 	*exec.Cmd
 
 	number int
 	stdin  io.WriteCloser
 	stderr strings.Builder
-	heard  chan struct{} // closed when all of its reports were read
+	heard  chan struct{} // closed when all reports of the process were read
 }
 
 func newLeaseFleet(t *testing.T, w leaseWork) *leaseFleet {
@@ -51,7 +51,7 @@ func newLeaseFleet(t *testing.T, w leaseWork) *leaseFleet {
 	return &leaseFleet{leaseWork: w, t: t, ends: map[int]leaseUse{}, counts: map[int]int64{}}
 }
 
-// start starts a process that reaches the database at a URL.
+// start starts a process that reaches the database at url.
 func (f *leaseFleet) start(url string, seed uint64) (*leaseChild, error) {
 	f.mu.Lock()
 	c := &leaseChild{number: f.children, heard: make(chan struct{})}
@@ -83,10 +83,10 @@ func (f *leaseFleet) start(url string, seed uint64) (*leaseChild, error) {
 	return c, nil
 }
 
-// hear stores a process's reports until it ends. An incomplete message does not count.
+// hear reads a process's reports until the process ends. An incomplete report does not count.
 func (f *leaseFleet) hear(process int, stdout io.Reader) {
 	messages := gob.NewDecoder(stdout)
-	places := map[int64]int{} // in uses, by ID
+	places := map[int64]int{} // the index in uses, by ID
 	for {
 		u := leaseUse{process: process}
 		if messages.Decode(&u) != nil {
@@ -111,11 +111,11 @@ func (f *leaseFleet) hear(process int, stdout io.Reader) {
 func (c *leaseChild) kill() error {
 	err := c.Process.Kill()
 	<-c.heard
-	_ = c.Wait() // it was killed
+	_ = c.Wait() // the process was killed
 	return err
 }
 
-// end makes a process return its leases, and waits until it ends.
+// end makes a process return its leases, and waits until the process ends.
 func (c *leaseChild) end() error {
 	if err := c.stdin.Close(); err != nil {
 		return err
@@ -124,7 +124,7 @@ func (c *leaseChild) end() error {
 	return c.Wait()
 }
 
-// freeze stops a process for some time.
+// freeze stops a process for the time d.
 func (c *leaseChild) freeze(ctx context.Context, d time.Duration) error {
 	if err := c.Process.Signal(syscall.SIGSTOP); err != nil {
 		return err
@@ -133,7 +133,7 @@ func (c *leaseChild) freeze(ctx context.Context, d time.Duration) error {
 	return c.Process.Signal(syscall.SIGCONT)
 }
 
-// misfortune is something bad that happens to a process.
+// misfortune is a fault that happens to a process.
 type misfortune string
 
 const (
@@ -146,8 +146,8 @@ const (
 	away          misfortune = "the database is away for a while"
 )
 
-// live runs processes one after another. All misfortunes happen to them, in any order. They reach the database through
-// a proxy.
+// live runs processes one after another, which reach the database through a proxy. All misfortunes happen to them, in
+// random order.
 func (f *leaseFleet) live(random *rand.Rand, proxy *wireProxy, misfortunes []misfortune) error {
 	ctx := f.t.Context()
 	upTo := func(d time.Duration) time.Duration { return time.Duration(random.Int64N(int64(d))) }
@@ -196,7 +196,7 @@ func (f *leaseFleet) live(random *rand.Rand, proxy *wireProxy, misfortunes []mis
 	return nil
 }
 
-// sums are the units allowed in total, the leased part of them, and the number of statements.
+// sums returns how many units were allowed, how many of them came from leases, and how many statements were sent.
 func (f *leaseFleet) sums() (decisions, leased, statements int64) {
 	for _, u := range f.uses {
 		decisions++
@@ -210,7 +210,7 @@ func (f *leaseFleet) sums() (decisions, leased, statements int64) {
 	return decisions, leased, statements
 }
 
-// together runs several processes, each behind its own proxy. They must end successfully.
+// together runs several processes at once. Each process is behind its own proxy, and must end successfully.
 func (f *leaseFleet) together(random *rand.Rand, db *pgtest.DB, processes int, misfortunes ...misfortune) {
 	f.t.Helper()
 	var lives sync.WaitGroup
@@ -235,13 +235,13 @@ func leasesAtWork(window time.Duration) leaseWork {
 	}
 }
 
-// Processes lease, freeze, die, and lose the database. They never allow more than the policies do.
+// Processes lease, freeze, die, and lose the database. Together they never allow more than the policies do.
 func TestLeasesOfUnluckyProcesses(t *testing.T) {
 	t.Parallel()
 
 	random := random(t)
 	for range testkit.Rounds(t, "ROUNDS", 1) {
-		// A busy machine makes few calls within a span, so the spans grow until there was a lease.
+		// A busy machine makes few calls within a span, so the span doubles until there was a lease.
 		for span, leased := 1200*time.Millisecond, int64(0); leased == 0; span *= 2 {
 			require.Less(t, span, 20*time.Second, "nothing is leased")
 			w := leasesAtWork(span)
@@ -259,7 +259,7 @@ func TestLeasesOfUnluckyProcesses(t *testing.T) {
 	}
 }
 
-// requireBalance checks, for a process that has ended, that all units taken in advance were spent, returned or lost.
+// requireBalance checks a process that has ended: all units taken in advance were spent, returned or lost.
 func (f *leaseFleet) requireBalance(end leaseUse) {
 	f.t.Helper()
 	spent := int64(0)
@@ -271,8 +271,8 @@ func (f *leaseFleet) requireBalance(end leaseUse) {
 	require.Equal(f.t, end.Lease.Taken, spent+end.Lease.Returned+end.Lease.Stranded)
 }
 
-// A bucket could fill up while some of it is leased. If the lease is spent, and then all of the bucket, no more is
-// allowed than it holds.
+// A bucket can fill up while a process holds a lease of it. If the lease is spent, and then the whole bucket, no more
+// is allowed than the bucket holds.
 func TestLeasesOfABucketThatFillsUp(t *testing.T) {
 	t.Parallel()
 
@@ -313,13 +313,13 @@ func TestLeasesOfABucketThatFillsUp(t *testing.T) {
 	}
 }
 
-// After processes end that were sometimes frozen, the rows equal the units they allowed, exactly.
+// Processes freeze now and then, and end. Then the rows equal the units that the processes allowed, exactly.
 func TestLeasesOfProcessesAddUp(t *testing.T) {
 	t.Parallel()
 
 	random := random(t)
 	for range testkit.Rounds(t, "ROUNDS", 1) {
-		// A busy machine makes few calls within a span, so the spans grow until there was a lease.
+		// A busy machine makes few calls within a span, so the span doubles until there was a lease.
 		for span, leased := 700*time.Millisecond, int64(0); leased == 0; span *= 2 {
 			require.Less(t, span, 20*time.Second, "nothing is leased")
 			w := leasesAtWork(day)
@@ -352,8 +352,8 @@ func TestLeasesOfProcessesAddUp(t *testing.T) {
 	}
 }
 
-// withClock returns a database whose clock a test can set, as an administrator or NTP does on other machines. Sessions
-// that read the clock see a change at once.
+// withClock returns a database whose clock a test can set, as an administrator or NTP does on other machines. All
+// sessions see a change at once.
 func withClock(t *testing.T, month time.Duration) (db *pgtest.DB, set func(offset time.Duration)) {
 	t.Helper()
 	db = withMonths(t, month)
@@ -372,14 +372,14 @@ func withClock(t *testing.T, month time.Duration) (db *pgtest.DB, set func(offse
 	}
 }
 
-// The database's clock is set while there are leases. The allowed units stay within the windows in the results, and the
-// number of windows stays within the clock's progress.
+// The database's clock is set while there are leases. The allowed units stay within the windows in the results. There
+// are only as many windows as the clock's progress allows.
 func TestLeasesUnderAClockThatIsSet(t *testing.T) {
 	t.Parallel()
 
 	random := random(t)
 	for range testkit.Rounds(t, "ROUNDS", 1) {
-		// A busy machine makes few calls within a span, so the spans grow until there was a lease.
+		// A busy machine makes few calls within a span, so the span doubles until there was a lease.
 		for span, leased := time.Second, int64(0); leased == 0; span *= 2 {
 			require.Less(t, span, 20*time.Second, "nothing is leased")
 			w := leasesAtWork(span)
@@ -410,7 +410,7 @@ func TestLeasesUnderAClockThatIsSet(t *testing.T) {
 	}
 }
 
-// Negative controls: the judge notices mistakes of the processes and of the database.
+// This is a negative control: the judge notices mistakes of the processes and of the database.
 func TestJudgeOfLeasesCatches(t *testing.T) {
 	t.Parallel()
 
@@ -419,7 +419,7 @@ func TestJudgeOfLeasesCatches(t *testing.T) {
 		mistake leaseMistake
 		name    string
 		old     string
-		new     string // replaces that in the refund function of the database
+		new     string // replaces the text old in the database's refund function
 	}{
 		"leases that survive their window":   {mistake: survivesItsWindow},
 		"leases that end by the wrong clock": {mistake: wrongClock},

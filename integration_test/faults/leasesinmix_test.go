@@ -14,13 +14,13 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// leasesInMix is an additional load on one key, beside a mix. Leased units are not decided in the order of the calls,
-// so they are judged separately.
+// leasesInMix returns the load on one more key, beside a mix. Leased units are not decided in the order of the calls,
+// so leaseJudge judges them.
 func leasesInMix() leaseWork {
 	return leaseWork{Names: []string{"sliding"}, Limit: 600, Window: time.Second}
 }
 
-// takeLeased takes from that key, by any kind of call, and sometimes gives it back.
+// takeLeased takes from the leased key, by any kind of call, and sometimes refunds the take.
 func (w worker) takeLeased(ctx context.Context, random *rand.Rand, uses *[]leaseUse) (err error) {
 	const key = "sliding"
 	use := leaseUse{Policy: key, N: 1 + random.Int64N(2), Call: time.Now().UnixMicro()}
@@ -54,7 +54,7 @@ func (w worker) takeLeased(ctx context.Context, random *rand.Rand, uses *[]lease
 	return err
 }
 
-// requireLeasesInMix checks that at most the policy's limit was taken, and that some of it was leased.
+// requireLeasesInMix checks that at most the policy's limit was taken, and that a part of it was leased.
 func requireLeasesInMix(t *testing.T, uses []leaseUse) {
 	t.Helper()
 	require.NoError(t, leaseJudge{leaseWork: leasesInMix()}.judge(uses))

@@ -19,18 +19,18 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// leaseWork is the work of each of several processes whose limiters have leases. All of them use the same keys.
+// leaseWork describes what each of several processes with leases does. All processes use the same keys.
 type leaseWork struct {
 	URL     string
 	Names   []string // the names of the policies; see policy
 	Limit   int64
 	Window  time.Duration
 	Length  time.Duration // Lease.MaxLength
-	Pace    time.Duration // the time in which callers change to other keys, and misfortunes begin and end
+	Pace    time.Duration // the time after which callers change to other keys, and misfortunes begin and end
 	Callers int
-	Gap     time.Duration // between two calls of a caller
+	Gap     time.Duration // the pause between two calls of a caller
 	Timeout time.Duration
-	Refunds bool // give some of the takes back
+	Refunds bool // whether to refund some takes
 	Seed    uint64
 	Mistake leaseMistake
 }
@@ -39,13 +39,13 @@ type leaseWork struct {
 type leaseMistake string
 
 const (
-	// Some units of leases are spent after the end of the window.
+	// The process spends units of leases after the end of their window.
 	survivesItsWindow leaseMistake = "survives its window"
 	// The clock that ends leases and sets DecidedAt stands still while the process is frozen.
 	wrongClock leaseMistake = "wrong clock"
 )
 
-// refundedCost is the cost of takes that are given back. No other request has this cost.
+// refundedCost is the cost of takes that are refunded. No other request has this cost.
 const refundedCost = 7
 
 // policy returns the policy with a name.
@@ -57,13 +57,13 @@ func (w leaseWork) policy(name string) ratelimit.Policy {
 		return ratelimit.SlidingWindow{Limit: w.Limit, Window: w.Window}
 	case "bucket":
 		return ratelimit.TokenBucket{Capacity: w.Limit, Refill: w.Limit, Every: w.Window}
-	case "calendar": // see withMonths
+	case "calendar": // a test with this policy uses withMonths
 		return ratelimit.CalendarWindow{Limit: w.Limit, Unit: ratelimit.CalendarMonth}
 	}
 	return ratelimit.All(w.parts(name)...)
 }
 
-// parts are the policies that a policy name stands for.
+// parts returns the policies of the rows behind a policy name.
 func (w leaseWork) parts(name string) []ratelimit.Policy {
 	if name == "all" {
 		return []ratelimit.Policy{
@@ -75,23 +75,23 @@ func (w leaseWork) parts(name string) []ratelimit.Policy {
 	return []ratelimit.Policy{w.policy(name)}
 }
 
-// leaseUse is a process's report to its parent: a request was allowed, a take may be given back soon, or the process
-// has ended.
+// leaseUse is a process's report to its parent: a request was allowed, a take may be refunded soon, or the process has
+// ended.
 type leaseUse struct {
-	Policy       string // its key, too
+	Policy       string // also the key
 	N            int64
 	Leased       bool
 	DecidedAt    int64                // microseconds since 1970, by the database's clock
-	Call, Return int64                // the same, by this machine's clock
-	In           []int64              // the windows of its rows
-	ID           int64                // in its process
-	BackOf       int64                // if not 0, the request with this ID may have been given back
+	Call, Return int64                // microseconds since 1970, by this machine's clock
+	In           []int64              // the windows of the rows
+	ID           int64                // unique within the process
+	BackOf       int64                // if not 0, the request with this ID may have been refunded
 	Statements   int64                // of the process so far
-	Ended        bool                 // no report follows, and all leases have been returned
-	Lease        ratelimit.LeaseEvent // at the end: the sums
+	Ended        bool                 // the process has returned all leases, and sends no more reports
+	Lease        ratelimit.LeaseEvent // the sums, in the last report
 
 	process int
-	back    bool // it may have been given back
+	back    bool // whether the take may have been refunded
 }
 
 // learn stores the content of a result.
@@ -102,22 +102,22 @@ func (u *leaseUse) learn(result ratelimit.Result) {
 	}
 }
 
-// leaseProcess is shared by the callers of a process.
+// leaseProcess is the state that the callers of a process share.
 type leaseProcess struct {
 	leaseWork
 
 	limiters   map[string]*ratelimit.Limiter
 	statements atomic.Int64
 
-	mu    sync.Mutex // of what follows
+	mu    sync.Mutex // guards the fields below
 	tell  *gob.Encoder
 	ids   int64
 	lease ratelimit.LeaseEvent
-	kept  []leaseUse // by mistake
+	kept  []leaseUse // leased units that the process keeps by mistake
 	awake time.Time  // the time of the last call
 }
 
-// leaseWorkVariable has the work of a test binary that was started by another one.
+// leaseWorkVariable is the environment variable with the work of a child process of this test binary.
 const leaseWorkVariable = "RATELIMIT_TEST_LEASES"
 
 // leaseInChild does the work of a child process until its standard input ends. It reports each decision on its standard
@@ -190,14 +190,14 @@ func (p *leaseProcess) observe(e ratelimit.LeaseEvent) {
 	p.lease.Stranded += e.Stranded
 }
 
-// leaseFails tells whether an error comes from a database that is cut off.
+// leaseFails tells whether an error comes from a database that cannot be reached.
 func leaseFails(err error) bool {
 	return errors.Is(err, ratelimit.ErrUnavailable) || errors.Is(err, ratelimit.ErrTimeout) ||
 		errors.Is(err, ratelimit.ErrKeyHeld)
 }
 
-// draw returns a policy's name. Most calls use one of two, which change after a while, so that there is room again when
-// they return.
+// draw returns a policy's name. Most calls use one of two names. The two names change after a while, so that there is
+// room again when they return.
 func (p *leaseProcess) draw(random *rand.Rand, now int64) string {
 	names := int64(len(p.Names))
 	if random.IntN(5) == 0 {
@@ -240,7 +240,7 @@ func (p *leaseProcess) call(ctx context.Context, random *rand.Rand) error {
 	return nil
 }
 
-// report tells the parent of an allowed request.
+// report tells the parent that a request was allowed.
 func (p *leaseProcess) report(use leaseUse, result ratelimit.Result) (id int64, err error) {
 	use.learn(result)
 	p.mu.Lock()
@@ -253,7 +253,7 @@ func (p *leaseProcess) report(use leaseUse, result ratelimit.Result) (id int64, 
 	return use.ID, p.tell.Encode(use)
 }
 
-// mistake is report for a process that keeps some leased units longer than it may.
+// mistake is report for a process that keeps leased units longer than it may.
 func (p *leaseProcess) mistake(use leaseUse) error {
 	now := time.UnixMicro(use.Return)
 	frozen := now.Sub(p.awake) > p.Pace/2
@@ -270,7 +270,7 @@ func (p *leaseProcess) mistake(use leaseUse) error {
 				continue
 			}
 			kept.Call, kept.Return = use.Return, use.Return
-		case p.Mistake == wrongClock: // it has kept them for as long as it may
+		case p.Mistake == wrongClock: // the process has kept the units for as long as it may
 		default:
 			left = append(left, kept)
 			continue
@@ -287,7 +287,7 @@ func (p *leaseProcess) mistake(use leaseUse) error {
 	return p.tell.Encode(use)
 }
 
-// refund gives back a take. It tells the parent first, because this process may be killed before it can.
+// refund refunds a take. It tells the parent first, because this process may be killed before it can.
 func (p *leaseProcess) refund(limiter *ratelimit.Limiter, result ratelimit.Result, id int64) error {
 	p.mu.Lock()
 	p.ids++

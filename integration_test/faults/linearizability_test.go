@@ -22,25 +22,25 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// judge checks whether sequential calls can explain a history of calls. Each call must happen at some moment between
-// its begin and its end, and the rule must give the same decision at the database time that it returned.
+// judge checks whether sequential calls can explain a history of concurrent calls. For each call there must be a moment
+// between its begin and its end at which rule gives the same decision, by the database time in the result.
 type judge struct {
 	rule
-	// cache says that denials may come from a cache. Then they are computed from the remembered state.
+	// If cache is set, denials may come from a cache. Then judge computes them from the remembered state.
 	cache bool
-	// untimed says that RetryAfter and ResetAfter are not compared. After refunds and grants they depend on the times
-	// of calls with unknown outcomes.
+	// If untimed is set, judge does not compare RetryAfter and ResetAfter. After refunds and grants they depend on the
+	// times of calls with unknown outcomes.
 	untimed bool
 }
 
-// step returns the possible accounts after an operation. It returns none if the operation is impossible at this point.
+// step returns the possible accounts after an operation. It returns none if the operation is impossible.
 func (j judge) step(a account, op operation) []any {
 	switch {
 	case op.Reset:
-		// Nobody can have waited for the lock of a new row, so its time may be the beginning of its statement.
+		// No call can have waited for the lock of a new row, so the row's time may be when the statement began.
 		return []any{account{}}
 	case op.Unknown:
-		// The time of its decision is unknown too. The policies of these histories do not depend on it.
+		// The time of this decision is unknown too. The policies of these histories do not depend on it.
 		if op.Cost > j.roomAt(a, a.clock) {
 			return []any{a}
 		}
@@ -85,31 +85,31 @@ func (j judge) mayBeCached(op operation) bool {
 	return j.cache && op.Cost > 0 && !op.Reset && !op.Unknown && !op.Result.Allowed
 }
 
-// interval is the time in which an operation may have taken effect. If a history has only takes, each holds the row's
-// lock when it reads the clock, so it took effect at that time. (Calls of one statement have the same time, in any
-// order.)
+// interval returns the time in which an operation may have taken effect. If a history has only takes, each take holds
+// the row's lock when it reads the clock. So it took effect at that time. (Calls of one statement have the same time,
+// in any order.)
 func (j judge) interval(history []operation, op operation, staleness time.Duration, allTake bool) (from, to int64) {
 	at := op.Result.DecidedAt.UnixMicro()
 	switch {
 	case op.Unknown:
-		return op.Call, math.MaxInt64 // perhaps later
+		return op.Call, math.MaxInt64 // it may take effect after the call returned
 	case op.Reset:
 		return op.Call, op.Return
 	case j.mayBeCached(op):
 		return staleSince(history, op, staleness), op.Return
 	case op.Of != nil:
-		return op.Call, op.Return // one of the two below
+		return op.Call, op.Return // one of the two cases below
 	case op.Cost == 0:
-		return op.Call, at // it reads the rows before it reads the clock
+		return op.Call, at // a Peek reads the rows before it reads the clock
 	case allTake:
 		return at, at
 	}
-	// Others see it after its commit. Operations that need the row's lock cannot see it earlier. A Peek can, and so can
-	// a reset if there was no row.
+	// Other calls see the effect after the commit. Operations that need the row's lock cannot see it earlier. A Peek
+	// can, and so can a reset if there was no row.
 	return at, op.Return
 }
 
-// anyway returns the operation as a refund of a take from the present account. It is nil if the operation is no refund.
+// anyway returns a refund as a refund of a take from the present account. It returns nil if op is no refund.
 func (op operation) anyway(a account) *portion {
 	if op.Of == nil {
 		return nil
@@ -126,7 +126,7 @@ func same(a, b ratelimit.Result) bool {
 }
 
 // cached checks whether a remembered denial is right. For a cost of 1, its times are exact. For a larger cost, smaller
-// requests may have been granted since. Then the right time is later.
+// requests may have been granted since, so the right times may be later.
 func (j judge) cached(op operation, want ratelimit.Result) bool {
 	got := op.Result
 	if want.Allowed || got.Remaining >= op.Cost || got.Limit != want.Limit {
@@ -199,8 +199,8 @@ func (j judge) locks(op operation) bool {
 	return op.Cost != 0 && op.Of == nil && !op.Reset && !op.Unknown && !j.mayBeCached(op)
 }
 
-// locksBefore is how many operations locked the same row before op. A row's clock never goes back, so all of them come
-// before op. Then the search need not try op earlier. It is 0 if rows can be made again with an older clock.
+// locksBefore returns how many operations locked the same row before op. A row's clock never goes back, so all of them
+// come before op, and the search need not try op earlier. If a row can be created again, it returns 0.
 func (j judge) locksBefore(history []operation, op operation) (n int) {
 	if !j.locks(op) || slices.ContainsFunc(history, func(op operation) bool { return op.Reset || op.Unknown }) {
 		return 0
@@ -231,8 +231,8 @@ func explain(
 	return result, file.Name()
 }
 
-// staleSince is the earliest time that a remembered denial may describe. A reset by another limiter may stay unknown
-// for that long. The same limiter's resets are known at once.
+// staleSince returns the earliest time that a remembered denial may describe. A limiter may not know of another
+// limiter's reset for the time staleness. It knows of its own resets at once.
 func staleSince(history []operation, denial operation, staleness time.Duration) int64 {
 	since := denial.Call - staleness.Microseconds()
 	for _, op := range history {
@@ -244,7 +244,7 @@ func staleSince(history []operation, denial operation, staleness time.Duration) 
 	return since
 }
 
-// histories are the kinds of judged workloads.
+// histories returns the workloads whose histories are judged.
 func histories(algorithm string) map[string]workload {
 	base := workload{
 		Algorithm: algorithm, Limit: 20, Span: 50 * time.Millisecond,
@@ -257,15 +257,14 @@ func histories(algorithm string) map[string]workload {
 	durable.Durable = true
 	cached.Cache = true
 	resets.Resets = 5
-	// There are few callers, so that few denials can be about the same moment. The search would try each of their
-	// orders.
+	// There are few callers, so that few denials can be about the same moment. The search would try all orders.
 	cachedResets.Cache, cachedResets.Resets, cachedResets.DenialMaxAge, cachedResets.Callers = true, 5, 5*time.Millisecond, 3
-	// A row that is created and deleted repeatedly.
+	// This workload creates and deletes one row again and again.
 	reset.Keys, reset.Resets, reset.Callers, reset.Gap = 1, 30, 4, 0
-	// Waves of equal requests for one key, which coalescing merges. Without peeks, because with them the search could
-	// take for ever.
+	// These are waves of equal requests for one key, which coalescing merges. There are no Peeks, because the search
+	// could take for ever with them.
 	hot.Keys, hot.MaxCost, hot.Callers, hot.Calls, hot.Gap, hot.Looks = 1, 1, 24, 10, 0, 0
-	// So many keys are queued that one statement decides them all.
+	// The queue has so many keys that one statement decides all of them.
 	many.Keys, many.Callers, many.Gap = 12, 30, 0
 	return map[string]workload{
 		"plain": plain, "many keys": many, "durable": durable, "cache": cached, "resets": resets, "cache and resets": cachedResets,
@@ -283,8 +282,7 @@ func TestLinearizable(t *testing.T) {
 	for _, algorithm := range algorithms {
 		for name, w := range histories(algorithm) {
 			for range testkit.Rounds(t, "ROUNDS", 1) {
-				// This continues until some were allowed and some denied, because a busy machine makes few calls within
-				// a span.
+				// A busy machine makes few calls within a span, so the span doubles until it sees both outcomes.
 				for w, varied := w, false; !varied; w.Span *= 2 {
 					require.Less(t, w.Span, time.Minute, "%s, %s: not varied enough", algorithm, name)
 					w.Seed = random.Uint64()
@@ -298,15 +296,15 @@ func TestLinearizable(t *testing.T) {
 	}
 }
 
-// hasBothOutcomes tells whether a history is worth judging.
+// hasBothOutcomes tells whether a history has allowed and denied calls.
 func hasBothOutcomes(history []operation) bool {
 	allowed := func(op operation) bool { return op.Cost > 0 && op.Result.Allowed }
 	denied := func(op operation) bool { return op.Cost > 0 && !op.Reset && !op.Unknown && !op.Result.Allowed }
 	return slices.ContainsFunc(history, allowed) && slices.ContainsFunc(history, denied)
 }
 
-// uncertain runs a workload in which the database ends sessions and callers leave. So for some calls it is unknown
-// whether they counted. Calls that failed in other ways certainly did not count.
+// uncertain runs a workload in which the database ends sessions and callers leave. So it is unknown whether some calls
+// counted. All other calls that failed certainly did not count.
 func uncertain(w workload, t *testing.T, db *pgtest.DB) []operation {
 	t.Helper()
 	// Every key was used before, so the beginning of its window is known.
@@ -328,7 +326,7 @@ func uncertain(w workload, t *testing.T, db *pgtest.DB) []operation {
 		var err error
 		for err == nil && ctx.Err() == nil {
 			pause(ctx, 25*time.Millisecond)
-			for _, db := range append(db.Shards, db) { // PL/Proxy's sessions have no name
+			for _, db := range append(db.Shards, db) { // PL/Proxy's sessions have no application_name
 				_, killErr := db.Pool.Exec(context.WithoutCancel(ctx), `
 					SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 					WHERE datname = current_database() AND application_name IN ('limiter', '') AND state = 'active'
@@ -358,9 +356,9 @@ func TestLinearizableWithUnknownOutcomes(t *testing.T) {
 	unknown := 0
 	for _, algorithm := range algorithms {
 		if algorithm == "sliding log" {
-			continue // its times show when each call was decided
+			continue // the time of this call shows when it was decided
 		}
-		// Until a session was ended while it decided, which happens by chance.
+		// A session has to end while it decides, which happens by chance.
 		for round := 0; round < testkit.Rounds(t, "ROUNDS", 2) || unknown == 0; round++ {
 			require.Less(t, round, 100)
 			w := uncertainWorkload(algorithm)
@@ -386,13 +384,13 @@ func TestLinearizableWithUnknownOutcomes(t *testing.T) {
 
 const takesSliding = "rate_limit_take_sliding_window"
 
-// Negative controls: the judge finds the faults of broken variants, in histories like those above.
+// This is a negative control: the judge finds the faults of broken variants, in the same kinds of histories.
 func TestJudgeCatches(t *testing.T) {
 	t.Parallel()
 
 	random := random(t)
 	for name, broken := range map[string]struct {
-		algorithm string // "": sliding window
+		algorithm string // "" means sliding window
 		history   string // "" means one with unknown outcomes
 		spoil     func(t *testing.T, pool *pgxpool.Pool)
 		misread   func(j *judge, w *workload, history []operation) []operation
@@ -403,7 +401,7 @@ func TestJudgeCatches(t *testing.T) {
 			}
 		}},
 		"rows that are read without a lock": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			// The statements for ordinary takes are not used, because they always lock.
+			// The statements for ordinary takes always lock, so the test leaves everything to rate_limit_all.
 			pgtest.LeaveToAll(t, pool, takesSliding)
 			pgtest.Rewrite(t, pool, "rate_limit_all", "FOR UPDATE SKIP LOCKED", "OFFSET 0")
 			pgtest.Rewrite(t, pool, "rate_limit_all", "FOR UPDATE", "OFFSET 0")

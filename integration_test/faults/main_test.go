@@ -1,4 +1,4 @@
-// Package faults breaks the database and the connections to it while limiters are at work: it cuts connections at every
+// Package faults breaks the database and the connections to it while limiters are at work. It cuts connections at every
 // message, and kills, stops, demotes, replaces and fills up servers. It also judges histories of concurrent calls.
 //
 // The variable ROUNDS sets the number of rounds of random tests, and the variable SEED their seed.
@@ -27,7 +27,7 @@ func TestMain(m *testing.M) {
 	if work := os.Getenv(leaseWorkVariable); work != "" {
 		os.Exit(leaseInChild(work))
 	}
-	// A server elsewhere would have another clock, and might require TLS or a password from the proxy.
+	// A server elsewhere would have another clock, and might require TLS or a password.
 	_ = os.Unsetenv("RATELIMIT_TEST_DATABASE_URL")
 	pgtest.Main(m)
 }
@@ -40,30 +40,30 @@ const (
 	year = 365 * day
 )
 
-// random returns a test's random numbers. The variable SEED repeats them.
+// random returns the source of a test's random numbers. The variable SEED repeats them.
 func random(t *testing.T) *rand.Rand {
 	t.Helper()
 	return rand.New(rand.NewPCG(testkit.Seed(t, "SEED"), 0))
 }
 
-// withMonths returns a database whose calendar months last this long, so that many end during a history. It replaces
-// only the function for the end of a month. The calendar's own tests test that function.
+// withMonths returns a database whose calendar months last for the time month, so that many months end during a
+// history. It replaces only the function for the end of a month, which other tests check.
 func withMonths(t *testing.T, month time.Duration) *pgtest.DB {
 	t.Helper()
 	db := pgtest.New(t)
 	pgtest.Rewrite(t, db.Pool, "_rate_limit_window_end", "extract(epoch FROM ends)::bigint * 1000000",
 		fmt.Sprintf("(clock / %[1]d + 1) * %[1]d", month.Microseconds()))
-	db.Pool.Reset() // a test has many databases, and the server not enough connections for all
+	db.Pool.Reset() // a test has many databases, and the server too few connections for all of them
 	return db
 }
 
-// newPool returns a pool for any server's database. It is closed at the end of the test.
+// newPool returns a pool for a server's database. The pool is closed at the end of the test.
 func newPool(t *testing.T, url string, configure func(*pgxpool.Config)) *pgxpool.Pool {
 	t.Helper()
 	return (&pgtest.DB{URL: url}).OwnerPool(t, configure)
 }
 
-// counted is the count of each key's window in a table.
+// counted returns the units in each key's window in a table.
 func counted(t *testing.T, db pgtest.Querier, durable bool) map[string]int64 {
 	t.Helper()
 	rows, err := db.Query(t.Context(), "SELECT key, count FROM "+pgtest.Table(durable))
@@ -79,7 +79,7 @@ func counted(t *testing.T, db pgtest.Querier, durable bool) map[string]int64 {
 	return counts
 }
 
-// pause waits for this long, or until the context ends.
+// pause waits for the time d, or until the context ends.
 func pause(ctx context.Context, d time.Duration) {
 	select {
 	case <-time.After(d):

@@ -40,12 +40,12 @@ const (
 // mix is a workload of calls for a few limiters. A call may take from several of them.
 type mix struct {
 	limits []limit
-	calls  []kind // each call is drawn from these
-	decoys bool   // an attacker's decoys of the called functions are in their schema
-	holds  bool   // other transactions keep rows locked, some longer than the callers' patience
-	crowd  bool   // so many callers at once that one statement decides for several limiters
-	leased bool   // the callers also take from a key with leases
-	apart  bool   // each limiter has its own client, so that no statement decides for several
+	calls  []kind // the kinds from which calls are drawn
+	decoys bool   // whether an attacker's decoys of the called functions are in the attacker's schema
+	holds  bool   // whether other transactions keep rows locked, sometimes longer than callers wait
+	crowd  bool   // whether there are so many callers that one statement decides for several limiters
+	leased bool   // whether the callers also take from a key with leases
+	apart  bool   // whether each limiter has its own client, so that no statement decides for several
 	month  time.Duration
 }
 
@@ -54,16 +54,16 @@ type limit struct {
 	name     string
 	durable  bool
 	keys     int                  // in each space
-	policies [][]ratelimit.Policy // its own, and those for With; several policies make up an All
+	policies [][]ratelimit.Policy // the limiter's policy, and those for With; several policies make up an All
 }
 
-// spaces is the number of sets of keys. No call uses two of them.
+// spaces is the number of sets of keys. Each call uses keys of only one set.
 const spaces = 3
 
-// ask is a call's request to one limiter.
+// ask is the part of a call that asks one limiter.
 type ask struct {
 	limit, policy, key int
-	cost               int64 // 0 looks; below 0 is a refund or a grant
+	cost               int64 // 0 for a Peek; negative for a refund or a grant
 }
 
 // mixedOperation is one call of a mix.
@@ -73,12 +73,12 @@ type mixedOperation struct {
 	asks          []ask
 	call, end     int64
 	results       ratelimit.Results // one result, if the call has one limiter
-	taken         ratelimit.Result  // for a refund: the take
-	of            []portion         // and the take's part for each policy
+	taken         ratelimit.Result  // the take, if this is a refund
+	of            []portion         // the take's part for each policy, if this is a refund
 	followed      bool              // this Wait was allowed together with others, and is not the last of them
 }
 
-// run has several pools with callers, like several processes. It returns the history, and how many statements decided
+// run runs callers on several pools, which stand for processes. It returns the history, and how many statements decided
 // for several limiters.
 func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOperation, shared int64) {
 	t.Helper()
@@ -99,7 +99,7 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 	}
 	for i := range workers {
 		workers[i].pool = db.OwnerPool(t, func(config *pgxpool.Config) { config.MaxConns = 5 })
-		defer workers[i].pool.Close() //nolint:revive // all of them stay open until the end
+		defer workers[i].pool.Close() //nolint:revive // all pools stay open until the end
 		config := ratelimit.ClientConfig{Timeout: timeout, Observer: observer}
 		client := limitertest.NewClient(t, workers[i].pool, config)
 		for _, l := range m.limits {
@@ -112,7 +112,7 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 					if with, err := limiters[0].With(limit.Policy); err == nil {
 						limiters = append(limiters, with)
 						continue
-					} // for another algorithm, which needs a second limiter with that name
+					} // the second limiter of a name that has another algorithm
 				}
 				if m.apart {
 					limiters = append(limiters, limitertest.New(t, workers[i].pool, limit, config))
@@ -140,7 +140,7 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 	for i := range pools * callersOfPool {
 		callers.Go(func() {
 			random := rand.New(rand.NewPCG(seed, uint64(i)))
-			var takes []mixedOperation // for one limiter each, and not given back
+			var takes []mixedOperation // takes from one limiter that were not refunded
 			for n := 0; n < calls && errs[i] == nil; n++ {
 				op := m.draw(random)
 				if op.kind == refund && len(takes) == 0 {
@@ -158,7 +158,7 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 				op.call = time.Now().UnixMicro()
 				errs[i] = workers[i%pools].make(t.Context(), m, &op)
 				op.end = time.Now().UnixMicro()
-				if errors.Is(errs[i], ratelimit.ErrKeyHeld) { // it certainly counted nothing
+				if errors.Is(errs[i], ratelimit.ErrKeyHeld) { // the call certainly counted nothing
 					errs[i] = nil
 					told()
 					continue
@@ -191,9 +191,9 @@ const (
 	holdsBriefly = 20 * time.Millisecond
 )
 
-// hold adds a caller that takes from keys of space 0 in transactions that stay open, until the returned function is
-// called. The first transaction takes from all keys, and stays open until a call was impatient. The later ones take
-// from one key each, and are short.
+// hold adds a caller that takes from keys of space 0 in transactions that stay open. It does so until the returned
+// function is called. The first transaction takes from all keys, and stays open until a call got ErrKeyHeld. The later
+// transactions take from one key each, and are short.
 func (m mix) hold(
 	t *testing.T,
 	db *pgtest.DB,
@@ -240,7 +240,7 @@ func (m mix) hold(
 	}
 }
 
-// requests are the requests of an operation within a transaction.
+// requests returns the requests of an operation within a transaction.
 func (w worker) requests(op mixedOperation, tx pgx.Tx) (requests []ratelimit.Request) {
 	for _, a := range op.asks {
 		limiter := w.limiters[a.limit][a.policy]
@@ -249,11 +249,11 @@ func (w worker) requests(op mixedOperation, tx pgx.Tx) (requests []ratelimit.Req
 	return requests
 }
 
-// worker is shared by the callers of one pool.
+// worker is what the callers of one pool share.
 type worker struct {
 	pool     *pgxpool.Pool
-	limiters [][]*ratelimit.Limiter // for each limit, one for each policy
-	leased   *ratelimit.Limiter     // beside them
+	limiters [][]*ratelimit.Limiter // by limit and policy
+	leased   *ratelimit.Limiter     // the limiter of the key with leases
 }
 
 func policyOf(policies []ratelimit.Policy) ratelimit.Policy {
@@ -307,7 +307,7 @@ func (op mixedOperation) takes() []mixedOperation {
 	return refunds
 }
 
-// keyOf returns keys of a space that are on one shard.
+// keyOf returns the name of a key. All keys of a space are on one shard.
 func keyOf(space, key int) string { return fmt.Sprintf("key %d of {space %d}", key, space) }
 
 // make makes a call of a mix.
@@ -359,7 +359,7 @@ func (w worker) make(ctx context.Context, m mix, op *mixedOperation) error {
 
 var errRolledBack = errors.New("this transaction is to be rolled back")
 
-// mixes are the single features, and all of them together.
+// mixes returns a mix for each feature, and a mix with all features.
 func mixes(span time.Duration) map[string]mix {
 	one := func(policies ...ratelimit.Policy) (list [][]ratelimit.Policy) {
 		for _, policy := range policies {
@@ -387,8 +387,8 @@ func mixes(span time.Duration) map[string]mix {
 	severalLimits := []limit{
 		{"address", false, 2, several}, {"everybody", true, 1, [][]ratelimit.Policy{{bucket, log, month}}},
 	}
-	// There is no bucket with other numbers. If a policy changes, the refill between the two readings of the clock (see
-	// sql/sliding.sql) would count by the new numbers.
+	// No bucket changes its numbers. The refill between the two readings of the clock (see sql/sliding.sql) would count
+	// by the new numbers.
 	changing := []limit{
 		{"address", false, 1, one(fixed, ratelimit.FixedWindow{Limit: 18, Window: span / 2}, log)},
 		{"user", true, 1, one(sliding, ratelimit.SlidingWindow{Limit: 10, Window: 2 * span}, fixed)},
@@ -401,7 +401,7 @@ func mixes(span time.Duration) map[string]mix {
 		{"session", false, 1, one(bucket, sliding)}, {"everybody", true, 1, one(log, fixed)},
 		{"quota", false, 1, one(month, sliding)},
 	}
-	// Each call is one entry of the queue, and many entries with one table are sent together.
+	// Each call is one entry of the queue. One statement has all queued entries for one table.
 	many := slices.Concat(limits[2:])
 	for i, policy := range []ratelimit.Policy{fixed, sliding, bucket, log, month} {
 		many = append(many, limit{fmt.Sprint("tenant ", i), false, 1, one(policy)})
@@ -412,7 +412,7 @@ func mixes(span time.Duration) map[string]mix {
 	crowded[1].durable = false
 	all := map[string]mix{
 		"sets": {limits: limits, calls: []kind{allowAll, allowAll, allowAll, allow, peek}},
-		// There are so many that the faster way for sets decides most of them. It does not support logs.
+		// There are so many calls that the faster statement for sets decides most of them. It does not support logs.
 		"sets in a crowd": {limits: limitsOfSets, calls: []kind{allowAll, allowAll, allowAll, allow}, crowd: true},
 		"held rows": {
 			limits: limits,
@@ -455,7 +455,7 @@ func mixes(span time.Duration) map[string]mix {
 			reset,
 		}, crowd: true},
 	}
-	if pgtest.Shards() > 0 { // these run in no transaction of the caller
+	if pgtest.Shards() > 0 { // these calls run in no transaction of the caller
 		delete(all, "transactions")
 	}
 	for name, m := range all {
@@ -468,7 +468,7 @@ func mixes(span time.Duration) map[string]mix {
 	return all
 }
 
-// briefly is a time in which an idle machine makes some calls of a mix, but not all.
+// briefly is a time in which an idle machine makes a part of a mix's calls.
 const briefly = 42 * time.Millisecond
 
 // Many callers of several limiters get the same answers as sequential callers. An AllowAll counts as one call.
@@ -478,14 +478,14 @@ func TestMixesAreLinearizable(t *testing.T) {
 	random := random(t)
 	for name := range mixes(briefly) {
 		for round := range testkit.Rounds(t, "ROUNDS", 1) {
-			// This continues until every kind of call and outcome has occurred. A busy machine makes few calls within a
-			// span and denies none of them, so the spans grow until it does.
+			// A busy machine makes few calls within a span and denies none of them. So the span grows until every kind
+			// of call and outcome has occurred.
 			var seen outcomes
 			for span := briefly; !seen.all(mixes(span)[name]); span *= 2 {
 				require.Less(t, span, time.Minute, "%s: not varied enough: %+v", name, seen)
 				m := mixes(span)[name]
 				db := withMonths(t, m.month)
-				if m.decoys && round == 0 && span == briefly { // only once, because it takes some seconds
+				if m.decoys && round == 0 && span == briefly { // once is enough, because this takes seconds
 					attack(t, db)
 				}
 				history, shared := m.run(t, db, random.Uint64())
@@ -497,13 +497,13 @@ func TestMixesAreLinearizable(t *testing.T) {
 	}
 }
 
-// attack makes a role that can only create in the schema make decoys of everything that the functions and the limiters'
-// statements call. A decoy that runs fails the call.
+// attack makes a role that can only create in the schema create decoys of everything that the functions and the
+// limiters' statements call. A decoy that runs fails the call.
 func attack(t *testing.T, db *pgtest.DB) {
 	t.Helper()
 	for _, db := range append(db.Shards, db) {
 		db.SomeDecoys(t, "public", pgtest.Statements(t, "../..")...)
 		_, err := db.Pool.Exec(t.Context(), "SELECT cardinality(ARRAY['a'])")
-		require.ErrorContains(t, err, "decoy public.cardinality(text[]) was run by") // this shows that they work
+		require.ErrorContains(t, err, "decoy public.cardinality(text[]) was run by") // shows that the decoys work
 	}
 }

@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// Two calls of Wait that were allowed together spend the last credit, which lasts longer than their own units. Both get
-// the time when that is over, and nobody else may get another call's time.
+// Two calls of Wait that were allowed together spend the last credit, which lasts longer than ordinary units. Both
+// calls get the ResetAfter after the credit is spent. No other call may get another call's ResetAfter.
 func TestJudgeOfMixesKnowsWhoWaitedTogether(t *testing.T) {
 	t.Parallel()
 
@@ -62,7 +62,7 @@ func TestJudgeOfMixesKnowsWhoWaitedTogether(t *testing.T) {
 	}
 }
 
-// Negative controls: the judge finds the faults of broken variants, in histories like those above.
+// This is a negative control: the judge finds the faults of broken variants, in the same kinds of histories.
 func TestJudgeOfMixesCatches(t *testing.T) {
 	t.Parallel()
 

@@ -37,7 +37,7 @@ func (m mix) judge(t *testing.T) mixJudge {
 	return j
 }
 
-// width is the number of rows for a limiter's key.
+// width returns the number of rows for a limiter's key.
 func (m mix) width(limit int) int {
 	width := 0
 	for _, policies := range m.limits[limit].policies {
@@ -46,7 +46,7 @@ func (m mix) width(limit int) int {
 	return width
 }
 
-// row is the place of a policy's account in the books.
+// row returns the index of a policy's account in the books.
 func (m mix) row(limit, part, key int) int {
 	row := part*m.limits[limit].keys + key
 	for i := range limit {
@@ -86,7 +86,7 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 				return false, before // the clock advances under a row's lock
 			}
 			if !fits && cost <= rule.roomAt(before[row], at) {
-				cost = 0 // it has room, but nothing is taken
+				cost = 0 // this limiter has room, but the call takes nothing
 			}
 			var back *portion
 			if op.kind == refund {
@@ -100,10 +100,10 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 			}
 			of = combine(of, one, part == 0)
 		}
-		of.Allowed = of.Allowed && fits // if nothing was taken, no policy says that it was
+		of.Allowed = of.Allowed && fits // if the call took nothing, no policy reports that it was allowed
 		got := op.results.Each[i]
 		if op.followed {
-			of.ResetAfter = got.ResetAfter // the value of the last of those that were allowed together
+			of.ResetAfter = got.ResetAfter // the value of the last call that was allowed together with this one
 		}
 		if !same(of, got) {
 			return false, before
@@ -114,9 +114,9 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 	return want.Allowed == op.results.Allowed && want.RetryAfter == op.results.RetryAfter, after
 }
 
-// isFollowedBy tells whether an operation is a Wait that was allowed together with another one, which took after it.
-// Both get the ResetAfter of the last one. That may be the shorter one: credit lasts longer than other units, until it
-// is all spent.
+// isFollowedBy tells whether op is a Wait that was allowed together with next, which took after op. Both calls get the
+// ResetAfter of next. It may be shorter than that of op, because next may have spent the last credit, which lasts
+// longer than ordinary units.
 func (op mixedOperation) isFollowedBy(next mixedOperation) bool {
 	if op.kind != wait || next.kind != wait || op.space != next.space {
 		return false
@@ -127,7 +127,7 @@ func (op mixedOperation) isFollowedBy(next mixedOperation) bool {
 		one.ResetAfter == other.ResetAfter && one.Remaining > other.Remaining
 }
 
-// combine merges the answers of several policies; next is one of them.
+// combine merges the answers of several policies. one is the answer of the next policy.
 func combine(r, one ratelimit.Result, first bool) ratelimit.Result {
 	if first {
 		return one
@@ -140,7 +140,7 @@ func combine(r, one ratelimit.Result, first bool) ratelimit.Result {
 	return r
 }
 
-// interval is the time in which an operation may have taken effect.
+// interval returns the time in which an operation may have taken effect.
 func (op mixedOperation) interval() (from, to int64) {
 	if op.kind == reset {
 		return op.call, op.end
@@ -149,15 +149,15 @@ func (op mixedOperation) interval() (from, to int64) {
 	case op.kind == refund:
 		return op.call, op.end // a refund of nothing locks no row, so it reads the rows before it reads the clock
 	case op.kind == peek:
-		return op.call, at // it reads without locks before it reads the clock
+		return op.call, at // the call reads the rows without locks before it reads the clock
 	case op.kind == rolledBack:
-		// Nobody else sees its effect. A denial may have looked like a Peek. A take may have read the clock up to 10 ms
-		// before it made a row, and the key may have been reset meanwhile.
+		// No other call sees the effect of this one. A denial may read the rows as a Peek does. A take may have read
+		// the clock up to 10 ms before it created a row, and the key may have been reset meanwhile.
 		return op.call, op.end
 	case op.kind == grant, op.results.Allowed:
-		return at, op.end // others may see it after its commit
+		return at, op.end // other calls may see the effect after the commit
 	}
-	return op.call, op.end // a denial may have only looked, or may have seen uncommitted changes of its own statement
+	return op.call, op.end // a denial may read as a Peek does, or see uncommitted changes of its own statement
 }
 
 func (op mixedOperation) describe() string {
@@ -196,8 +196,8 @@ func (j mixJudge) check(t *testing.T, history []mixedOperation) (result porcupin
 	}, ops)
 }
 
-// outcomes are the outcomes in histories: calls that were allowed, calls that were denied, denials although one limiter
-// had room, and statements for several limiters.
+// outcomes counts the outcomes in histories: allowed calls, denied calls, denials although one limiter had room, and
+// statements for several limiters.
 type outcomes struct {
 	kinds                           map[kind]bool
 	allowed, denied, spared, shared bool
@@ -217,7 +217,7 @@ func (o *outcomes) add(history []mixedOperation, shared int64) {
 	}
 }
 
-// all tells whether the histories are worth judging: they contain each kind of call of the mix, and each outcome.
+// all tells whether the histories contain each kind of call of the mix, and each outcome.
 func (o *outcomes) all(m mix) bool {
 	for _, kind := range m.calls {
 		if !o.kinds[kind] {

@@ -8,36 +8,39 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// account is the oracle's state of a key. The zero value is a new key. It is not a row: expired usage stays in it.
+// account is the oracle's state of a key. The zero account is a new key. It keeps expired usage.
 type account struct {
 	kind  string // the algorithm of the last write
-	clock int64  // of the last decision under the row's lock, in microseconds since 1970
-	start int64  // the window's start; for a bucket, the time of count
-	// units taken in the window; bucket: missing tokens, in 1/scale token; log: number of entries
+	clock int64  // time of the last decision under the row's lock, in microseconds since 1970
+	start int64  // the window's start; bucket: the time of count
+	// count is the units taken in the window. In a bucket it is the missing tokens in 1/scale token, and in a log the
+	// number of entries.
 	count   int64
 	prev    int64                     // units taken in the previous window
 	log     [24]struct{ at, n int64 } // log: the takes, oldest first
 	scale   int64                     // bucket: Every in µs
-	full    int64                     // and its capacity
+	full    int64                     // bucket: its capacity, in 1/scale token
 	credit  int64                     // granted credit
-	since   int64                     // creation of a bucket, or of an account with credit
+	since   int64                     // when the bucket, or an account with credit, was created
 	refill  int64                     // bucket: its Refill
-	back    int64                     // bucket: units given back since then, in the unit of count
-	expires int64                     // when the key is as good as new, by the policy that wrote last
+	back    int64                     // bucket: units given back after since, in the unit of count
+	expires int64                     // when the key is as good as new, by the policy of the last write
 	locked  int                       // how many operations have locked the row
 }
 
 // rule is an algorithm as documented, implemented a second time. It only knows how time changes an account, and how
-// much room there is at a time. A search finds the callers' answers: RetryAfter is the first time at which the request
-// fits, and ResetAfter the first at which everything fits.
+// much room there is at a time. A search finds RetryAfter and ResetAfter: the first time at which the request fits, and
+// the first time at which everything fits.
 type rule struct {
 	kind    string
 	limit   int64
 	horizon int64 // microseconds until a key is as good as new
 	roll    func(a account, t int64) account
-	room    func(a account, t int64) int64 // for an account that was rolled to t
+	room    func(a account, t int64) int64 // for an account rolled forward to t
 	take    func(a account, t, n int64) account
-	// back returns the account after a refund of n ordinary units of a take. Only units that still count in rolled go
+	// back returns the account a after a refund of n ordinary units of a take. rolled is a, rolled forward to t. Only
+	// units that rolled still counts go back. back does not roll a forward, because other policies may still count more
+	// of it.
 	// back; rolled is a at t. It does not roll a forward, because other policies may still count more of it.
 	back func(a, rolled account, t, n int64, of portion) account
 	life int64 // microseconds until a take or a grant is over; credit lasts that long
@@ -101,7 +104,7 @@ func ruleOf(policy ratelimit.Policy, month time.Duration) rule {
 				if of.Since != rolled.since || of.In > t {
 					return a
 				}
-				// At most at.At - n - returned tokens stood before it.
+				// At most at.At - n - returned tokens stood before the take.
 				left := max(of.At-a.back, n*every) - (t-of.In)*p.Refill
 				given := max(0, min(left, n*every, rolled.count))
 				a.count, a.back = a.count-given, a.back+given
@@ -110,7 +113,7 @@ func ruleOf(policy ratelimit.Policy, month time.Duration) rule {
 			life: (p.Capacity*every + p.Refill - 1) / p.Refill,
 			roll: func(a account, t int64) account {
 				full := p.Capacity * every
-				if a.scale > 0 && (a.scale != every || a.full != full) { // other numbers: it keeps its tokens
+				if a.scale > 0 && (a.scale != every || a.full != full) { // another policy wrote a, which keeps its tokens
 					a.count = max(0, full-(a.full-a.count)*every/a.scale)
 				}
 				if a.scale > 0 && (a.scale != every || a.full != full || a.refill != p.Refill) {
@@ -202,7 +205,7 @@ func ruleOf(policy ratelimit.Policy, month time.Duration) rule {
 	return rule{}
 }
 
-// unlessNew returns the since of an account without usage: without credit, it is as good as new.
+// unlessNew returns the since of an account without usage. Without credit too, the account is as good as new.
 func (a account) unlessNew() int64 {
 	if a.credit == 0 {
 		return 0
@@ -210,10 +213,10 @@ func (a account) unlessNew() int64 {
 	return a.since
 }
 
-// part is the unexported data of a result about a take from one row.
+// portion is the unexported data of a result about a take from one row.
 type portion struct{ Units, Spent, Since, In, At int64 }
 
-// partsOf returns the parts of a result. It is nil if the result took nothing.
+// partsOf returns the parts of a result. It returns nil if the result took nothing.
 func partsOf(result ratelimit.Result) []portion {
 	receipt := reflect.ValueOf(result).FieldByName("taken").FieldByName("Receipt")
 	if receipt.IsNil() {
@@ -227,7 +230,7 @@ func partsOf(result ratelimit.Result) []portion {
 	return parts
 }
 
-// count is a take for algorithms that only count; unit is the amount for a cost of 1.
+// count returns the take function of algorithms that only count. unit is the amount for a cost of 1.
 func count(unit int64) func(a account, t, n int64) account {
 	return func(a account, _, n int64) account {
 		a.count += n * unit
@@ -235,7 +238,8 @@ func count(unit int64) func(a account, t, n int64) account {
 	}
 }
 
-// at rolls an account forward to t. Another algorithm may have written it, or the same one with other numbers.
+// at rolls an account forward to t. Another algorithm may have written the account, or the same algorithm with other
+// numbers.
 func (r rule) at(a account, t int64) account {
 	if t >= a.expires || a.kind != r.kind {
 		a = account{clock: a.clock, kind: r.kind}
@@ -243,18 +247,19 @@ func (r rule) at(a account, t int64) account {
 	return r.roll(a, t)
 }
 
-// roomAt is the largest cost that fits at t.
+// roomAt returns the largest cost that fits at t.
 func (r rule) roomAt(a account, t int64) int64 {
 	a = r.at(a, t)
 	return r.room(a, t) + a.credit
 }
 
-// fits is the first time from t on at which a cost of n fits.
+// fits returns the first time, from t on, at which a cost of n fits.
 func (r rule) fits(a account, t, n int64) int64 {
 	return t + int64(sort.Search(int(r.horizon), func(d int) bool { return r.roomAt(a, t+int64(d)) >= n }))
 }
 
-// decide returns the right answer to a request for n at t. n = 0 looks; n below 0 is a refund or a grant.
+// decide returns the right answer to a request for n at t. If n is 0, the request is a Peek. A negative n is a refund
+// or a grant.
 func (r rule) decide(a account, t, n int64, of *portion) (account, ratelimit.Result) {
 	grant, changed := n < 0 && of == nil, true
 	result := ratelimit.Result{Limit: r.limit, DecidedAt: time.UnixMicro(t)}
@@ -292,7 +297,7 @@ func (r rule) decide(a account, t, n int64, of *portion) (account, ratelimit.Res
 		reset = rolled.expires
 	}
 	result.ResetAfter = time.Duration(reset-t) * time.Microsecond
-	nothing := reset == t && (r.kind == "token bucket" || a.count == 0 && a.prev == 0) // is left
+	nothing := reset == t && (r.kind == "token bucket" || a.count == 0 && a.prev == 0) // whether no usage is left
 	if grant || n < 0 && changed && nothing || n > 0 && result.Allowed {
 		a.expires = reset
 	}

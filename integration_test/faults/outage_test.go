@@ -28,23 +28,23 @@ type outageCall struct {
 	took   time.Duration
 }
 
-// Postgres is stopped or frozen while 32 callers make some thousand calls a second, and returns later. No caller gets
-// an error. During the outage, the only connection attempts are those of one probe per pause. And the counts are right:
-// each key gets its limit from the database, and beyond that only what the failure mode allows.
+// Postgres is stopped or frozen while 32 callers make a thousand or more calls a second, and returns later. No caller
+// gets an error. During the outage, the only connection attempts are the breaker's: one probe per pause. Each key gets
+// its limit from the database, and beyond that only what the failure mode allows.
 func TestOutageUnderLoad(t *testing.T) {
 	t.Parallel()
 
 	const (
 		callers, keys = 32, 20
 		limit, shared = 300, 30
-		pauses        = 500 * time.Millisecond // of the breaker
+		pauses        = 500 * time.Millisecond // the pause between two probes of the breaker
 	)
 	for name, mode := range map[string]ratelimit.FailureMode{
 		"open": ratelimit.FailOpen(), "closed": ratelimit.FailClosed(), "fallback": ratelimit.FallbackLocal(0.1),
 	} {
 		for _, frozen := range []bool{false, true} {
 			t.Run(name+map[bool]string{false: ", stopped", true: ", frozen"}[frozen], func(t *testing.T) {
-				t.Parallel() // most of its time is spent waiting
+				t.Parallel() // the test spends most of its time waiting
 				server, pool := newServer(t, pgserver.Config{})
 				var attempts, statements atomic.Int64
 				limited := newPool(t, server.URL(), func(config *pgxpool.Config) {
@@ -63,8 +63,7 @@ func TestOutageUnderLoad(t *testing.T) {
 						Breaker:   func(e ratelimit.BreakerEvent) { transitions <- e },
 					},
 				}
-				// A wait is the sign of a frozen server, so a machine that stalls for a second causes an outage of its
-				// own.
+				// A machine that stalls for a second looks like a frozen server, and also causes an outage.
 				strict := !frozen
 				if frozen {
 					clientConfig.Timeout = time.Second
@@ -84,7 +83,7 @@ func TestOutageUnderLoad(t *testing.T) {
 							c.took = time.Since(c.began)
 							if frozen && errors.Is(err, ratelimit.ErrTimeout) &&
 								!errors.Is(err, ratelimit.ErrOutcomeUnknown) {
-								// Its statement was waiting for a row's lock when the server froze, and kept waiting
+								// The statement was waiting for a row's lock when the server froze, and kept waiting
 								// until the thaw. OnFailure does not answer this error, and nothing was taken.
 								continue
 							}
@@ -127,7 +126,7 @@ func TestOutageUnderLoad(t *testing.T) {
 				testkit.WaitUntil(t, func() bool { return len(since(time.Time{})) > 1000 })
 				require.True(t, !strict || len(transitions) == 0)
 
-				// Away.
+				// The server is away.
 				away := time.Now()
 				if frozen {
 					require.NoError(t, server.Freeze())
@@ -138,11 +137,11 @@ func TestOutageUnderLoad(t *testing.T) {
 				triedBefore, sentBefore := attempts.Load(), statements.Load()
 				testkit.WaitUntil(t, func() bool { return statements.Load() > sentBefore+2 })
 				tried, sent := attempts.Load()-triedBefore, statements.Load()-sentBefore
-				most := int64(time.Since(opened)/pauses) + 2 // another one was in flight when it opened
+				most := int64(time.Since(opened)/pauses) + 2 // one more probe was in flight when the breaker opened
 				require.LessOrEqual(t, sent, most)
-				require.LessOrEqual(t, tried, 2*most) // the driver tries twice each time
+				require.LessOrEqual(t, tried, 2*most) // pgx tries twice for each probe
 
-				// Back.
+				// The server comes back.
 				if frozen {
 					require.NoError(t, server.Thaw())
 				} else {
@@ -219,9 +218,9 @@ func TestOutageUnderLoad(t *testing.T) {
 	}
 }
 
-// If the network drops packets, new connections hang for the pool's connect_timeout, even after the network is back.
-// Each of them uses one of the pool's places. The limiter works again anyway, without waiting for pgx's own two
-// minutes.
+// If the network drops packets, a new connection hangs for the pool's connect_timeout, even after the network is back.
+// Such a connection uses one of the pool's places. The limiter works again anyway. It does not wait for pgx's default
+// of two minutes.
 func TestOutageThatSwallowsConnections(t *testing.T) {
 	t.Parallel()
 

@@ -23,19 +23,19 @@ func throughProxy(t *testing.T, mode pgx.QueryExecMode) (*wireProxy, *pgtest.DB,
 	proxy := newWireProxy(t, db.URL)
 	return proxy, db, newPool(t, proxy.url, func(config *pgxpool.Config) {
 		config.ConnConfig.DefaultQueryExecMode = mode
-		// it would be the next statement
+		// The pool's ping would be the next statement.
 		config.ShouldPing = func(context.Context, pgxpool.ShouldPingParams) bool { return false }
 	})
 }
 
-// wireFault is a fault, with the caller's expected answer and the expected usage.
+// wireFault is a fault, with the answer that the caller must get and the usage that the database must have.
 type wireFault struct {
 	fault
 	kinds []error
 	taken int64
 }
 
-// wireFaults are all faults.
+// wireFaults returns all faults.
 func wireFaults(mode pgx.QueryExecMode) map[string]wireFault {
 	unknown := []error{ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown}
 	timeout := []error{ratelimit.ErrTimeout, ratelimit.ErrOutcomeUnknown}
@@ -50,7 +50,7 @@ func wireFaults(mode pgx.QueryExecMode) map[string]wireFault {
 		"reply late":         {fault{reply: anyReply, then: late}, nil, 1},
 		"ReadyForQuery late": {fault{reply: replyIs[*pgproto3.ReadyForQuery], then: late}, nil, 1},
 	}
-	if mode == pgx.QueryExecModeCacheStatement { // the other modes would wait as long for the same result
+	if mode == pgx.QueryExecModeCacheStatement { // in the other modes, the same result takes as long
 		faults["request swallowed"] = wireFault{fault{request: anyRequest, then: swallow}, timeout, 0}
 		faults["reply swallowed"] = wireFault{fault{reply: anyReply, then: swallow}, timeout, 1}
 		faults["ReadyForQuery swallowed"] = wireFault{
@@ -60,13 +60,13 @@ func wireFaults(mode pgx.QueryExecMode) map[string]wireFault {
 		}
 	}
 	if mode != pgx.QueryExecModeSimpleProtocol {
-		// Without Sync the statement is executed, and rolled back with the connection.
+		// Without Sync, the statement is executed, and rolled back when the connection ends.
 		faults["cut before Sync"] = wireFault{fault{request: requestIs[*pgproto3.Sync]}, unknown, 0}
 	}
 	return faults
 }
 
-// Checks the caller's answer and the usage, that the database was asked once, and that the next call works.
+// The test checks the caller's answer and the usage, that the database was asked once, and that the next call works.
 func TestBrokenConnections(t *testing.T) {
 	t.Parallel()
 
@@ -82,7 +82,7 @@ func TestBrokenConnections(t *testing.T) {
 					Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Durable: true,
 				}
 				limiter := limitertest.New(t, pool, config)
-				_, err := limiter.Allow(t.Context(), "key") // this prepares the statement
+				_, err := limiter.Allow(t.Context(), "key") // prepares the statement
 				require.NoError(t, err)
 
 				var clientConfig ratelimit.ClientConfig
@@ -114,7 +114,7 @@ func TestBrokenConnections(t *testing.T) {
 	}
 }
 
-// A connection breaks while the statement is prepared. Nothing was taken, and a retry takes nothing twice.
+// A connection breaks while the statement is prepared. Nothing was taken. A retry takes once.
 func TestBrokenConnectionWhilePreparing(t *testing.T) {
 	t.Parallel()
 
@@ -135,7 +135,7 @@ func TestBrokenConnectionWhilePreparing(t *testing.T) {
 	}
 }
 
-// Negative control: if a client repeats uncertain statements, the proxy and the table show it.
+// This is a negative control: if a client repeats uncertain statements, the proxy and the table show it.
 func TestBlindRetryIsCaught(t *testing.T) {
 	t.Parallel()
 
@@ -152,7 +152,7 @@ func TestBlindRetryIsCaught(t *testing.T) {
 	require.EqualValues(t, 2, counted(t, db.Pool, false)["key"])
 }
 
-// A batch has one fate: all of its callers learn that the outcome is unknown. All other callers get their decision.
+// All callers of a batch learn that its outcome is unknown. All other callers get their decision.
 func TestBrokenConnectionOfABatch(t *testing.T) {
 	t.Parallel()
 
@@ -170,7 +170,7 @@ func TestBrokenConnectionOfABatch(t *testing.T) {
 			limiter := limitertest.New(t, pool, ratelimit.Config{
 				Name: "test", Policy: ratelimit.FixedWindow{Limit: 1000, Window: year},
 			}, ratelimit.ClientConfig{MaxInFlight: 1})
-			// While the reply to the first is delayed, all others queue. They are sent together in the statement that
+			// While the reply to the first call is delayed, all other calls queue. One statement sends them, and
 			// breaks.
 			release := make(chan struct{})
 			proxy.fail(&fault{reply: anyReply, then: late, until: release}, &c.fault)
@@ -224,8 +224,8 @@ func TestOneByteAtATime(t *testing.T) {
 	require.Empty(t, counted(t, db.Pool, false))
 }
 
-// A connection that was cut while idle looks alive until something is sent on it. The outcome of that statement is
-// unknown.
+// A connection that was cut while idle looks alive until something is sent on it. The outcome of the statement sent
+// then is unknown.
 func TestConnectionCutAtRest(t *testing.T) {
 	t.Parallel()
 
@@ -244,7 +244,7 @@ func TestConnectionCutAtRest(t *testing.T) {
 	require.EqualValues(t, 8, result.Remaining)
 }
 
-// The connection of the caller's transaction breaks. The limiter's units in it are rolled back with it.
+// The connection of the caller's transaction breaks. The units that the limiter took in it are rolled back.
 func TestBrokenConnectionOfATransaction(t *testing.T) {
 	t.Parallel()
 
@@ -262,7 +262,7 @@ func TestBrokenConnectionOfATransaction(t *testing.T) {
 		})
 		limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable)
 		require.Equal(t, 1, proxy.sent())
-		// The server may notice it a moment later.
+		// The server may notice the broken connection a moment later.
 		result, err := limitertest.New(t, db.Pool, ratelimit.Config{
 			Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
 		}, ratelimit.ClientConfig{Timeout: 4 * amply}).
@@ -272,7 +272,7 @@ func TestBrokenConnectionOfATransaction(t *testing.T) {
 	}
 }
 
-// A reset whose reply is lost has reset the key, and the key's remembered denials are dropped.
+// If the reply to a reset is lost, the key is reset anyway, and its remembered denials are dropped.
 func TestBrokenConnectionOfAReset(t *testing.T) {
 	t.Parallel()
 

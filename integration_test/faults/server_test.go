@@ -18,7 +18,7 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// newServer is a migrated server of the test's own, with a pool.
+// newServer starts a server for one test, migrates it, and returns it with a pool.
 func newServer(t *testing.T, config pgserver.Config) (*pgserver.Server, *pgxpool.Pool) {
 	t.Helper()
 	server := pgtest.Server(t, config)
@@ -27,7 +27,7 @@ func newServer(t *testing.T, config pgserver.Config) (*pgserver.Server, *pgxpool
 	return server, pool
 }
 
-// ledger is the knowledge of a limiter's callers.
+// ledger records what a limiter's callers know.
 type ledger struct {
 	mu sync.Mutex
 	entries
@@ -35,7 +35,7 @@ type ledger struct {
 
 type entries []entry
 
-// entry is a request that was granted, or may have been.
+// entry is a request that was granted, or may have been granted.
 type entry struct {
 	key     string
 	cost    int64
@@ -55,7 +55,7 @@ func (l *ledger) count() int {
 	return len(l.entries)
 }
 
-// sums adds up the costs of each key: those acknowledged until then, and all that may have been taken.
+// sums adds up the costs of each key: those acknowledged before until, and all that may have been taken.
 func (e entries) sums(until time.Time) (acknowledged, atMost map[string]int64) {
 	acknowledged, atMost = map[string]int64{}, map[string]int64{}
 	for _, entry := range e {
@@ -67,7 +67,7 @@ func (e entries) sums(until time.Time) (acknowledged, atMost map[string]int64) {
 	return acknowledged, atMost
 }
 
-// forgotten is a key with less in the table than there must be. It is "" if there is none.
+// forgotten returns a key with less in the table than was acknowledged. It returns "" if there is none.
 func forgotten(acknowledged, table map[string]int64) string {
 	for key, sum := range acknowledged {
 		if table[key] < sum {
@@ -77,8 +77,8 @@ func forgotten(acknowledged, table map[string]int64) string {
 	return ""
 }
 
-// requireTable checks that the table has everything acknowledged until then and nothing that was not requested, and
-// that no key got more than the limit.
+// requireTable checks that the table has everything that was acknowledged before until, and nothing that was not
+// requested. It also checks that no key got more than the limit.
 func (e entries) requireTable(t *testing.T, table map[string]int64, limit int64, until time.Time) {
 	t.Helper()
 	acknowledged, atMost := e.sums(until)
@@ -92,8 +92,8 @@ func (e entries) requireTable(t *testing.T, table map[string]int64, limit int64,
 	}
 }
 
-// load makes calls until the server is gone, and keeps the ledger. Then errors must say that the server is gone, and
-// whether the request may have counted.
+// load makes calls until the server is gone, and records them in the ledger. Then errors must say that the server is
+// gone, and whether the request may have counted.
 func (l *ledger) load(
 	t *testing.T,
 	limiter *ratelimit.Limiter,
@@ -126,8 +126,8 @@ func (l *ledger) load(
 	}
 }
 
-// requireHealed checks that a limiter works again. Its pool may still have old connections, and each of them fails
-// once.
+// requireHealed checks that a limiter works again. Its pool may still have old connections, and each old connection
+// fails once.
 func requireHealed(t *testing.T, limiter *ratelimit.Limiter) {
 	t.Helper()
 	testkit.WaitUntil(t, func() bool {

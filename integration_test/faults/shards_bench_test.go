@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 )
 
-// BenchmarkShardThatFails measures callers of four shards before and while one of the shards fails: 12 callers for each
-// shard, with a pause of 5 ms after each call. It prints tables.
+// BenchmarkShardThatFails measures calls to four shards, before and while one shard fails. Each shard has 12 callers,
+// which pause for 5 ms after each call. The benchmark prints tables.
 func BenchmarkShardThatFails(b *testing.B) {
 	const callers, phase = 12, 5 * time.Second
 	const head = "\n| shard 2 is | shard | before, calls/s | p99 | meanwhile, calls/s | p99 | errors | share |\n|---|---|---|---|---|---|---|---|\n"

@@ -41,7 +41,7 @@ func keyOn(shard, n int) string {
 type shardCall struct {
 	shard  int
 	key    string
-	fresh  bool // asked for once
+	fresh  bool // the key is asked for once
 	result ratelimit.Result
 	err    error
 }
@@ -56,7 +56,7 @@ type shardLoad struct {
 }
 
 const (
-	hotKeys  = 3 // of each shard
+	hotKeys  = 3 // for each shard
 	hotLimit = 60
 )
 
@@ -93,7 +93,7 @@ func (l *shardLoad) add(limiter *ratelimit.Limiter, c shardCall) {
 	l.calls = append(l.calls, c)
 }
 
-// count counts a shard's calls that were answered by a source.
+// count returns how many calls for a shard's keys were answered by a source.
 func (l *shardLoad) count(shard int, source ratelimit.Source) (n int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -105,7 +105,7 @@ func (l *shardLoad) count(shard int, source ratelimit.Source) (n int) {
 	return n
 }
 
-// awaitMore waits until this many more calls for each of the shards have been decided.
+// awaitMore waits until each of the shards has decided n more calls.
 func (l *shardLoad) awaitMore(t *testing.T, source ratelimit.Source, n int, shards ...int) {
 	t.Helper()
 	for _, shard := range shards {
@@ -114,8 +114,8 @@ func (l *shardLoad) awaitMore(t *testing.T, source ratelimit.Source, n int, shar
 	}
 }
 
-// requireOthersUntouched checks that all calls for keys of the other shards were decided in the database, and that each
-// of these keys got its limit. Keys of the failed shard must not have got more from it than their limit.
+// requireOthersUntouched checks the keys of shards that did not fail. All calls for them were decided in the database,
+// and each key got its limit. Keys of the failed shard must not have got more than their limit from it.
 func (l *shardLoad) requireOthersUntouched(t *testing.T, failed int) {
 	t.Helper()
 	granted := map[string]int{}
@@ -143,8 +143,7 @@ func (l *shardLoad) requireOthersUntouched(t *testing.T, failed int) {
 // failing is the shard that fails.
 const failing = 2
 
-// fleetThatFails starts a fleet, one shard of which will fail. If its disk should become full, the disk has this many
-// MiB.
+// fleetThatFails starts shards, one of which will fail. If its disk should become full, the disk has this many MiB.
 func fleetThatFails(t testing.TB, how string, disk int) (fleet *pgtest.Fleet, begin, end func()) {
 	t.Helper()
 	dir := ""
@@ -156,7 +155,7 @@ func fleetThatFails(t testing.TB, how string, disk int) (fleet *pgtest.Fleet, be
 	return fleet, begin, end
 }
 
-// shardFaults are the possible faults of a shard. dir is a small disk.
+// shardFaults returns the possible faults of a shard. dir is a small disk.
 func shardFaults() map[string]func(t testing.TB, fleet *pgtest.Fleet, dir string) (begin, end func()) {
 	return map[string]func(t testing.TB, fleet *pgtest.Fleet, dir string) (begin, end func()){
 		"killed": func(t testing.TB, fleet *pgtest.Fleet, _ string) (begin, end func()) {
@@ -165,7 +164,7 @@ func shardFaults() map[string]func(t testing.TB, fleet *pgtest.Fleet, dir string
 			return func() { require.NoError(t, server.Kill()) },
 				func() { require.NoError(t, server.Restart(t.Context())) }
 		},
-		// PL/Proxy waits for a frozen server for ever. PgBouncer beside the proxy gives up on it.
+		// PL/Proxy waits for a frozen server for ever. The PgBouncer between PL/Proxy and the shard gives up.
 		"frozen": func(t testing.TB, fleet *pgtest.Fleet, _ string) (begin, end func()) {
 			t.Helper()
 			connections := slices.Clone(fleet.Connections)
@@ -196,9 +195,9 @@ func shardFaults() map[string]func(t testing.TB, fleet *pgtest.Fleet, dir string
 	}
 }
 
-// One of four shards is killed, frozen or full while callers use keys of all shards. The others are not affected: no
-// call for their keys fails or is answered by OnFailure, and their limits are exact. The breaker opens only for the
-// failed shard, and closes when it is back.
+// One of four shards is killed, frozen or full while callers use keys of all shards. No call for a key of another shard
+// fails or is answered by OnFailure, and the limits of these keys are exact. The breaker opens only for the failed
+// shard, and closes when this shard is back.
 func TestShardThatFails(t *testing.T) {
 	t.Parallel()
 
@@ -264,7 +263,7 @@ func TestShardThatFails(t *testing.T) {
 	}
 }
 
-// With the settings in docs/operating.md, PgBouncer connects to the shards over TCP, and ends a call to a frozen one.
+// With the settings in docs/operating.md, PgBouncer connects to the shards over TCP, and ends a call to a frozen shard.
 func TestPgBouncerAsDocumented(t *testing.T) {
 	t.Parallel()
 
@@ -300,7 +299,7 @@ func TestPgBouncerAsDocumented(t *testing.T) {
 	testkit.WaitUntil(t, func() bool { return ask(1) == nil })
 }
 
-// A call to a frozen shard, which the proxy cannot end, uses no pool connection that calls for other shards need.
+// The proxy cannot end a call to a frozen shard. Such a call uses no pool connection that calls for other shards need.
 func TestFrozenShardLeavesThePool(t *testing.T) {
 	t.Parallel()
 
@@ -318,7 +317,7 @@ func TestFrozenShardLeavesThePool(t *testing.T) {
 			return err
 		})
 	}
-	require.NoError(t, ask(t.Context())) // so that PL/Proxy has a connection
+	require.NoError(t, ask(t.Context())) // opens PL/Proxy's connection
 	require.NoError(t, fleet.ShardServers[1].Freeze())
 	t.Cleanup(func() { _ = fleet.ShardServers[1].Thaw() })
 	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
@@ -332,7 +331,7 @@ func TestFrozenShardLeavesThePool(t *testing.T) {
 	}
 }
 
-// allowForSure repeats a call until its outcome is known. A call may end while it is being repeated.
+// allowForSure repeats a call until its outcome is known. The context may end the repetition.
 func allowForSure(t *testing.T, limiter *ratelimit.Limiter, key string) (err error) {
 	t.Helper()
 	testkit.WaitUntil(t, func() bool {
@@ -357,7 +356,7 @@ func TestProxiesWhoseMapsDiffer(t *testing.T) {
 	for shard := range shardCount {
 		clientConfig := ratelimit.ClientConfig{Timeout: time.Minute}
 		if shard < 2 {
-			clientConfig.Timeout = time.Second // until then it tries again
+			clientConfig.Timeout = time.Second // the call is tried again until then
 		}
 		err := allowForSure(t, limitertest.New(t, other.Pool, config, clientConfig), keyOn(shard, 0))
 		if shard < 2 {
@@ -370,7 +369,7 @@ func TestProxiesWhoseMapsDiffer(t *testing.T) {
 		}
 	}
 
-	// Callers of both proxies, with keys of all shards.
+	// Callers of both proxies use keys of all shards.
 	judged := func() porcupine.CheckResult {
 		for _, db := range fleet.Shards {
 			pgtest.Exec(t, db.Pool, "TRUNCATE rate_limit_ephemeral")
@@ -383,7 +382,7 @@ func TestProxiesWhoseMapsDiffer(t *testing.T) {
 			w := w
 			w.URL, w.First, w.Seed = db.URL, i, uint64(i)
 			if db == other {
-				w.Timeout = 2 * time.Second // some keys are refused until then
+				w.Timeout = 2 * time.Second // the shards refuse calls for some keys until then
 			}
 			work.Go(func() { histories[i], errs[i] = w.run(t.Context(), func() error { return nil }) })
 		}
@@ -395,7 +394,7 @@ func TestProxiesWhoseMapsDiffer(t *testing.T) {
 		result, picture := judge{ruleOf(w.policy(), w.Span), false, false}.check(t, history, 0)
 		if picture != "" {
 			t.Cleanup(func() {
-				if !t.Failed() { // it was the control's fleet
+				if !t.Failed() { // the fleet belongs to the negative control
 					require.NoError(t, os.Remove(picture))
 				}
 			})
@@ -404,7 +403,7 @@ func TestProxiesWhoseMapsDiffer(t *testing.T) {
 	}
 	require.Equal(t, porcupine.Ok, judged())
 
-	// Negative control: shards that do not check who owns a key.
+	// This is a negative control: the shards do not check who owns a key.
 	for _, db := range fleet.Shards {
 		pgtest.Exec(t, db.Pool, `
 			CREATE OR REPLACE FUNCTION _rate_limit_own_shard(shard integer, shards integer) RETURNS boolean
@@ -413,8 +412,8 @@ func TestProxiesWhoseMapsDiffer(t *testing.T) {
 	require.Equal(t, porcupine.Illegal, judged())
 }
 
-// The error for a shard that cannot decide names the kind of error and the database. Nothing was taken. Keys of other
-// shards are decided.
+// If a shard cannot decide, the error names the kind of failure and the database, and nothing was taken. Other shards
+// decide calls for their keys.
 func TestShardThatCannotDecide(t *testing.T) {
 	t.Parallel()
 
@@ -427,7 +426,7 @@ func TestShardThatCannotDecide(t *testing.T) {
 	sql := func(statement string) func() {
 		return func() { pgtest.Exec(t, shard.Pool, statement) }
 	}
-	// These sessions have the setting from the start.
+	// New sessions have the setting from the start, so end the old sessions.
 	reconnect := "; SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '" + name + "' AND pid <> pg_backend_pid()"
 	for what, c := range map[string]struct {
 		spoil, mend func()

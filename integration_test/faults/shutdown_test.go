@@ -17,8 +17,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// The server shuts down under load, and is started again. A fast shutdown keeps both tables. An immediate shutdown is a
-// crash for the unlogged table.
+// The server shuts down under load, and is started again. A fast shutdown keeps both tables. An immediate shutdown acts
+// like a crash, which empties the unlogged table.
 func TestShutdownUnderLoad(t *testing.T) {
 	t.Parallel()
 
@@ -74,8 +74,8 @@ func TestShutdownUnderLoad(t *testing.T) {
 	}
 }
 
-// A smart shutdown keeps the connections that exist. Their limiters continue. A limiter that needs a new connection
-// gets ErrUnavailable.
+// A smart shutdown keeps open connections, and limiters with a connection work on. A limiter that needs a new
+// connection gets ErrUnavailable.
 func TestSmartShutdown(t *testing.T) {
 	t.Parallel()
 
@@ -113,7 +113,8 @@ func TestSmartShutdown(t *testing.T) {
 	}
 }
 
-// A setting makes a primary read-only while limiters are connected, and later writable again. Nobody has to reconnect.
+// A setting makes a primary read-only while limiters are connected, and later writable again. The limiters keep their
+// connections.
 func TestDemotedServer(t *testing.T) {
 	t.Parallel()
 

@@ -18,8 +18,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// A call waits two seconds for the row. The refill during the wait is there when the call gets the row, and also for
-// all calls behind it.
+// A call waits two seconds for a row. When it gets the row, the refill of these two seconds is there, for this call and
+// for all calls behind it.
 func TestLockWaitOfSeconds(t *testing.T) {
 	t.Parallel()
 
@@ -89,12 +89,12 @@ func storm(t *testing.T, pool *pgxpool.Pool, call func(ctx context.Context) erro
 	wg.Wait()
 	left := 0
 	for _, err := range errs {
-		if err != nil { // otherwise the answer arrived before the caller left
+		if err != nil { // the caller left before the answer arrived
 			require.True(t, errors.Is(err, context.DeadlineExceeded) || pgxTimeout(err), err)
 			left++
 		}
 	}
-	require.Greater(t, left, calls/3+1) // more than those whose context had ended before the call
+	require.Greater(t, left, calls/3+1) // more callers left than those whose context had ended before the call
 	return pool.Stat().NewConnsCount() - before
 }
 
@@ -107,8 +107,8 @@ func pgxTimeout(err error) bool {
 	return ok && timeout.Timeout()
 }
 
-// Callers leave, 2,000 in a second, as when a load balancer gives up, and the connections stay open. Negative control:
-// if contexts reach the driver, connections are closed.
+// 2,000 callers leave within a second, as when a load balancer gives up. The connections stay open. The negative
+// control is a driver that gets the contexts: it closes connections.
 func TestCancelledContextsOpenNoConnections(t *testing.T) {
 	t.Parallel()
 
@@ -122,7 +122,7 @@ func TestCancelledContextsOpenNoConnections(t *testing.T) {
 	limiter := limitertest.New(t, pool, ratelimit.Config{
 		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1 << 20, Window: time.Hour},
 	})
-	// The two connections that it uses, besides the one for held keys.
+	// This opens the two connections that the client uses, besides the one for held keys.
 	var wg sync.WaitGroup
 	errs := make([]error, 100)
 	for i := range errs {
@@ -135,7 +135,7 @@ func TestCancelledContextsOpenNoConnections(t *testing.T) {
 		_, err := limiter.Allow(ctx, "key")
 		return err
 	})
-	require.LessOrEqual(t, opened, int64(1)) // the latter, if a statement took long on a busy machine
+	require.LessOrEqual(t, opened, int64(1)) // the connection for held keys, if a statement took long on a busy machine
 	result, err := limiter.Allow(t.Context(), "key")
 	require.NoError(t, err)
 	require.True(t, result.Allowed)
@@ -149,13 +149,13 @@ func TestCancelledContextsOpenNoConnections(t *testing.T) {
 	require.Greater(t, opened, int64(1)) // the number depends on the machine's speed
 }
 
-// A long transaction is open, so no rows that died since can be removed. The table grows, and decisions stay right.
+// While a long transaction is open, no rows that died since can be removed. The table grows, and decisions stay right.
 // After the end of the transaction, the table stops growing.
 func TestLongForeignTransaction(t *testing.T) {
 	t.Parallel()
 
 	const calls = 1000
-	// It has its own server without autovacuum, which would be another long transaction while it analyzes.
+	// The server has no autovacuum, because an ANALYZE of autovacuum would be another long transaction.
 	_, pool := newServer(t, pgserver.Config{Settings: map[string]string{"autovacuum": "off"}})
 	for _, durable := range []bool{false, true} {
 		limiter := limitertest.New(t, pool, ratelimit.Config{
@@ -182,7 +182,7 @@ func TestLongForeignTransaction(t *testing.T) {
 		require.NoError(t, err)
 		pgtest.Exec(t, foreign, "SELECT FROM pg_class")
 		grown := take()
-		require.Greater(t, grown, int64(10)) // otherwise the transaction held nothing back
+		require.Greater(t, grown, int64(10)) // without growth, the transaction held nothing back
 		require.NoError(t, foreign.Rollback(t.Context()))
 
 		require.LessOrEqual(t, take(), int64(2))

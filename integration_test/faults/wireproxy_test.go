@@ -10,42 +10,42 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// wireProxy is between a pool and Postgres, and understands their protocol. It forwards everything, except the
-// statements after a call of fail.
+// wireProxy stands between a pool and Postgres, and understands their protocol. It forwards everything except what a
+// fault holds back.
 type wireProxy struct {
 	target string
 	url    string // connects through the proxy
 
 	mu         sync.Mutex
-	next       []*fault   // for the next statements, one each
-	statements int        // executed since fail was called
-	conns      []net.Conn // opened by clients
+	next       []*fault   // one fault for each of the next statements
+	statements int        // statements executed since the last call of fail
+	conns      []net.Conn // connections opened by clients
 	trickle    bool       // forward one byte at a time
 	refuses    bool       // close new connections at once
 }
 
-// fault is something that goes wrong with a statement.
+// fault is a failure of a statement.
 type fault struct {
-	// Requests are no longer forwarded from this message on.
+	// From the first message for which request returns true, the proxy forwards no more requests.
 	request func(pgproto3.FrontendMessage) bool
-	// Replies are held back from this message on. The fault happens when the reply is complete, so the database has
-	// committed.
+	// From the first message for which reply returns true, the proxy holds replies back. The fault happens when the
+	// reply is complete, so the database has committed.
 	reply func(pgproto3.BackendMessage) bool
 	then  outcome
-	until <-chan struct{} // when a late reply is forwarded
-	// The fault happens while a statement is prepared, and not when it is executed.
+	until <-chan struct{} // a late reply is forwarded when this is closed
+	// If preparing is set, the fault happens while a statement is prepared, and not when it is executed.
 	preparing bool
 }
 
 type outcome int
 
 const (
-	cut     outcome = iota // both ends are closed
-	swallow                // the held message is dropped silently
-	late                   // the held message is forwarded later
+	cut     outcome = iota // the proxy closes both ends
+	swallow                // the proxy drops the held message silently
+	late                   // the proxy forwards the held message later
 )
 
-// newWireProxy starts a proxy in front of the server at a URL without TLS. It is closed with the test.
+// newWireProxy starts a proxy in front of the server at databaseURL, without TLS. The proxy ends with the test.
 func newWireProxy(t *testing.T, databaseURL string) *wireProxy {
 	t.Helper()
 	parsed, err := url.Parse(databaseURL)
@@ -82,21 +82,21 @@ func newWireProxy(t *testing.T, databaseURL string) *wireProxy {
 	return p
 }
 
-// fail makes the next statements fail.
+// fail makes the next statements fail, one for each fault.
 func (p *wireProxy) fail(faults ...*fault) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.next, p.statements = faults, 0
 }
 
-// sent is the number of statements since fail was called.
+// sent returns the number of statements since the last call of fail.
 func (p *wireProxy) sent() int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.statements
 }
 
-// refuse closes all connections and all new ones, or accepts new ones again.
+// refuse closes all connections, and refuses new connections. With false it accepts new connections again.
 func (p *wireProxy) refuse(refuses bool) {
 	p.mu.Lock()
 	p.refuses = refuses
@@ -116,7 +116,7 @@ func (p *wireProxy) cutAll() {
 	p.conns = nil
 }
 
-// take returns the fault that begins with a message, if any.
+// take returns the fault that begins with this message, or nil.
 func (p *wireProxy) take(message pgproto3.FrontendMessage) *fault {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -150,7 +150,7 @@ func (p *wireProxy) write(to net.Conn, message []byte) error {
 	return nil
 }
 
-// executes tells whether a message is the first one of a statement that takes something.
+// executes tells whether a message is the first one of a statement that takes units.
 func executes(message pgproto3.FrontendMessage) bool {
 	return requestIs[*pgproto3.Bind](message) || requestIs[*pgproto3.Query](message)
 }
@@ -191,7 +191,7 @@ func (p *wireProxy) serve(client net.Conn) {
 		return
 	}
 
-	faults := make(chan *fault, 1) // the present statement's faults, from the request side to the reply side
+	faults := make(chan *fault, 1) // the current statement's faults, from the goroutine for requests to the one for replies
 	var replies sync.WaitGroup
 	replies.Go(func() {
 		p.passReplies(frontend, client, faults)

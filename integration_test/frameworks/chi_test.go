@@ -9,12 +9,12 @@ import (
 	"github.com/go-chi/chi/v5/middleware"
 )
 
-// chi uses net/http's middleware directly.
+// chi uses middleware of net/http directly.
 func testChi(t *testing.T) {
 	r := chi.NewRouter()
 	r.Use(middleware.Recoverer, func(next http.Handler) http.Handler {
 		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			next.ServeHTTP(middleware.NewWrapResponseWriter(w, r.ProtoMajor), r) // as in chi's logger
+			next.ServeHTTP(middleware.NewWrapResponseWriter(w, r.ProtoMajor), r) // chi's logger wraps the writer in the same way
 			if r.URL.Path == overruled {
 				w.WriteHeader(http.StatusUnauthorized)
 			}

@@ -9,9 +9,9 @@ import (
 	"github.com/labstack/echo/v4/middleware"
 )
 
-// With echo.WrapMiddleware a handler writes to the middleware's writer, but the errors that it returns are written
-// after the middleware has returned. So the middleware does not see these errors, and charges them. That is right,
-// except if an error handler turns them into a success.
+// With echo.WrapMiddleware, a handler writes to the middleware's writer. But echo writes the errors that a handler
+// returns after the middleware has returned. So the middleware does not see these errors, and charges the requests.
+// That is wrong only if an error handler turns an error into a success.
 func testEcho(t *testing.T) {
 	requireCharges(t, served(t, echoWith(middleware.Recover(), echo.WrapMiddleware(newLimit(t)))), true, false)
 }

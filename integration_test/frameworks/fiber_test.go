@@ -16,13 +16,13 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// With fiber's adaptor the middleware returns before the handler begins, so everything is charged.
+// With fiber's adaptor, the middleware returns before the handler begins. So it charges every request.
 func testFiberAdaptor(t *testing.T) {
 	requireCharges(t, fiberWith(t, adaptor.HTTPMiddleware(newLimit(t))), false, false)
 }
 
 // limitFiberThroughout charges failures. It takes first, runs fiber, and leaves a function that refunds a success.
-// Without settleFiber every request stays charged.
+// settleFiber calls the function. Without settleFiber, every request stays charged.
 func limitFiberThroughout(limiter *ratelimit.Limiter, key func(*fiber.Ctx) string) fiber.Handler {
 	return func(c *fiber.Ctx) error {
 		key := utils.CopyString(key(c)) // fiber reuses the memory of its strings
@@ -42,8 +42,9 @@ func limitFiberThroughout(limiter *ratelimit.Limiter, key func(*fiber.Ctx) strin
 
 type refund struct{}
 
-// settleFiber refunds requests that succeeded. It wraps the whole app, because every middleware, and the error handler,
-// may still change an unsent response. If a handler takes over the connection, nobody knows what it writes there.
+// settleFiber refunds requests that succeeded. It wraps the whole app, because middleware and the error handler may
+// still change an unsent response. If a handler takes over the connection, the status is unknown, and nothing is
+// refunded.
 func settleFiber(app *fiber.App) {
 	next := app.Server().Handler
 	app.Server().Handler = func(ctx *fasthttp.RequestCtx) {

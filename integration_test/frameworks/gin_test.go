@@ -12,7 +12,7 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// limitGinThroughout mounts net/http's middleware so that it sees everything that handlers write. So the fields of
+// limitGinThroughout mounts middleware of net/http so that it sees everything that handlers write. So the fields of
 // Config.Headers are right.
 func limitGinThroughout(limit func(http.Handler) http.Handler) gin.HandlerFunc {
 	return func(c *gin.Context) {
@@ -28,7 +28,7 @@ func limitGinThroughout(limit func(http.Handler) http.Handler) gin.HandlerFunc {
 	}
 }
 
-// ginWriter is gin's writer, but everything that is sent goes through the middleware's writer first.
+// ginWriter is gin's writer, but sends everything through the middleware's writer first.
 type ginWriter struct {
 	gin.ResponseWriter
 	limited http.ResponseWriter
@@ -60,7 +60,7 @@ func testGin(t *testing.T) {
 	requireCharges(t, served(t, ginWith(limitGinThroughout(newLimit(t)))), true, false)
 }
 
-// limitGin is the function in the cookbook.
+// testGinByStatus tests limitGin, which is in docs/cookbook.md.
 func testGinByStatus(t *testing.T) {
 	ask := served(t, ginWith(limitGin(newLimit(t))))
 	requireCharges(t, ask, true, false)
@@ -69,7 +69,7 @@ func testGinByStatus(t *testing.T) {
 	}
 }
 
-// limitGinBlindly is the most common adapter. Handlers write past the middleware, so every request is charged.
+// limitGinBlindly is the most common adapter. Handlers write past the middleware, so it charges every request.
 func limitGinBlindly(limit func(http.Handler) http.Handler) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		passed := false
@@ -87,7 +87,7 @@ func testGinPassedBy(t *testing.T) {
 	requireCharges(t, served(t, ginWith(limitGinBlindly(newLimit(t)))), false, false)
 }
 
-// limitGinNatively charges failures without net/http's middleware. It takes first, runs gin, and refunds a success. If
+// limitGinNatively charges failures without middleware of net/http. It takes first, runs gin, and refunds a success. If
 // the outcome is unclear, it refunds nothing.
 func limitGinNatively(limiter *ratelimit.Limiter, key func(*gin.Context) string) gin.HandlerFunc {
 	return func(c *gin.Context) {
@@ -100,7 +100,7 @@ func limitGinNatively(limiter *ratelimit.Limiter, key func(*gin.Context) string)
 			c.AbortWithStatus(http.StatusTooManyRequests)
 		default:
 			w, ctx := c.Writer, c.Request.Context()
-			c.Next() // a panic passes through, and stays charged
+			c.Next() // a panic passes through, and its request stays charged
 			if succeeded(w) && ctx.Err() == nil {
 				giveBack(ctx, limiter, result)
 			}
@@ -108,8 +108,8 @@ func limitGinNatively(limiter *ratelimit.Limiter, key func(*gin.Context) string)
 	}
 }
 
-// succeeded tells whether a success was sent. If nothing is written yet, an outer error handler may still write an
-// error. If a handler has taken over the connection, nobody knows what it has written there, and gin's writer says 200.
+// succeeded returns whether a success was sent. Before anything is written, an outer error handler may still write an
+// error. If a handler has taken over the connection, the status is unknown, although gin's writer says 200.
 func succeeded(w gin.ResponseWriter) bool {
 	if !w.Written() || w.Status() >= 400 {
 		return false
@@ -146,8 +146,8 @@ func ginWith(limit gin.HandlerFunc) http.Handler {
 	return r
 }
 
-// overruleGin is in front of a limit. gin's writer holds a status back until there is a body, so the status can still
-// change.
+// overruleGin runs before a limit. gin's writer holds a status back until there is a body, so overruleGin can still
+// change the status.
 func overruleGin(c *gin.Context) {
 	c.Next()
 	if c.Request.URL.Path == overruled {
@@ -155,7 +155,8 @@ func overruleGin(c *gin.Context) {
 	}
 }
 
-// Around a handler of net/http, the middleware writes to gin's own writer. Its status may be old, and may still change.
+// Around a handler of net/http, the middleware writes to gin's writer. The status there may be old, and may still
+// change.
 func testGinAround(t *testing.T) {
 	gin.SetMode(gin.ReleaseMode)
 	r := gin.New()

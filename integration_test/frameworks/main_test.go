@@ -1,5 +1,5 @@
-// Package frameworks tests charging by the outcome behind web frameworks. It uses net/http's middleware in the usual
-// way. If the middleware cannot see the outcome, it uses a few lines for the framework.
+// Package frameworks tests charging by outcome behind web frameworks. It uses middleware of net/http in the usual way
+// of each framework. If the middleware cannot see the outcome, the test adds a few lines for the framework.
 package frameworks
 
 import (
@@ -41,18 +41,19 @@ func (p patient) Refund(ctx context.Context, result ratelimit.Result) (ratelimit
 	return p.Limiter.Refund(context.WithoutCancel(ctx), result)
 }
 
-// retryAfter is a value of Retry-After: whole seconds, rounded up.
+// retryAfter returns the value of Retry-After: whole seconds, rounded up.
 func retryAfter(result ratelimit.Result) string {
 	return strconv.Itoa(int(math.Ceil(result.RetryAfter.Seconds())))
 }
 
-// The handlers by path, each with its own limit. They fail in all the ways that the framework supports.
+// These are the handlers by path. Each handler has its own limit, and they fail in all ways that the framework
+// supports.
 const (
 	good    = "/good"    // writes a response
-	nothing = "/nothing" // writes none
+	nothing = "/nothing" // writes no response
 	wrong   = "/wrong"   // writes status 401
-	refused = "/refused" // returns the framework's 401 error, or ends with it
-	panics  = "/panics"  // and the framework answers
+	refused = "/refused" // returns the framework's 401 error, or stops with it
+	panics  = "/panics"  // panics, and the framework answers
 
 	failedCopy = "/failed-copy" // copies from a reader that fails, and writes status 401
 	overruled  = "/overruled"   // succeeds, but an outer middleware writes 401 if it still can
@@ -62,10 +63,10 @@ const (
 // upstream is a reader that fails at once.
 var upstream = iotest.ErrReader(errors.New("upstream"))
 
-// raw is written to a connection that was taken over.
+// raw is what a handler writes to a connection that it has taken over.
 const raw = "HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
-// writeRaw writes it to the result of a Hijack.
+// writeRaw writes raw to the connection that Hijack returned.
 func writeRaw(conn net.Conn, _ *bufio.ReadWriter, err error) {
 	if err != nil {
 		panic(err)
@@ -83,7 +84,7 @@ func newLimiter(t *testing.T) *ratelimit.Limiter {
 	})
 }
 
-// newLimit is net/http's middleware.
+// newLimit returns the middleware of net/http.
 func newLimit(t *testing.T) func(http.Handler) http.Handler {
 	t.Helper()
 	limit, err := httplimit.New(patient{newLimiter(t)}, httplimit.Config{
@@ -144,7 +145,7 @@ func status(t *testing.T, request *http.Request, do func(*http.Request) (*http.R
 	return response.StatusCode
 }
 
-// All frameworks at once, by the way in which the limit is mounted.
+// This test runs all frameworks, by the way in which the limit is mounted.
 func TestFailuresAreCharged(t *testing.T) {
 	t.Parallel()
 

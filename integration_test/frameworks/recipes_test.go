@@ -21,11 +21,11 @@ import (
 	"github.com/pgratelimit/ratelimit/httplimit"
 )
 
-// This file has the code for web frameworks in docs/cookbook.md, and shows that it works.
+// This file has the code for web frameworks in docs/cookbook.md, and tests it.
 
 var secret = []byte("sixteen bytes or more")
 
-// password is the right one.
+// password is the right password of every user.
 const password = "swordfish"
 
 // limitLogIn is the limit of "A log-in" in the cookbook, for chi, echo and gin.
@@ -98,7 +98,7 @@ func recipeGin(limit func(http.Handler) http.Handler) http.Handler {
 	return r
 }
 
-// limitFiber charges failures. The key is computed from the request in net/http's form.
+// limitFiber charges failures. It converts the request to net/http's form to compute the key.
 func limitFiber(limiter *ratelimit.Limiter, by httplimit.Key) fiber.Handler {
 	return func(c *fiber.Ctx) error {
 		r, err := adaptor.ConvertRequest(c, true)
@@ -109,7 +109,7 @@ func limitFiber(limiter *ratelimit.Limiter, by httplimit.Key) fiber.Handler {
 		if err != nil {
 			return fiber.ErrBadRequest
 		}
-		result, err := limiter.Allow(c.UserContext(), utils.CopyString(key)) // fiber reuses its memory
+		result, err := limiter.Allow(c.UserContext(), utils.CopyString(key)) // fiber reuses the memory of its strings
 		switch {
 		case err != nil || result.Source == ratelimit.SourceFailedClosed:
 			return fiber.ErrServiceUnavailable
@@ -119,7 +119,7 @@ func limitFiber(limiter *ratelimit.Limiter, by httplimit.Key) fiber.Handler {
 		}
 		err = c.Next()
 		if err == nil && c.Response().StatusCode() < 400 && !c.Context().Hijacked() {
-			_, _ = limiter.Refund(c.UserContext(), result) // if this is lost, the request stays charged
+			_, _ = limiter.Refund(c.UserContext(), result) // if the refund is lost, the request stays charged
 		}
 		return err
 	}
@@ -140,7 +140,7 @@ func recipeFiber(limiter *ratelimit.Limiter) *fiber.App {
 	return app
 }
 
-// Two log-ins with each name may fail. Successful ones are not charged.
+// Two log-ins with each name may fail. Successful log-ins are not charged.
 func TestRecipes(t *testing.T) {
 	t.Parallel()
 
@@ -149,7 +149,7 @@ func TestRecipes(t *testing.T) {
 		t.Cleanup(server.Close)
 		return server.URL
 	}
-	// fiber waits until its connections are closed
+	// fiber's shutdown waits until all connections are closed
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
 	gin.SetMode(gin.ReleaseMode)
 	for name, url := range map[string]string{

@@ -17,7 +17,8 @@ import (
 	"github.com/pgratelimit/ratelimit/httplimit"
 )
 
-// A client that obeys Retry-After gets through then, and a second earlier it would not. That holds for every algorithm.
+// A client that waits for Retry-After gets through. A second earlier it would be denied. The test tries every
+// algorithm.
 func TestClientThatObeysRetryAfter(t *testing.T) {
 	t.Parallel()
 
@@ -54,7 +55,7 @@ func TestClientThatObeysRetryAfter(t *testing.T) {
 	}
 }
 
-// curl shows what a client sees. With --retry it waits for Retry-After, and gets through.
+// curl --retry waits for Retry-After, and gets through.
 func TestCurl(t *testing.T) {
 	t.Parallel()
 
@@ -70,7 +71,7 @@ func TestCurl(t *testing.T) {
 				mu.Lock()
 				rejected = time.Now()
 				mu.Unlock()
-				now.advance(rejection.RetryAfter) // while it waits
+				now.advance(rejection.RetryAfter) // while curl waits
 			}
 		},
 	}
@@ -105,7 +106,7 @@ func TestCurl(t *testing.T) {
 	require.GreaterOrEqual(t, through.Sub(rejected), 2*time.Second-10*time.Millisecond) // curl counts in milliseconds
 }
 
-// Under load from another process, exactly the limit is admitted, and all other requests are denied.
+// wrk and another process make requests. The limiter admits exactly the limit.
 func TestWrk(t *testing.T) {
 	t.Parallel()
 
@@ -143,7 +144,7 @@ func TestWrk(t *testing.T) {
 		total, denied = total+requests, denied+others
 	}
 	require.LessOrEqual(t, admitted.Load(), int64(limit))
-	require.Greater(t, admitted.Load(), int64(limit-64)) // at its end, wrk cancels running requests
+	require.Greater(t, admitted.Load(), int64(limit-64)) // wrk cancels running requests at its end
 	require.LessOrEqual(t, total-denied, limit)          // wrk does not count the requests still running at its end
 	t.Logf("%d of %d requests were admitted", admitted.Load(), total)
 	result, err := limiter.Peek(context.Background(), "127.0.0.1")
@@ -151,7 +152,7 @@ func TestWrk(t *testing.T) {
 	require.Zero(t, result.Remaining)
 }
 
-// number is a number in a program's output, or 0 if it is missing.
+// number returns a number in a program's output, or 0 if it is missing.
 func number(t *testing.T, pattern string, output []byte) int {
 	t.Helper()
 	match := regexp.MustCompile(pattern).FindSubmatch(output)

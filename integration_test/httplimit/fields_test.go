@@ -45,8 +45,8 @@ func TestFieldsAreStructured(t *testing.T) {
 	now := newClock()
 	for name, test := range map[string]struct {
 		policy         ratelimit.Policy
-		quota, window  int64 // window 0: none
-		allowed, after int64 // t of an allowed request, or 0 for none; t of a denied one
+		quota, window  int64 // window is 0 if the field has none
+		allowed, after int64 // the parameter t of an allowed request, or 0; then t of a denied request
 	}{
 		"fixed":                            {ratelimit.FixedWindow{Limit: 2, Window: 90 * time.Second}, 2, 90, 90, 90},
 		"sliding":                          {ratelimit.SlidingWindow{Limit: 2, Window: time.Minute}, 2, 60, 0, 90},
@@ -93,7 +93,7 @@ func TestFieldsAreStructured(t *testing.T) {
 		}
 		require.Equal(t, []member{left}, parse(t, header, "RateLimit"))
 
-		// Two limits are two members of the same list.
+		// Two limits are two members of one list.
 		status, header = ask("/both")
 		require.Equal(t, http.StatusOK, status)
 		policies := parse(t, header, "RateLimit-Policy")
@@ -111,14 +111,14 @@ func TestFieldsAreStructured(t *testing.T) {
 	}
 }
 
-// In revision 6 the fields are Items, and the policy field is a List, of integers.
+// In revision 6 of the draft, the fields are Items, and the policy field is a List of integers.
 func TestFieldsOfDraft6AreStructured(t *testing.T) {
 	t.Parallel()
 
 	for _, test := range []struct {
 		policy ratelimit.Policy
 		limit  int64
-		window any // nil if there is none
+		window any // nil if the field has none
 		resets [2]int64
 	}{
 		{ratelimit.SlidingWindow{Limit: 1, Window: time.Minute}, 1, int64(60), [2]int64{120, 120}},

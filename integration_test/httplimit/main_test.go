@@ -41,14 +41,14 @@ func (c *clock) advance(d time.Duration) {
 	c.now = c.now.Add(d)
 }
 
-// newLimiter is a limiter with its own database.
+// newLimiter returns a limiter with a database of its own.
 func newLimiter(t *testing.T, config ratelimit.Config, client ...ratelimit.ClientConfig) *ratelimit.Limiter {
 	t.Helper()
 	config.Name, config.OnFailure = "api", ratelimit.ReturnError()
 	return limitertest.New(t, pgtest.New(t).Pool, config, client...)
 }
 
-// serve starts a web server behind a limiter, and returns its address. With a nil handler, the response says that the
+// serve starts a web server behind a limiter, and returns its address. If handler is nil, the server answers that the
 // request was allowed.
 func serve(t *testing.T, limiter *ratelimit.Limiter, config httplimit.Config, handler http.HandlerFunc) string {
 	t.Helper()
@@ -62,7 +62,7 @@ func serve(t *testing.T, limiter *ratelimit.Limiter, config httplimit.Config, ha
 	return server.Listener.Addr().String()
 }
 
-// client is an HTTP client with its own address on this machine.
+// client is an HTTP client that connects from an address of its own.
 type client struct{ http.Client }
 
 func newClient(t *testing.T, address string) *client {

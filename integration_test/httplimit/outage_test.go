@@ -17,8 +17,8 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// Postgres is killed. During the outage, requests are answered by the failure mode. When the database is back, it
-// answers them again, with the earlier usage.
+// Postgres is killed. During the outage, the failure mode answers requests. When the database is back, it answers
+// requests again, and still has the earlier usage.
 func TestOutage(t *testing.T) {
 	t.Parallel()
 

@@ -81,7 +81,7 @@ backend application
 	return address
 }
 
-// forgeries are headers by which clients pretend to be someone else.
+// forgeries returns headers by which a client pretends to be another client.
 func forgeries() []http.Header {
 	header := func(lines ...string) http.Header {
 		forged := http.Header{}
@@ -98,8 +98,8 @@ func forgeries() []http.Header {
 	return []http.Header{
 		nil,
 		header("1.2.3.4"),
-		header("127.0.0.3"), // another client
-		header("127.0.0.1"), // a proxy
+		header("127.0.0.3"), // another client's address
+		header("127.0.0.1"), // a proxy's address
 		header("127.0.0.3, 127.0.0.1"),
 		header("1.2.3.4", "127.0.0.1", "2001:db8::1"),
 		header("unknown"),
@@ -113,8 +113,8 @@ func forgeries() []http.Header {
 	}
 }
 
-// Clients send any headers through real proxies, past them, or through two of them. Each has the limit of its own
-// address, and cannot use up another's.
+// Clients send any headers through real proxies, past the proxies, or through two proxies. Each client has the limit of
+// its address, and cannot use up another client's limit.
 func TestProxies(t *testing.T) {
 	t.Parallel()
 
@@ -172,7 +172,7 @@ func TestProxies(t *testing.T) {
 	}
 }
 
-// Negative control: with a server that trusts every header, an attacker gets in any number of times.
+// This is a negative control: on a server that trusts every header, an attacker gets in any number of times.
 func TestTrustingClientsIsCaught(t *testing.T) {
 	t.Parallel()
 

@@ -57,7 +57,7 @@ func newApplication(t *testing.T, pool *pgxpool.Pool) *application {
 	mux := http.NewServeMux()
 	client, err := newClient(pool, mux)
 	require.NoError(t, err)
-	t.Cleanup(func() { // otherwise Prometheus would get the metrics of this test and of the next one
+	t.Cleanup(func() { // without this, Prometheus would mix the metrics of this test and the next one
 		provider, ok := otel.GetMeterProvider().(*metric.MeterProvider)
 		require.True(t, ok)
 		require.NoError(t, provider.Shutdown(context.Background()))
@@ -79,7 +79,7 @@ func newApplication(t *testing.T, pool *pgxpool.Pool) *application {
 	}
 }
 
-// run calls both limiters until the returned function is called. There are always new keys.
+// run calls both limiters until end is called. Some of the keys are new.
 func (a *application) run() (end func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var running sync.WaitGroup
@@ -107,7 +107,7 @@ func (a *application) run() (end func()) {
 	}
 }
 
-// hold makes a transaction hold a key that others use, until the returned function is called.
+// hold makes a transaction hold a key that callers use, until end is called.
 func (a *application) hold(t *testing.T) (end func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -119,7 +119,7 @@ func (a *application) hold(t *testing.T) (end func()) {
 	for range 4 {
 		asking.Go(func() {
 			for ctx.Err() == nil {
-				_, _ = a.login.Allow(context.Background(), "held") // ErrKeyHeld
+				_, _ = a.login.Allow(context.Background(), "held") // this call returns ErrKeyHeld
 			}
 		})
 	}

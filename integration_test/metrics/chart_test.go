@@ -17,7 +17,8 @@ import (
 	"github.com/pgratelimit/ratelimit/integration_test/svg"
 )
 
-// chartTemplate has the panels of the dashboard at their places in Grafana, with the outage in the background of each.
+// chartTemplate has the panels of the dashboard at their places in Grafana. Each panel shows the outage in the
+// background.
 const chartTemplate = svg.Head + `
 {{- range .Panels}}
 <g transform="translate({{.X}} {{.Y}})">
@@ -50,7 +51,7 @@ const (
 	letterWidth = 6 // average width of a letter in the legend
 )
 
-// colours of a panel's lines, readable on white and on black.
+// colours are the colours of a panel's lines. They are readable on white and on black.
 var colours = []string{"#2f81f7", "#d9534f", "#3fa34d", "#d98a1f", "#a371f7", "#8b949e", "#1fa7a7"}
 
 type chart struct {
@@ -134,7 +135,7 @@ func draw(d dashboard, shown [][]series, all, outage period) ([]byte, error) {
 	return drawn.Bytes(), err
 }
 
-// path is the line of a series. It is interrupted where there is no value for longer than a scrape.
+// path returns the line of a series. The line is interrupted where a scrape has no value.
 func path(s series, from time.Time, second, unit float64) string {
 	var path strings.Builder
 	last := math.Inf(-1)

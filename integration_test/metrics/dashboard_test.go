@@ -51,17 +51,17 @@ func readDashboard(t *testing.T) (d dashboard) {
 	return d
 }
 
-// query is an expression of the dashboard with values for Grafana's variables. On a busy machine, Prometheus may miss
-// some scrapes.
+// query returns an expression of the dashboard with values for Grafana's variables. On a busy machine, Prometheus may
+// miss a scrape.
 func query(expr string) string {
 	interval := time.Minute
 	if drawing() {
-		interval = 4 * scrapes // as in Grafana
+		interval = 4 * scrapes // four scrapes, as in Grafana
 	}
 	return strings.NewReplacer("$job", ".*", "$__rate_interval", interval.String()).Replace(expr)
 }
 
-// People who edit the dashboard may forget these.
+// A person who edits the dashboard may forget these fields.
 func TestDashboardIsComplete(t *testing.T) {
 	t.Parallel()
 
@@ -138,8 +138,8 @@ func sweep(t *testing.T, pool *pgxpool.Pool) {
 }
 
 // A real Prometheus, with the configuration in deploy/, watches an application in normal operation, with a held key, in
-// an outage and during a sweep. Then each query of the dashboard has a result, Prometheus could evaluate every alert,
-// and the breaker's alert was pending.
+// an outage and during a sweep. Then each query of the dashboard must have a result. Prometheus must be able to
+// evaluate every alert, and must have seen the breaker's alert pending.
 func TestDashboard(t *testing.T) {
 	t.Parallel()
 
@@ -174,7 +174,7 @@ func TestDashboard(t *testing.T) {
 	p.waitFor(t, "ratelimit_breaker_open == 1")
 	p.waitFor(t, `rate(ratelimit_decision_duration_seconds_count{source="failed open"}[1m]) > 0`)
 	p.waitFor(t, `rate(ratelimit_decision_duration_seconds_count{error_type="unavailable"}[1m]) > 0`)
-	p.waitFor(t, `ALERTS{alertname="RateLimitBreakerOpen", limits="ephemeral"}`) // it fires after a minute
+	p.waitFor(t, `ALERTS{alertname="RateLimitBreakerOpen", limits="ephemeral"}`) // the alert fires after a minute
 	look(t)
 	require.NoError(t, server.Restart(t.Context()))
 	outage.to = time.Now()
@@ -214,7 +214,7 @@ func TestDashboard(t *testing.T) {
 
 func drawing() bool { return os.Getenv(drawVariable) != "" }
 
-// look makes pauses so that the events are apart in the chart.
+// look pauses, so that the events are apart in the chart.
 func look(t *testing.T) {
 	t.Helper()
 	if drawing() {
@@ -225,7 +225,7 @@ func look(t *testing.T) {
 	}
 }
 
-// requireSomething checks that a query found a number other than 0.
+// requireSomething requires that a query found a number other than 0.
 func requireSomething(t *testing.T, query string, found []series) {
 	t.Helper()
 	for _, s := range found {

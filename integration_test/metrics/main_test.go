@@ -26,11 +26,11 @@ const (
 	// patience is the longest wait for something that is certain to come.
 	patience = 2 * time.Minute
 
-	// If drawVariable is set, the test writes the chart.
+	// drawVariable makes the test write the chart.
 	drawVariable = "RATELIMIT_TEST_DRAW"
 )
 
-// named returns the matches of a pattern's group in a file.
+// named returns what the group of a pattern matches in a file.
 func named(t *testing.T, file, pattern string) map[string]bool {
 	t.Helper()
 	content, err := os.ReadFile(file)

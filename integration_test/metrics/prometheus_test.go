@@ -21,7 +21,7 @@ import (
 // promServer is a Prometheus with the configuration in deploy/.
 type promServer struct{ url string }
 
-// scrapes is the time between two scrapes. It is short, so that the test is.
+// scrapes is the time between two scrapes. A short time makes the test short.
 const scrapes = time.Second
 
 // startPrometheus starts a Prometheus that watches the application at an address.
@@ -119,7 +119,7 @@ func (p *point) UnmarshalJSON(text []byte) error {
 	return err
 }
 
-// over evaluates a query at the end of a period and at each scrape before.
+// over evaluates a query at to, and at each scrape between from and to.
 func (p *promServer) over(t *testing.T, query string, from, to time.Time) []series {
 	t.Helper()
 	var found struct{ Result []series }
@@ -135,7 +135,7 @@ func (p *promServer) over(t *testing.T, query string, from, to time.Time) []seri
 // alert is a rule as Prometheus reports it.
 type alert struct {
 	Name, State string // "inactive", "pending" or "firing"
-	Health      string // "ok" if it could be evaluated
+	Health      string // "ok" if Prometheus could evaluate the rule
 	LastError   string
 }
 

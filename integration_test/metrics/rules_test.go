@@ -27,7 +27,7 @@ func ruleNames(t *testing.T) (names []string) {
 	return names
 }
 
-// promtool, which comes with Prometheus, reports no errors, and the alerts fire as expected in rules_test.yml.
+// promtool comes with Prometheus. It must report no errors, and the alerts must fire as rules_test.yml expects.
 func TestRules(t *testing.T) {
 	t.Parallel()
 

@@ -25,33 +25,33 @@ type soakAccount struct {
 	of                 *soakLimiter
 	number, generation int
 
-	use sync.RWMutex // shared by calls, and exclusive for the audit
+	use sync.RWMutex // calls share it, and the audit has it alone
 	key string
 
 	mu           sync.Mutex
 	acknowledged int64
 	unknown      int64                  // units that may have been taken, or may still be
-	lives        map[int64]*soakTakings // the same for each life of the server
-	// the latest takes that can be given back, even those from before the last reset
+	lives        map[int64]*soakTakings // the same numbers for each life of the server
+	// takes are the latest takes that refunds can give back, even those from before the last reset.
 	takes    []soakTake
 	refunded int64 // the sum of all requested refunds
-	epoch    int   // how often it was reset
+	epoch    int   // how often the key was reset
 }
 
-// soakTake is a take that may be given back.
+// soakTake is a take that a refund may give back.
 type soakTake struct {
 	result ratelimit.Result
 	n      int64
 	pool   int
-	life   int64 // of the server
-	epoch  int   // of the account
+	life   int64 // the server's life
+	epoch  int   // the account's epoch
 }
 
-// soakTakings are the units taken in one life of the server. A call that began in one life and was acknowledged in
-// another is unknown in both, because its life is unknown.
+// soakTakings counts the units taken in one life of the server. If a call began in one life and was acknowledged in
+// another, its life is unknown. So its units are unknown in both.
 type soakTakings struct {
 	acknowledged, unknown int64
-	returned              int64 // by refunds that were acknowledged in it, which a crash may forget
+	returned              int64 // by refunds acknowledged in this life; a crash may forget them
 }
 
 func newAccount(of *soakLimiter, number int) *soakAccount {
@@ -62,7 +62,7 @@ func newAccount(of *soakLimiter, number int) *soakAccount {
 
 func (a *soakAccount) name() string { return fmt.Sprintf("account:%d:%d", a.number, a.generation) }
 
-// in returns the units taken in a life.
+// in returns the account's takings in a life.
 func (a *soakAccount) in(life int64) *soakTakings {
 	if a.lives[life] == nil {
 		a.lives[life] = &soakTakings{}
@@ -70,7 +70,7 @@ func (a *soakAccount) in(life int64) *soakTakings {
 	return a.lives[life]
 }
 
-// least is the smallest possible usage for a call that begins now, and the refunds requested until now.
+// least returns the smallest possible usage for a call that begins now, and the sum of all refunds requested so far.
 func (a *soakAccount) least(life int64) (least, refunded int64) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -85,10 +85,10 @@ func (a *soakAccount) least(life int64) (least, refunded int64) {
 	return a.in(life).acknowledged, a.refunded
 }
 
-// forgets tells whether a crash loses some of the acknowledged units, and not all.
+// forgets tells whether a crash loses some acknowledged units but keeps the rows.
 func (a *soakAccount) forgets() bool { return a.of.Durable && !a.of.SynchronousCommit }
 
-// keep remembers a take for a later refund.
+// keep stores a take for a later refund.
 func (a *soakAccount) keep(take soakTake) {
 	const most = 40
 	a.mu.Lock()
@@ -101,7 +101,7 @@ func (a *soakAccount) keep(take soakTake) {
 }
 
 // beginRefund records that a part of a take will be given back. From now on it is unknown whether that part still
-// counts. A take from before the last reset does not count, and a refund of it must change nothing.
+// counts. A take from before the last reset does not count, so a refund of it must change nothing.
 func (a *soakAccount) beginRefund(take soakTake, n, from int64) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -109,7 +109,7 @@ func (a *soakAccount) beginRefund(take soakTake, n, from int64) {
 	a.doubt(take, n, from)
 }
 
-// doubt moves n from the acknowledged units to the unknown ones, or back.
+// doubt moves n from the acknowledged units to the unknown ones. A negative n moves them back.
 func (a *soakAccount) doubt(take soakTake, n, from int64) {
 	if take.epoch != a.epoch {
 		return
@@ -122,7 +122,7 @@ func (a *soakAccount) doubt(take soakTake, n, from int64) {
 	}
 }
 
-// endRefund records the outcome.
+// endRefund records the outcome of a refund.
 func (a *soakAccount) endRefund(take soakTake, outcome soakOutcome, n, from, to int64) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -148,11 +148,11 @@ func (a *soakAccount) endRefund(take soakTake, outcome soakOutcome, n, from, to 
 	}
 }
 
-// soakOutcome is a caller's knowledge of its request.
+// soakOutcome is what a caller knows about its request.
 type soakOutcome int
 
 const (
-	soakNothing soakOutcome = iota // it was denied, has failed, or was rolled back
+	soakNothing soakOutcome = iota // the request was denied, failed, or was rolled back
 	soakAcknowledged
 	soakUnknown
 )
@@ -188,7 +188,7 @@ func isStoreError(err error) bool {
 	return ok
 }
 
-// note records the outcome of a call for n, which began in one life and ended in the same or another one.
+// note records the outcome of a call for n. from and to are the server's lives when the call began and ended.
 func (a *soakAccount) note(outcome soakOutcome, n, from, to int64) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -276,7 +276,7 @@ func (s *soak) audit(ctx context.Context, a *soakAccount) {
 		}
 		soakWait(ctx, 20*time.Millisecond)
 	}
-	if !certain { // running calls may still arrive, but their key is not used any more
+	if !certain { // running calls may still arrive, so their key is not used any more
 		s.mu.Lock()
 		s.archived[soakRowID{a.of.Name, a.key}] = a.unknown
 		s.mu.Unlock()
@@ -287,8 +287,8 @@ func (s *soak) audit(ctx context.Context, a *soakAccount) {
 	a.epoch++
 }
 
-// read reads an account's row, and the server's life at that time. For a bucket it returns the nearest whole number,
-// because a part of a token was refilled during the soak.
+// read reads an account's row, and the server's life at that time. For a bucket it rounds to whole units, because the
+// refill during the soak adds a part of a token.
 func (s *soak) read(ctx context.Context, a *soakAccount) (taken, life int64, ok bool) {
 	table := pgtest.Table(a.of.Durable)
 	for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); soakWait(ctx, 20*time.Millisecond) {
@@ -306,7 +306,7 @@ func (s *soak) read(ctx context.Context, a *soakAccount) (taken, life int64, ok 
 	return 0, 0, false
 }
 
-// soakRegular is a key whose windows are short, with the units granted in each life of the server.
+// soakRegular is a key with short windows, and the units granted in each life of the server.
 type soakRegular struct {
 	of  *soakLimiter
 	key string
@@ -315,11 +315,11 @@ type soakRegular struct {
 	lives map[int64]*soakGrants
 }
 
-// soakGrants are a key's grants, the first and the last by the database's clock.
+// soakGrants are the grants of a key. first and last are times of the database's clock.
 type soakGrants struct {
 	total       int64
 	first, last time.Time
-	partial     bool // the first may be in the middle of a window
+	partial     bool // whether the first grant may be in the middle of a window
 }
 
 func newRegular(of *soakLimiter, key string) *soakRegular {
@@ -355,7 +355,7 @@ func (g *soakGrants) add(n int64, at time.Time) {
 	g.total += n
 }
 
-// most is the most that a policy grants from the first to the last of these.
+// most returns the most that a policy grants from the first to the last grant of g.
 func (g *soakGrants) most(policy ratelimit.Policy) int64 {
 	span, limit, window := g.last.Sub(g.first), int64(soakRegularLimit), soakWindow
 	if fixed, ok := policy.(ratelimit.FixedWindow); ok {

@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 )
 
-// call runs one caller of a process, which does one thing after another until the context ends.
+// call runs one caller of a process. The caller does one thing after another until the context ends.
 func (s *soak) call(ctx context.Context, pool int, rng *rand.Rand) {
 	for soakWait(ctx, time.Duration(rng.Int64N(int64(soakThinkTime)))) {
 		switch choice := rng.IntN(100); {
@@ -32,7 +32,7 @@ func (s *soak) call(ctx context.Context, pool int, rng *rand.Rand) {
 	}
 }
 
-// visit makes some requests for a new key, which is not used again.
+// visit makes a few requests for a new key. Nobody uses the key again.
 func (s *soak) visit(ctx context.Context, pool int, rng *rand.Rand) {
 	l := s.passing[rng.IntN(len(s.passing))]
 	r := newRegular(l, fmt.Sprintf("visitor:%d", s.visitors.Add(1)))
@@ -55,7 +55,7 @@ func (s *soak) takeRegular(ctx context.Context, r *soakRegular, pool int, n int6
 	r.note(s.outcomeOf(result, err), n, result.DecidedAt, from, s.life.Load())
 }
 
-// soakCost is 1 most of the time.
+// soakCost returns a cost, which is 1 most of the time.
 func soakCost(rng *rand.Rand) int64 {
 	if rng.IntN(5) > 0 {
 		return 1
@@ -63,7 +63,7 @@ func soakCost(rng *rand.Rand) int64 {
 	return 1 + rng.Int64N(soakRegularLimit)
 }
 
-// useAccount does something with an account, unless it is being audited.
+// useAccount makes one call for an account, unless the account is being audited.
 func (s *soak) useAccount(ctx context.Context, pool int, rng *rand.Rand) {
 	l := s.accounts[rng.IntN(len(s.accounts))]
 	a := l.accounts[rng.IntN(soakHotAccounts)]
@@ -80,7 +80,7 @@ func (s *soak) useAccount(ctx context.Context, pool int, rng *rand.Rand) {
 	}
 }
 
-// ask makes a request for an account in use, and tells whether it was denied.
+// ask makes a request for an account in use, and returns whether the request was denied.
 func (s *soak) ask(ctx context.Context, a *soakAccount, pool int, rng *rand.Rand) (denied bool) {
 	limiter, n := a.of.limiters[pool], soakCost(rng)
 	from := s.life.Load()
@@ -97,7 +97,7 @@ func (s *soak) ask(ctx context.Context, a *soakAccount, pool int, rng *rand.Rand
 	case 4, 5:
 		s.giveBack(ctx, a, rng)
 		return false
-	case 3: // a caller that leaves before the answer
+	case 3: // the caller leaves before the answer
 		impatient, cancel := context.WithTimeout(ctx, time.Duration(rng.Int64N(int64(5*time.Millisecond))))
 		defer cancel()
 		result, err = limiter.AllowN(impatient, a.key, n)
@@ -109,8 +109,8 @@ func (s *soak) ask(ctx context.Context, a *soakAccount, pool int, rng *rand.Rand
 	if outcome == soakAcknowledged && n > 0 && from == to {
 		a.keep(soakTake{result: result, n: n, pool: pool, life: to})
 	}
-	// The answer must include all units acknowledged before the call, except those given back meanwhile. A denial may
-	// come from the cache, which lacks later takes of others.
+	// The answer must include all units acknowledged before the call, except those given back meanwhile. A remembered
+	// denial may lack later takes of other callers.
 	_, refundedSince := a.least(to)
 	if most := soakLimit - least + refundedSince - refunded - n; err == nil && from == to &&
 		(n == 0 || result.Allowed) &&
@@ -127,7 +127,7 @@ func (s *soak) ask(ctx context.Context, a *soakAccount, pool int, rng *rand.Rand
 	return err == nil && !result.Allowed
 }
 
-// giveBack refunds a take from an account in use, or a part of it.
+// giveBack refunds a take from an account in use, or a part of a take.
 func (s *soak) giveBack(ctx context.Context, a *soakAccount, rng *rand.Rand) {
 	a.mu.Lock()
 	if len(a.takes) == 0 {
@@ -193,7 +193,7 @@ func (s *soak) askInTransaction(
 		return false
 	}
 	if s.outcomeOf(result, err) != soakAcknowledged {
-		return false // a transaction without a commit request takes nothing
+		return false // a transaction takes nothing before its commit
 	}
 	hold()
 	if !commit {
@@ -217,7 +217,7 @@ func (s *soak) askInTransaction(
 	return true
 }
 
-// soakSQLState is "" if the error does not come from the database.
+// soakSQLState returns the SQLSTATE of an error. It returns "" if the error does not come from the database.
 func soakSQLState(err error) string {
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
 		return pgErr.Code

@@ -48,7 +48,7 @@ const (
 type soakChart struct {
 	Width, Height, Left, PanelWidth, PanelHeight int
 	Title, Description, Grey, Red                string
-	Faults, Crashes                              string // paths
+	Faults, Crashes                              string // SVG paths
 	Panels                                       []soakPanel
 }
 
@@ -101,7 +101,7 @@ func (s *soak) chart(length time.Duration) ([]byte, error) {
 	plain := func(of func(soakSample) int64) func(int) float64 {
 		return func(i int) float64 { return float64(of(s.samples[i])) }
 	}
-	// pace is the ratio of two quantities' growth since ten samples ago.
+	// pace returns how much one quantity grew since ten samples ago, divided by the growth of another one.
 	pace := func(of, by func(soakSample) float64) func(int) float64 {
 		return func(i int) float64 {
 			then, now := s.samples[max(i-10, 0)], s.samples[i]

@@ -15,13 +15,13 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// These tests show that the soak finds faults: each runs it on something that is broken on purpose.
+// These tests show that the soak finds faults: each test runs it on something that is broken on purpose.
 
-// A row that is read without a lock loses what others take at the same time.
+// If a row is read without a lock, the units that other calls take at the same time are lost.
 func TestSoakFindsLostUpdates(t *testing.T) {
 	t.Parallel()
 	s := newSoak(t, 1, nil)
-	s.lockNothing("PERFORM pg_sleep(0.002)") // so that others take meanwhile
+	s.lockNothing("PERFORM pg_sleep(0.002)") // lets other calls take meanwhile
 	s.run(time.Minute, nil)                  // the first violation ends it
 	require.NotEmpty(t, s.violations)
 	require.Regexp(t, "the row says that|remain after a call", s.violations[0])
@@ -34,7 +34,7 @@ func TestSoakFindsForgottenGrants(t *testing.T) {
 		"synchronous_commit": "off", "wal_writer_delay": "10s", "wal_writer_flush_after": "1GB", "wal_buffers": "64MB", "autovacuum": "off",
 	})
 	pgtest.Rewrite(s.t, s.extra, "_rate_limit_set", "set_config('synchronous_commit', synchronous_commit::text, true)", "''")
-	_, err := s.extra.Exec(t.Context(), "CHECKPOINT") // otherwise the tables would be lost too
+	_, err := s.extra.Exec(t.Context(), "CHECKPOINT") // without this, a crash would lose the tables too
 	require.NoError(t, err)
 	rng := s.rng(0)
 	each := func(do func(a *soakAccount)) {
@@ -44,7 +44,7 @@ func TestSoakFindsForgottenGrants(t *testing.T) {
 			}
 		}
 	}
-	s.waitUntil("a grant is forgotten", func() bool { // unless the log was written just then
+	s.waitUntil("a grant is forgotten", func() bool { // repeats until the log was not written in time
 		each(func(a *soakAccount) { s.ask(t.Context(), a, 0, rng) })
 		require.NoError(t, s.restart(true, s.server.Kill))
 		each(func(a *soakAccount) { s.audit(t.Context(), a) })
@@ -56,7 +56,7 @@ func TestSoakFindsForgottenGrants(t *testing.T) {
 	}
 }
 
-// Windows that begin twice grant twice, for keys that no other check covers.
+// If a window begins twice, it grants twice. No other check covers these keys.
 func TestSoakFindsTooManyGrants(t *testing.T) {
 	t.Parallel()
 	s := newSoak(t, 1, nil)
@@ -76,7 +76,7 @@ func TestSoakFindsTooManyGrants(t *testing.T) {
 				r,
 				0,
 				soakRegularLimit,
-			) // all units of a window at once, so that a slow machine finds the fault too
+			) // takes all units of a window at once, so that a slow machine finds the fault too
 			s.judge(r)
 			return len(s.violations) > 0
 		})
@@ -85,7 +85,7 @@ func TestSoakFindsTooManyGrants(t *testing.T) {
 	}
 }
 
-// A call that has counted gets ErrKeyHeld.
+// A call that gets ErrKeyHeld must count nothing.
 func TestSoakFindsHeldCallsThatCount(t *testing.T) {
 	t.Parallel()
 	s := newSoak(t, 1, nil)
@@ -93,7 +93,7 @@ func TestSoakFindsHeldCallsThatCount(t *testing.T) {
 		BEGIN
 		RAISE EXCEPTION 'held' USING ERRCODE = 'lock_not_available';
 		`)
-	// As if a transaction had locked them.
+	// This makes every row look like one that a transaction has locked.
 	pgtest.Rewrite(s.t, s.extra, "rate_limit_all", "RETURN NEXT ROW(i::bigint, s.granted,", `
 		IF skip_held THEN
 			RETURN NEXT ROW(i::bigint, -2::bigint, 1::bigint, NULL::bigint, 0::bigint, decided_at,
@@ -114,19 +114,19 @@ func TestSoakFindsHeldCallsThatCount(t *testing.T) {
 	require.Regexp(t, "the row says that [1-9][0-9]* were taken, the callers that it must be 0 to 0", s.violations[0])
 }
 
-// A held row is read without a lock.
+// The database reads a held row without a lock.
 func TestSoakFindsGrantsOfHeldRows(t *testing.T) {
 	t.Parallel()
 	s := newSoak(t, 1, nil)
-	s.lockNothing("RETURN") // otherwise the write would wait
+	s.lockNothing("RETURN") // otherwise the write would wait for the lock
 	rng := s.rng(0)
-	s.waitUntil("a grant is found", func() bool { // unless the holder rolls back
+	s.waitUntil("a grant is found", func() bool { // repeats until the holder does not roll back
 		require.NoError(t, s.holdRows(t.Context(), rng))
 		return strings.Contains(strings.Join(s.violations, "\n"), "were granted while somebody held the row")
 	})
 }
 
-// A refund that is not tied to its take gives back later units.
+// A refund that does not check its take gives back units of later takes.
 func TestSoakFindsRefundsOfWhatDoesNotCount(t *testing.T) {
 	t.Parallel()
 	for _, broken := range []bool{false, true} {
@@ -150,7 +150,7 @@ func TestSoakFindsRefundsOfWhatDoesNotCount(t *testing.T) {
 		take()
 		s.audit(t.Context(), a)
 		take()
-		a.takes = a.takes[:1] // of the row before the reset
+		a.takes = a.takes[:1] // takes from before the reset
 		s.giveBack(t.Context(), a, rng)
 		require.EqualValues(t, 1, s.staleRefunds.Load())
 		require.Empty(t, s.violations)
@@ -164,7 +164,7 @@ func TestSoakFindsRefundsOfWhatDoesNotCount(t *testing.T) {
 	}
 }
 
-// A function looks in its own schema, where others can create, before pg_catalog.
+// A function looks in a schema where other roles can create functions, before it looks in pg_catalog.
 func TestSoakFindsDecoysThatRun(t *testing.T) {
 	t.Parallel()
 	s := newSoak(t, 1, nil)
@@ -179,7 +179,7 @@ func TestSoakFindsDecoysThatRun(t *testing.T) {
 	)
 }
 
-// An example of a leak: a table that is never swept.
+// A table that is never swept is an example of a leak.
 func TestSoakFindsALeakingTable(t *testing.T) {
 	t.Parallel()
 	for _, swept := range []bool{true, false} {
@@ -199,7 +199,7 @@ func TestSoakFindsALeakingTable(t *testing.T) {
 				var wg sync.WaitGroup
 				for i := range errs {
 					wg.Go(func() {
-						errs[i] = ratelimit.ErrTimeout // a busy machine may need longer
+						errs[i] = ratelimit.ErrTimeout // a busy machine may need longer than the timeout
 						for errors.Is(errs[i], ratelimit.ErrTimeout) {
 							_, errs[i] = limiter.Allow(t.Context(), fmt.Sprintf("visitor:%d:%d", step, i))
 						}
@@ -209,7 +209,7 @@ func TestSoakFindsALeakingTable(t *testing.T) {
 				require.NoError(t, errors.Join(errs...))
 				var now soakSample
 				require.NoError(t, s.take(t.Context(), &now))
-				// The rest depends on all tests of this process, or on delayed statistics.
+				// The other quantities depend on all tests of this process, or on delayed statistics.
 				s.samples = append(
 					s.samples,
 					soakSample{Rows: now.Rows, EphemeralBytes: now.EphemeralBytes, IndexBytes: now.IndexBytes},
@@ -232,7 +232,7 @@ func TestSoakFindsALeakingTable(t *testing.T) {
 	}
 }
 
-// For each quantity separately: steady growth is found, and variation is not reported.
+// For each quantity, soakLeaks finds steady growth, and does not report variation.
 func TestSoakLeaks(t *testing.T) {
 	t.Parallel()
 	run := func(change func(s *soakSample, step int64)) []string {
@@ -275,7 +275,7 @@ func TestSoakLeaks(t *testing.T) {
 	}
 }
 
-// soakFunctions are the functions that take from keys of one limiter.
+// soakFunctions returns the functions that take from keys of one limiter.
 func soakFunctions() []string {
 	return []string{
 		"rate_limit_take_fixed_window",
@@ -285,8 +285,8 @@ func soakFunctions() []string {
 	}
 }
 
-// lockNothing makes rate_limit_all decide everything from rows that it does not lock, and inserts a statement before it
-// writes them.
+// lockNothing makes rate_limit_all decide without locking rows. beforeWriting is a statement that runs before it writes
+// the rows.
 func (s *soak) lockNothing(beforeWriting string) {
 	s.t.Helper()
 	for _, function := range soakFunctions() {

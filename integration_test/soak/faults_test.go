@@ -14,10 +14,10 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// soakFault is something that goes wrong. It ends what it begins, even if the context ends.
+// soakFault is a fault that the soak causes. happen ends what it begins, even if the context ends.
 type soakFault struct {
 	name   string
-	crash  bool // the server loses unwritten data
+	crash  bool // whether the server loses unwritten data
 	happen func(ctx context.Context, rng *rand.Rand) error
 }
 
@@ -50,8 +50,8 @@ func (s *soak) faults() []soakFault {
 	}
 }
 
-// happen makes all faults happen in random order, repeatedly until the time is over, but each at least once. So both
-// halves of a long soak have the same number of each.
+// happen makes all faults happen in random order, again and again until the time is over. Each fault happens at least
+// once. So both halves of a long soak have the same number of each fault.
 func (s *soak) happen(ctx context.Context, faults []soakFault, until time.Time) {
 	rng := s.rng(0)
 	var background sync.WaitGroup
@@ -74,7 +74,7 @@ func (s *soak) happen(ctx context.Context, faults []soakFault, until time.Time) 
 					At: began.Sub(s.began).Seconds(), Took: time.Since(began).Seconds(), Fault: f.name, crash: f.crash,
 				})
 			}
-			if f.name == "long foreign transaction" { // it is long so that others happen meanwhile
+			if f.name == "long foreign transaction" { // this fault is long, so other faults happen meanwhile
 				background.Go(happen)
 			} else {
 				happen()
@@ -94,7 +94,7 @@ func (s *soak) faultCounts() map[string]int {
 	return counts
 }
 
-// restart ends the server and starts it again. After a crash, another life begins while no call can run.
+// restart ends the server and starts it again. After a crash, a new life begins while no call can run.
 func (s *soak) restart(crash bool, end func() error) error {
 	if err := end(); err != nil {
 		return err
@@ -107,7 +107,7 @@ func (s *soak) restart(crash bool, end func() error) error {
 	return s.server.Restart(ctx)
 }
 
-// freeze stops the server for a moment, which may be longer than the callers' patience.
+// freeze stops the server for a moment, which may be longer than the callers wait.
 func (s *soak) freeze(ctx context.Context, rng *rand.Rand) error {
 	if err := s.server.Freeze(); err != nil {
 		return err
@@ -140,7 +140,7 @@ func (s *soak) terminate(ctx context.Context, rng *rand.Rand) error {
 	})
 }
 
-// foreignTransaction holds back vacuum while some other faults happen, or until one of them ends it.
+// foreignTransaction holds back VACUUM while other faults happen, or until one of them ends the transaction.
 func (s *soak) foreignTransaction(ctx context.Context, rng *rand.Rand) error {
 	var tx pgx.Tx
 	err := s.eventually(ctx, func(ctx context.Context) (err error) {
@@ -158,11 +158,11 @@ func (s *soak) foreignTransaction(ctx context.Context, rng *rand.Rand) error {
 	soakWait(ctx, time.Second+time.Duration(rng.Int64N(int64(5*time.Second))))
 	short, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
-	_ = tx.Rollback(short) // it may have been terminated
+	_ = tx.Rollback(short) // a fault may have terminated the transaction
 	return nil
 }
 
-// holdHotRows makes callers' transactions hold hot rows longer than others wait for them.
+// holdHotRows makes callers' transactions hold hot rows longer than other callers wait for the rows.
 func (s *soak) holdHotRows(ctx context.Context, rng *rand.Rand) error {
 	var holders sync.WaitGroup
 	for pool := range s.pools {
@@ -186,8 +186,8 @@ func (s *soak) holdHotRows(ctx context.Context, rng *rand.Rand) error {
 	return nil
 }
 
-// holdRows makes callers' transactions hold rows that nobody else uses. They have just created some of these rows. Some
-// rows are held briefly, and some until all their callers have an answer.
+// holdRows makes callers' transactions hold rows that only this fault uses. The transactions have just created some of
+// the rows. Some rows are held briefly, and some until every caller has an answer.
 func (s *soak) holdRows(ctx context.Context, rng *rand.Rand) error {
 	ctx = context.WithoutCancel(ctx)
 	var holders sync.WaitGroup
@@ -242,7 +242,7 @@ func (s *soak) holdRow(ctx context.Context, a *soakAccount, pool int, rng *rand.
 	s.audit(ctx, a)
 }
 
-// waitFor retries until something has happened, as it does between faults.
+// waitFor retries until try returns true. It fails if that takes too long.
 func (s *soak) waitFor(ctx context.Context, what string, try func() bool) {
 	for deadline := time.Now().Add(time.Minute); !try(); soakWait(ctx, 20*time.Millisecond) {
 		if time.Now().After(deadline) {
@@ -252,17 +252,17 @@ func (s *soak) waitFor(ctx context.Context, what string, try func() bool) {
 	}
 }
 
-// attack makes a role that can only create in the schema make decoys of everything that the functions, the limiters'
-// statements and the sweeper's call. A decoy that runs fails, and no fault explains its error.
+// attack makes a role that can only create in the schema create decoys of everything that the functions, the limiters'
+// statements and the sweeper's statements call. A decoy that runs fails, and no fault explains its error.
 func (s *soak) attack() {
 	s.t.Helper()
 	db := &pgtest.DB{Pool: s.extra, URL: s.server.URL()}
 	db.SomeDecoys(s.t, "public", pgtest.Statements(s.t, "../..")...)
 	_, err := s.extra.Exec(s.t.Context(), "SELECT cardinality(ARRAY['a'])")
-	require.ErrorContains(s.t, err, "decoy public.cardinality(text[]) was run by") // this shows that they work
+	require.ErrorContains(s.t, err, "decoy public.cardinality(text[]) was run by") // shows that the decoys work
 }
 
-// impatientCallers makes many calls for hot keys at once, and cancels them.
+// impatientCallers makes many calls for hot keys at once, and cancels the calls.
 func (s *soak) impatientCallers(ctx context.Context, rng *rand.Rand) error {
 	var callers sync.WaitGroup
 	for pool := range s.pools {
@@ -290,7 +290,7 @@ func (s *soak) impatientCallers(ctx context.Context, rng *rand.Rand) error {
 	return nil
 }
 
-// eventually retries until the database answers, as it does between faults.
+// eventually retries until the database answers.
 func (s *soak) eventually(ctx context.Context, try func(ctx context.Context) error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Minute)
 	defer cancel()

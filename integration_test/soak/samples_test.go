@@ -27,7 +27,7 @@ type soakSample struct {
 	TransactionIDs int64   `json:"transaction_ids"`
 	Connections    int64   `json:"connections"`
 	Goroutines     int64   `json:"goroutines"`
-	HeapBytes      int64   `json:"heap_bytes"` // live after the last garbage collection
+	HeapBytes      int64   `json:"heap_bytes"` // bytes in use after the last garbage collection
 	Calls          int64   `json:"calls"`
 }
 
@@ -43,9 +43,9 @@ const soakSampleQL = `
 		FROM pg_stat_user_tables WHERE relname IN ('rate_limit_ephemeral', 'rate_limit_durable')
 	) AS s`
 
-// sample takes samples until the context ends, except those that the server cannot answer.
+// sample takes samples until the context ends. It leaves out a sample if the server does not answer.
 func (s *soak) sample(ctx context.Context, every time.Duration) {
-	// A crash resets the server's statistics.
+	// A crash resets the server's statistics, so total adds up the counts of all lives.
 	total := func() func(now int64) int64 {
 		var last, sum int64
 		return func(now int64) int64 {
@@ -87,12 +87,12 @@ func (s *soak) take(ctx context.Context, now *soakSample) error {
 		&now.DeadTuples, &now.Updates, &now.HOTUpdates, &now.TransactionIDs, &now.Connections)
 }
 
-// soakLeaks says which quantities were larger in the second half of a long soak than in the first. It leaves out the
-// first tenth, in which everything starts at zero.
+// soakLeaks returns the quantities that were larger in the second half of a long soak than in the first half. It leaves
+// out the first tenth, in which everything starts at zero.
 //
-// With a steady leak, the mean of the second half is 2.4 times that of the first: 0.775 to 0.325, the middles of the
-// halves. Without a leak, the halves differ only by chance, because both have the same faults. So the limit is 1.5
-// times as much. A difference below slack is too small to matter.
+// With a steady leak, the mean of the second half is 2.4 times the mean of the first half, because the middles of the
+// halves are at 0.775 and 0.325 of the time. Without a leak, the halves differ only by chance, because both have the
+// same faults. So the limit is a factor of 1.5. A difference below slack is too small to matter.
 func soakLeaks(samples []soakSample) (found []string) {
 	samples = samples[len(samples)/10:]
 	first, second := samples[:len(samples)/2], samples[len(samples)/2:]
@@ -124,7 +124,7 @@ func soakLeaks(samples []soakSample) (found []string) {
 		}
 	}
 
-	// Counters are compared by their rate.
+	// Counters grow all the time, so their rates are compared.
 	ratio := func(samples []soakSample, of, by func(s soakSample) int64) float64 {
 		last := samples[len(samples)-1]
 		return float64(of(last)-of(samples[0])) / float64(max(by(last)-by(samples[0]), 1))

@@ -1,5 +1,5 @@
-// Package soak runs everything at once for minutes, on a server that keeps failing, and looks for wrong counts and
-// leftovers.
+// Package soak runs all kinds of calls for minutes, on a server that keeps failing, and looks for wrong counts and
+// leaks.
 package soak
 
 import (
@@ -31,16 +31,16 @@ const (
 	// soakBrief is the length of the soak in `make test`. It is judged only by bounds.
 	soakBrief = 10 * time.Second
 
-	// From the length soakLong on, a soak is also judged by its plateaus. Each half then has a dozen of each fault.
+	// A soak of at least soakLong is also checked for leaks. Each half then has a dozen of each fault.
 	soakLong = 5 * time.Minute
 
-	soakPools     = 3 // like three processes
+	soakPools     = 3 // each pool stands for a process
 	soakPoolSize  = 4 // fewer connections than the client and the transactions of a pool want
 	soakCallers   = 16
-	soakThinkTime = 10 * time.Millisecond // at most: the load is steady, and leaves room to see a leak
+	soakThinkTime = 10 * time.Millisecond // the longest pause of a caller: the load is steady, and leaves room to see a leak
 
-	soakAccounts, soakHotAccounts = 20, 2 // for each limiter; the hot ones get half of all requests
-	soakLimit                     = 400   // of an account
+	soakAccounts, soakHotAccounts = 20, 2 // for each limiter; the hot accounts get half of all requests
+	soakLimit                     = 400   // the limit of an account
 	soakAges                      = 60 * 24 * time.Hour
 	soakRegulars                  = 10 // for each limiter
 	soakRegularLimit              = 20
@@ -49,12 +49,12 @@ const (
 	soakLeasedWindow              = 2 * time.Second
 )
 
-// TestSoak runs everything at once, against a server that keeps failing: all algorithms on both tables, hot and cold
-// keys, keys that are used once, rolled-back transactions, refunds, held rows, impatient callers, and sweepers, with an
-// attacker's decoys in the schema. It records the callers' answers. It fails when a row or a later answer contradicts
-// them, or when something is left over.
+// TestSoak runs all kinds of calls against a server that keeps failing: all algorithms on both tables, hot and cold
+// keys, keys that are used once, rolled-back transactions, refunds, held rows, impatient callers, and sweepers. An
+// attacker's decoys are in the schema. It records the callers' answers. It fails when a row or a later answer
+// contradicts these records, or when rows or goroutines are left at the end.
 //
-// SOAK is its length; 10 s by default. SEED repeats the faults and the callers' choices of an earlier run, which
+// SOAK is the length of the soak; 10 s by default. SEED repeats the faults and the callers' choices of the run that
 // printed it. SOAK_OUT is the folder for soak.svg and soak.json.
 func TestSoak(t *testing.T) {
 	t.Parallel()
@@ -91,22 +91,22 @@ func TestSoak(t *testing.T) {
 	}
 }
 
-// soak is a server with all its users, and the records about them.
+// soak is a server with all its callers, and the records about them.
 type soak struct {
 	t      *testing.T
 	seed   uint64
 	server *pgserver.Server
 	pools  []*pgxpool.Pool
-	// Each pool has one client, so that statements decide for several limiters. These statements are counted.
+	// Each pool has one client, so one statement decides for several limiters. The soak counts these statements.
 	clients []*ratelimit.Client
 	shared  atomic.Int64
-	extra   *pgxpool.Pool // for audits, samples and faults, so that they wait for no caller
+	extra   *pgxpool.Pool // for audits, samples and faults, so that they do not wait for callers
 
-	accounts  []*soakLimiter // with windows that outlast the soak: the row has all units ever taken
-	passing   []*soakLimiter // with short windows, whose rows are swept
+	accounts  []*soakLimiter // keys with windows that outlast the soak: the row has all units ever taken
+	passing   []*soakLimiter // keys with short windows, whose rows are swept
 	leased    *soakRegular   // a key that processes lease from
-	life      atomic.Int64   // the server's number of crashes
-	offspring func() int     // how many goroutines of the run and of its limiters are still running
+	life      atomic.Int64   // how often the server has crashed
+	offspring func() int     // returns how many goroutines of the run and of its limiters still run
 
 	calls, granted, denied, failed, doubtful, rolledBack, audits, swept, visitors atomic.Int64
 
@@ -115,7 +115,7 @@ type soak struct {
 	mu         sync.Mutex
 	stop       context.CancelFunc // ends the run
 	violations []string
-	archived   map[soakRowID]int64 // keys that are no longer used, and the units that late calls may still take
+	archived   map[soakRowID]int64 // by key that is no longer used, the units that late calls may still take
 	events     []soakEvent
 	samples    []soakSample
 	began      time.Time
@@ -124,7 +124,7 @@ type soak struct {
 // soakRowID identifies a row in either table.
 type soakRowID struct{ name, key string }
 
-// soakLimiter is a limiter that each of several processes has.
+// soakLimiter is a limiter that each process has.
 type soakLimiter struct {
 	ratelimit.Config
 	limiters []*ratelimit.Limiter // one for each pool
@@ -134,8 +134,8 @@ type soakLimiter struct {
 
 func newSoak(t *testing.T, seed uint64, settings map[string]string) *soak {
 	t.Helper()
-	// Postgres's defaults, except that autovacuum runs every second instead of every minute. The soak has minutes for
-	// effects that take hours elsewhere.
+	// The server has Postgres's defaults, except that autovacuum runs every second instead of every minute. The soak
+	// sees within minutes what takes hours elsewhere.
 	all := map[string]string{"autovacuum_naptime": "1s"}
 	maps.Copy(all, settings)
 	s := &soak{t: t, seed: seed, archived: map[soakRowID]int64{}, stop: func() {}, began: time.Now()}
@@ -211,7 +211,7 @@ func (s *soak) newLimiter(config ratelimit.Config) *soakLimiter {
 	s.t.Helper()
 	l := &soakLimiter{Config: config}
 	for i, client := range s.clients {
-		config.NoDenialCache = i == 0 // otherwise the cache could hide that too much is allowed
+		config.NoDenialCache = i == 0 // with a cache of denials, the test could miss that too much is allowed
 		limiter, err := client.Limiter(config)
 		require.NoError(s.t, err)
 		l.limiters = append(l.limiters, limiter)
@@ -219,7 +219,7 @@ func (s *soak) newLimiter(config ratelimit.Config) *soakLimiter {
 	return l
 }
 
-// rng is a source of random choices that the seed repeats.
+// rng returns a source of random choices. The same seed and stream repeat them.
 func (s *soak) rng(stream uint64) *rand.Rand { return rand.New(rand.NewPCG(s.seed, stream)) }
 
 // run runs callers, sweepers and faults until the time is over, or until the first violation.
@@ -251,8 +251,8 @@ func (s *soak) run(length time.Duration, faults []soakFault) {
 	others.Wait()
 }
 
-// sweep sweeps until the context ends. It deletes rows as soon as they expire, while rate_limit_sweep keeps them for a
-// minute, so that callers and sweepers meet more often. Server and callers have the same clock.
+// sweep sweeps until the context ends. It deletes rows as soon as they expire, so that callers and sweepers meet more
+// often. (rate_limit_sweep keeps rows for another minute.) Server and callers have the same clock.
 func (s *soak) sweep(ctx context.Context, pool int) {
 	sweeper, err := cleanup.New(
 		s.pools[pool],
@@ -268,11 +268,11 @@ func (s *soak) sweep(ctx context.Context, pool int) {
 
 func aMinuteAhead() time.Time { return time.Now().Add(time.Minute) }
 
-// settle ends the soak. All callers stop, and only rows that the records explain may remain.
+// settle ends the soak. All callers stop. Then every row that remains must be in the records.
 func (s *soak) settle() {
 	s.t.Helper()
 	s.waitUntil("the limiters come to rest", func() bool { return s.offspring() == 0 })
-	for _, l := range s.accounts { // refund takes from rows that are gone, which must change nothing
+	for _, l := range s.accounts { // refunds of takes from deleted rows must change nothing
 		s.audit(s.t.Context(), l.accounts[0])
 		s.giveBack(s.t.Context(), l.accounts[0], s.rng(0))
 	}
@@ -288,7 +288,7 @@ func (s *soak) settle() {
 		) == 0
 	})
 
-	// Nobody can take anything now.
+	// From now on, no call takes anything.
 	for _, l := range s.accounts {
 		for _, a := range l.accounts {
 			s.audit(s.t.Context(), a)
@@ -306,7 +306,7 @@ func (s *soak) settle() {
 		config.Share = 1
 		sweeper, err := cleanup.New(s.extra, config)
 		require.NoError(s.t, err)
-		for range 2 { // the first pass may begin where another one stopped
+		for range 2 { // the first pass may begin where an earlier pass stopped
 			s.waitUntil("a pass is complete", func() bool {
 				result, err := sweeper.RunOnce(s.t.Context())
 				require.NoError(s.t, err)
@@ -332,7 +332,7 @@ func (s *soak) settle() {
 	})
 }
 
-// explainRows looks for rows that the records do not explain.
+// explainRows reports rows that are not in the records.
 func (s *soak) explainRows() {
 	s.t.Helper()
 	rows, err := s.extra.Query(s.t.Context(), `
@@ -391,13 +391,13 @@ func (s *soak) totals() string {
 	return text.String()
 }
 
-// waitUntil waits for something that is certain to come.
+// waitUntil waits until condition returns true, which is certain to happen.
 func (s *soak) waitUntil(what string, condition func() bool) {
 	s.t.Helper()
 	testkit.WaitUntil(s.t, condition, "what does not happen: %s", what)
 }
 
-// soakWait waits for a time or until the context ends. It returns whether the time is over.
+// soakWait waits for d, or until the context ends. It returns whether d has passed.
 func soakWait(ctx context.Context, d time.Duration) bool {
 	timer := time.NewTimer(d)
 	defer timer.Stop()

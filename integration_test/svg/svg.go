@@ -3,7 +3,7 @@ package svg
 
 import "strconv"
 
-// Left is the margin of a chart, and Gap the distance between two of its panels.
+// Left is the margin of a chart in pixels, and Gap the distance between two of its panels.
 const (
 	Left = 24
 	Gap  = 16
@@ -27,7 +27,7 @@ const Head = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {{.Width}} {{
 <text x="{{.Left}}" y="44">{{.Description}}</text>
 `
 
-// Thousands writes 1234567 as 1,234,567.
+// Thousands formats 1234567 as 1,234,567.
 func Thousands(n int) string {
 	digits := strconv.Itoa(n)
 	for i := len(digits) - 3; i > 0; i -= 3 {

@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// Many are served at once where there is room, and however many wait, it takes a handful of statements for each window.
+// One statement serves many callers. Each window needs at most three statements, however many callers wait.
 func TestThousandWaitersNeedFewStatements(t *testing.T) {
 	t.Parallel()
 
@@ -31,10 +31,10 @@ func TestThousandWaitersNeedFewStatements(t *testing.T) {
 			require.NoError(t, e.Err)
 			remaining[e.Result.Remaining]++
 		}
-		require.Len(t, remaining, 100) // each was told his own
+		require.Len(t, remaining, 100) // each caller got its own Remaining
 		require.EqualValues(t, 1000, db.Taken())
 		require.LessOrEqual(t, db.Statements(), 3*10)
-		require.Less(t, time.Since(w.Begin), 9*(time.Second+time.Second/50+10*time.Millisecond)) // the rate is used
+		require.Less(t, time.Since(w.Begin), 9*(time.Second+time.Second/50+10*time.Millisecond)) // the limit is used almost fully
 	})
 
 	limitertest.InBubble(
@@ -51,12 +51,12 @@ func TestThousandWaitersNeedFewStatements(t *testing.T) {
 				t,
 				time.Since(w.Begin),
 				99600*time.Millisecond,
-			) // tokens that flow in during a pause are not lost
+			) // no token that flowed in during a pause is lost
 		},
 	)
 }
 
-// Processes that share a key admit together what one does, and each gets its part.
+// Several processes that share a key admit as much together as one process alone.
 func TestWaitersOfSeveralProcesses(t *testing.T) {
 	t.Parallel()
 
@@ -75,7 +75,7 @@ func TestWaitersOfSeveralProcesses(t *testing.T) {
 		ended := w.All(limiters...)
 		require.EqualValues(t, processes*each, db.Taken())
 
-		// In the database's time: no more than the limit in any window, and hardly a moment is lost.
+		// By the database's time, no window exceeds the limit, and almost no time is lost.
 		var at []time.Time
 		for _, e := range ended {
 			require.NoError(t, e.Err)
@@ -87,7 +87,7 @@ func TestWaitersOfSeveralProcesses(t *testing.T) {
 		}
 		require.Less(t, time.Since(w.Begin), (processes*each/limit-1)*(time.Second+time.Second/50+20*time.Millisecond))
 
-		// Nobody has to wait until another process has none left.
+		// Each process gets a part of the first half.
 		first := map[int]bool{}
 		for _, e := range ended[:len(ended)/2] {
 			first[e.Who] = true
@@ -97,8 +97,8 @@ func TestWaitersOfSeveralProcesses(t *testing.T) {
 	})
 }
 
-// Random crowds: costs, arrivals, deadlines and cancellations; several processes. Whoever is served is served in
-// order, what was told is what was taken but for those who left, and nothing is left behind.
+// Random callers come, wait, give up and get cancelled, in two processes. Each process serves its callers in order. The
+// units taken are those of the served callers, plus at most those of the callers who left. Nothing stays in the lines.
 func TestRandomCrowds(t *testing.T) {
 	t.Parallel()
 
@@ -167,7 +167,7 @@ func TestRandomCrowds(t *testing.T) {
 	}
 }
 
-// The same with a real database, in real time: two processes, and as many admitted in any time as the policy says.
+// 1000 callers of two processes wait on a real database, in real time. The admitted rate is that of the policy.
 func TestThousandWaitersOnADatabase(t *testing.T) {
 	t.Parallel()
 

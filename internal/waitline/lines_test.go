@@ -40,14 +40,14 @@ func TestWaitersAreServedInOrder(t *testing.T) {
 					last = e.Result.DecidedAt
 				}
 				require.EqualValues(t, 30, db.Taken())
-				require.LessOrEqual(t, db.Statements(), 2*30) // one that allows, and one that tells when to come again
+				require.LessOrEqual(t, db.Statements(), 2*30) // for each caller, one statement that denies and one that allows
 				switch name {
 				case "sliding window":
 				case "calendar":
 					require.GreaterOrEqual(t, ended[29].At, 29*time.Minute)
 					require.LessOrEqual(t, ended[29].At, 29*time.Minute+time.Second)
 				default:
-					// Never too early, and by the jitter and the statements too late.
+					// The last caller never comes too early. Only the jitter and the statements make it late.
 					require.GreaterOrEqual(t, ended[29].At, 29*time.Second)
 					require.LessOrEqual(t, ended[29].At, 29*(time.Second+time.Second/50+4*time.Millisecond))
 				}
@@ -56,7 +56,7 @@ func TestWaitersAreServedInOrder(t *testing.T) {
 	}
 }
 
-// Whoever cannot wait does not keep those behind him from what they can have.
+// A caller who is refused does not hold up the callers behind it.
 func TestWaiterThatIsRefusedMakesWay(t *testing.T) {
 	t.Parallel()
 
@@ -66,7 +66,7 @@ func TestWaiterThatIsRefusedMakesWay(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 
-		// But a small cost has to wait behind a large one that can wait.
+		// A small cost waits behind a large cost whose caller can wait.
 		w := limitertest.NewWaits(t)
 		patient, leave := context.WithCancel(t.Context())
 		w.Add(patient, limiter, 0, 9)
@@ -91,7 +91,7 @@ func TestWaiterThatIsRefusedMakesWay(t *testing.T) {
 	})
 }
 
-// Those who give up leave the line, and their places pass on: a small cost behind a large one gets what there is.
+// Callers who give up leave the line. If the head leaves, a smaller cost behind it may fit at once.
 func TestWaitersThatGiveUp(t *testing.T) {
 	t.Parallel()
 
@@ -114,7 +114,7 @@ func TestWaitersThatGiveUp(t *testing.T) {
 		}
 		<-time.After(10 * time.Millisecond)
 		synctest.Wait()
-		require.Equal(t, []int{1, 4, 0, 2}, limitertest.WhoOf(w.Told())) // as soon as those before it had left
+		require.Equal(t, []int{1, 4, 0, 2}, limitertest.WhoOf(w.Told())) // 2 is allowed as soon as the callers before it have left
 		for who, e := range w.Told() {
 			require.Equal(
 				t,
@@ -125,13 +125,13 @@ func TestWaitersThatGiveUp(t *testing.T) {
 		}
 		cancels[3]()
 		cancels[5]()
-		w.All(limiter) // at once: nobody sleeps for nobody
+		w.All(limiter) // ends at once, because the line does not sleep for callers who have left
 		require.Less(t, time.Since(w.Begin), before+20*time.Millisecond)
 		require.EqualValues(t, 10, db.Taken())
 	})
 }
 
-// A caller who leaves while he is being asked for may be counted, and nobody else gets what was his.
+// A caller can leave while the line asks for it. Its units may stay taken, but no other caller gets them.
 func TestWaiterThatLeavesWhileBeingAskedFor(t *testing.T) {
 	t.Parallel()
 
@@ -153,7 +153,7 @@ func TestWaiterThatLeavesWhileBeingAskedFor(t *testing.T) {
 	})
 }
 
-// A denial that is remembered is not asked for again before its time, and does not keep the line busy.
+// The line does not ask again before the retry time of a remembered denial.
 func TestRememberedDenialLetsTheLineSleep(t *testing.T) {
 	t.Parallel()
 

@@ -1,4 +1,4 @@
-// Package waitline lets callers wait for a key in a line. However many wait, only the line asks.
+// Package waitline lets callers wait for a key in a line. Only the line asks for the key, however many callers wait.
 package waitline
 
 import (
@@ -13,14 +13,14 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// maxJitter bounds the random time that is added to a retry time. That is at most a 50th of the retry time. Without it,
-// processes that were told the same time would all come at once, and the same one could always be first. It costs up to
-// 2 % of the rate of a bucket of capacity 1, or of windows that begin with the first request. A larger bucket loses
-// nothing, because tokens accumulate meanwhile.
+// maxJitter bounds the random time that a line adds to a retry time. The added time is also at most a 50th of the retry
+// time. Without it, processes with the same retry time would all ask at once, and the same process could always be
+// first. It costs up to 2 % of the rate of a bucket of capacity 1, or of windows that begin with the first request. A
+// larger bucket loses nothing, because tokens accumulate meanwhile.
 const maxJitter = 100 * time.Millisecond
 
-// banPause is how often a line checks whether another policy applies now, or a ban has been lifted. The check needs no
-// statement.
+// banPause is how often a line checks whether another policy applies now, or whether a ban has been lifted. The check
+// needs no statement.
 const banPause = time.Second
 
 // Lines holds the lines of all keys. Callers get a result R. The zero Lines is ready to use.
@@ -31,24 +31,24 @@ type Lines[R any] struct {
 
 // Source says how a line asks for its key.
 type Source[R any] struct {
-	Policy *model.Policy // equal policies have one line
-	// Ask requests a cost of n. It returns TooMuch if n is above the limit, which may have been lowered meanwhile.
+	Policy *model.Policy // callers with equal policies share a line
+	// Ask requests a cost of n. It returns TooMuch if n is above the limit, which can fall while callers wait.
 	Ask    func(n int64) (R, error)
 	Read   func(*R) Reading
 	Answer func(n int64) R // decides while the database is away
-	// Share returns one caller's part of a result for several callers: its units, from from to before to. behind is how
-	// many units the callers behind it have taken.
+	// Share returns one caller's part of a result for several callers: the units from from to before to. behind is how
+	// many units the callers behind this one have taken.
 	Share   func(all *R, from, to, behind int64) R
-	Stale   func() bool // tells whether another policy applies now; nil if that cannot happen
-	Owned   bool        // the connection belongs to the caller, who must not go on while it is in use
+	Stale   func() bool // whether another policy applies now; nil if that cannot happen
+	Owned   bool        // the connection is the caller's, and the caller must not use it while the line does
 	TooMuch error       // the error of Ask for a cost above the limit
 }
 
 // Reading is the part of a result that a line needs.
 type Reading struct {
 	Allowed    bool
-	Away       bool // the database is away
-	Fixed      bool // a row of the table of policies has decided, and Remaining means nothing
+	Away       bool // whether the database is away
+	Fixed      bool // whether a row of rate_limit_policy decided, so that Remaining means nothing
 	Remaining  int64
 	RetryAfter time.Duration
 }
@@ -62,34 +62,34 @@ type TooLate struct {
 func (e *TooLate) Error() string { return "the deadline comes before the retry time" }
 
 // line serves the callers who wait for one key under one policy, in the order in which they came. The first caller
-// starts a goroutine. It asks for the head of the line, and sleeps until the retry time in the answer. Once the head is
-// allowed, one more statement asks for as many callers behind it as the remaining quota admits. When nobody is left,
-// the goroutine removes the line and ends.
+// starts a goroutine. The goroutine asks for the head of the line, and sleeps until the retry time in the answer. Once
+// the head is allowed, one more statement asks for as many callers behind the head as fit into Remaining. When nobody
+// is left, the goroutine removes the line and ends.
 type line[R any] struct {
 	Source[R]
 	lines *Lines[R]
 	key   string
 
-	// Guarded by lines.mu.
+	// lines.mu guards these fields.
 	waiters list.List     // of *waiter[R]
-	retryAt time.Time     // the head is denied until then; zero if that is unknown
+	retryAt time.Time     // the head is denied until then; zero if unknown
 	asking  chan struct{} // closed when the request under way is answered; nil if there is none
 
-	signal chan struct{} // ends the sleep
+	signal chan struct{} // ends the goroutine's sleep
 }
 
 // waiter is a caller in a line.
 type waiter[R any] struct {
 	cost     int64
-	deadline time.Time     // zero: none
-	place    *list.Element // nil once it was told, or has left
+	deadline time.Time     // zero if there is none
+	place    *list.Element // nil once the caller was told, or has left
 	told     chan struct{} // closed once result and err are set
 	result   R
 	err      error
 }
 
-// Wait waits until a cost of n fits. If the key has no line yet, start returns the Source for one. Errors: a [*TooLate]
-// if the context's deadline comes before the retry time; the error of Ask; the error of ended if the context has ended.
+// Wait waits until a cost of n fits. If the key has no line yet, start returns the Source for one. Wait returns a
+// [*TooLate] if the context's deadline comes before the retry time, the error of Ask, or ended(ctx.Err()).
 func (l *Lines[R]) Wait(
 	ctx context.Context, key string, policy *model.Policy, n int64, start func() Source[R], ended func(error) error,
 ) (R, error) {
@@ -104,8 +104,8 @@ func (l *Lines[R]) Wait(
 	return w.result, w.err
 }
 
-// join puts w at the end of the line for key, or refuses it if its deadline comes before the retry time of the head. It
-// makes the line if there is none.
+// join puts w at the end of the line for key, and makes the line if there is none. It refuses w if its deadline comes
+// before the retry time of the head.
 func (l *Lines[R]) join(w *waiter[R], key string, policy *model.Policy, start func() Source[R]) *line[R] {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -128,7 +128,7 @@ func (l *Lines[R]) join(w *waiter[R], key string, policy *model.Policy, start fu
 	return in
 }
 
-// leave takes w out of the line because its context has ended. If w was told just before, its result stays.
+// leave takes w out of the line because its context has ended. If w was told just before, w keeps its result.
 func (in *line[R]) leave(w *waiter[R], err error) {
 	in.lines.mu.Lock()
 	var asking chan struct{}
@@ -159,7 +159,7 @@ func (in *line[R]) serve() {
 		result, err := in.Ask(cost)
 		var read Reading
 		if errors.Is(err, in.TooMuch) && len(group) > 1 {
-			err = nil // a row of rate_limit_policy has lowered the limit, so ask for fewer
+			err = nil // the limit was lowered, so ask for fewer callers
 		} else if err == nil {
 			read = in.Read(&result)
 		}
@@ -194,13 +194,13 @@ func (in *line[R]) sleep(pause time.Duration) {
 	}
 }
 
-// nextGroup returns the callers to ask for next in one request, and the sum of their costs. They are the head, and as
-// many behind it as fit into what remains. If nobody is left, it removes the line and returns -1.
+// nextGroup returns the callers of the next request, and the sum of their costs. These are the head, and as many
+// callers behind it as fit into remaining. If nobody is left, nextGroup removes the line and returns -1.
 func (in *line[R]) nextGroup(group []*waiter[R], remaining int64) ([]*waiter[R], int64) {
 	in.lines.mu.Lock()
 	defer in.lines.mu.Unlock()
 	in.retryAt = time.Time{}
-	remaining = min(remaining, in.Policy.Limit) // no request may cost more
+	remaining = min(remaining, in.Policy.Limit) // a request must not cost more than the limit
 	var cost int64
 	for e := in.waiters.Front(); e != nil; e = e.Next() {
 		w := e.Value.(*waiter[R])
@@ -232,7 +232,7 @@ func (in *line[R]) settle(group []*waiter[R], cost int64, result *R, read Readin
 	in.asking = nil
 	switch {
 	case err != nil || read.Allowed:
-		behind := cost // how many units the callers behind have taken
+		behind := cost // how many units the callers behind w have taken
 		for _, w := range group {
 			behind -= w.cost
 			if w.place != nil {
@@ -240,21 +240,21 @@ func (in *line[R]) settle(group []*waiter[R], cost int64, result *R, read Readin
 			}
 		}
 		if errors.Is(err, in.TooMuch) {
-			return 0 // only this waiter asked for too much
+			return 0 // the line goes on: only this caller asked for too much
 		}
 		if err != nil || read.Away {
 			in.answerAll(err)
 		}
 		return 0
 	case len(group) > 1:
-		return 0 // somebody else has taken in between, so ask for fewer
+		return 0 // another process has taken in between, so ask for fewer callers
 	}
 
 	in.retryAt = time.Now().Add(read.RetryAfter)
 	for e := in.waiters.Front(); e != nil; {
 		w := e.Value.(*waiter[R])
 		if w.cost < cost && e == in.waiters.Front() {
-			break // the head has left, and this caller asks for less: it may fit earlier
+			break // the head has left, and this caller's smaller cost may fit earlier
 		}
 		e = e.Next()
 		if w.tooLate(in.retryAt) {
@@ -275,9 +275,9 @@ func (in *line[R]) settle(group []*waiter[R], cost int64, result *R, read Readin
 	return read.RetryAfter + rand.N(jitter+1)
 }
 
-// answerAll answers everybody in the line while the database is away: with the error, or with Answer until that is a
-// denial. If each caller asked the database, the last one would wait for as many timeouts. The caller holds
-// in.lines.mu.
+// answerAll answers the callers in the line while the database is away. They get err. If err is nil, they get Answer,
+// until Answer is a denial. If each caller asked the database, the last one would wait for as many timeouts. The caller
+// of answerAll holds in.lines.mu.
 func (in *line[R]) answerAll(err error) {
 	for e := in.waiters.Front(); e != nil; e = in.waiters.Front() {
 		w := e.Value.(*waiter[R])
@@ -317,7 +317,7 @@ func (w *waiter[R]) tooLate(retryAt time.Time) bool {
 	return !w.deadline.IsZero() && w.deadline.Before(retryAt)
 }
 
-// stir wakes the line, which then asks for its head before the retry time. The caller holds in.lines.mu.
+// stir wakes the line to ask for its head before the retry time. The caller holds in.lines.mu.
 func (in *line[R]) stir() {
 	in.retryAt = time.Time{}
 	select {
@@ -326,7 +326,7 @@ func (in *line[R]) stir() {
 	}
 }
 
-// WakeUp makes the lines for a key ask again.
+// WakeUp makes the lines of a key ask again.
 func (l *Lines[R]) WakeUp(key string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -335,8 +335,8 @@ func (l *Lines[R]) WakeUp(key string) {
 	}
 }
 
-// Waiting returns how many lines a key has, how many callers wait in them, and whether all lines know when to ask next.
-// It is for tests.
+// Waiting returns how many lines a key has, how many callers wait in them, and whether all lines have a retry time. It
+// is for tests.
 func (l *Lines[R]) Waiting(key string) (lines, callers int, known bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -348,7 +348,7 @@ func (l *Lines[R]) Waiting(key string) (lines, callers int, known bool) {
 	return len(l.all[key]), callers, known
 }
 
-// Empty tells whether nobody waits. It is for tests.
+// Empty returns whether nobody waits. It is for tests.
 func (l *Lines[R]) Empty() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -8,12 +8,12 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Lines that were told the same retry time do not sleep for the same time: never less, by at most a 50th or 100 ms
-// more, and no longer than the first one can wait.
+// Lines with the same retry time sleep for different times. A line never wakes early. It wakes late by at most a 50th
+// of the retry time, by at most 100 ms, and not after the head's deadline.
 func TestSleepIsJittered(t *testing.T) {
 	t.Parallel()
 
-	synctest.Test(t, func(t *testing.T) { // in which time stands still meanwhile
+	synctest.Test(t, func(t *testing.T) { // time stands still in this bubble
 		for _, c := range []struct{ retryAfter, patience, most time.Duration }{
 			{time.Second, 0, 20 * time.Millisecond},
 			{time.Hour, 0, 100 * time.Millisecond},
