@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// A key that is denied often enough is banned in all processes, and longer each time.
+// A key that is denied often enough is banned in all processes. Each further ban is longer.
 func TestBan(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -52,7 +52,7 @@ func TestBan(t *testing.T) {
 		{allow, time.Hour}, {allowTx, 2 * time.Hour}, {allow, 3 * time.Hour}, {allow, 3 * time.Hour},
 	} {
 		for denied := range ban.Denials {
-			_, isBanned := banned(limiters[0]) // to look is no denial
+			_, isBanned := banned(limiters[0]) // Peek counts no denial
 			require.False(t, isBanned)
 			looked, err := limiters[0].AllowN(t.Context(), "key", 0)
 			require.NoError(t, err)
@@ -73,20 +73,20 @@ func TestBan(t *testing.T) {
 		require.Equal(t, round.want, pgtest.BanLasts(t, db.Pool, "key"))
 		require.True(t, pgtest.Scalar[bool](t, db.Pool, `SELECT name = 'login' AND mode = 'deny' AND automatic
 			AND comment = '5 denials within 1h0m0s' FROM rate_limit_policy WHERE key = 'key'`))
-		for range 10 { // what a ban denies does not count
+		for range 10 { // denials by a ban do not count
 			_, err := limiters[0].Allow(t.Context(), "key")
 			require.NoError(t, err)
 		}
 		require.Zero(t, counted(limitertest.View(limiters[0]).Strikes, "key"))
 
-		pgtest.AgeBans(t, db.Pool, (round.want + 30*time.Minute).String()) // it has ended half an hour ago
+		pgtest.AgeBans(t, db.Pool, (round.want + 30*time.Minute).String()) // makes the ban end half an hour ago
 		for _, l := range limiters {
 			testkit.WaitUntil(t, func() bool { _, isBanned := banned(l); return !isBanned })
 		}
 	}
 }
 
-// counted is how many denials of a key have been counted.
+// counted returns how many denials of a key have been counted.
 func counted(s *policytable.Strikes, key string) (n int) {
 	for i := range s.Shards {
 		shard := &s.Shards[i]
@@ -97,7 +97,8 @@ func counted(s *policytable.Strikes, key string) (n int) {
 	return n
 }
 
-// Denials count within the time from the first of them, until there is a ban, and for as many keys as there is room for.
+// Denials count within BanTerms.Within from the first one, until the key is banned. They count for at most MaxStrikes
+// keys.
 func TestStrikes(t *testing.T) {
 	t.Parallel()
 
@@ -110,13 +111,13 @@ func TestStrikes(t *testing.T) {
 	require.False(t, s.Count("a"))
 	require.True(t, s.Count("a"))
 	later()
-	require.True(t, s.Count("a")) // it has no ban yet
+	require.True(t, s.Count("a")) // still true, because the key is not banned yet
 	require.Equal(t, 4, counted(s, "a"))
 	s.Banned("a")
 	require.Zero(t, counted(s, "a"))
 	require.False(t, s.Count("a"))
 
-	// A crowd pushes out nobody who was denied more often.
+	// Many keys with one denial do not push out a key that was denied more often.
 	require.False(t, s.Count("b"))
 	require.False(t, s.Count("b"))
 	for range 3 {
@@ -134,7 +135,7 @@ func TestStrikes(t *testing.T) {
 	require.True(t, s.Count("due"))
 	require.True(t, s.Count("b"))
 
-	// Those whose time is over go first.
+	// Keys whose period is over are dropped first.
 	later()
 	require.False(t, s.Count("c"))
 	for i := range 3 * policytable.MaxStrikes {
@@ -144,8 +145,8 @@ func TestStrikes(t *testing.T) {
 	require.True(t, s.Count("due"))
 }
 
-// However many keys are to be banned, one that goes on being denied is banned next, and all are in the end, with no
-// denial more. So are those of which a ban has failed.
+// However many keys are to be banned, a key that goes on being denied is banned next. In the end all keys are banned,
+// without another denial. This also holds if a ban fails.
 func TestBansOfACrowd(t *testing.T) {
 	t.Parallel()
 
@@ -191,7 +192,7 @@ func TestBansOfACrowd(t *testing.T) {
 		"SELECT comment || ' ' || name FROM rate_limit_policy WHERE key = 'loud'"))
 }
 
-// A ban that the database refuses keeps no other one from being made, and is not tried for ever.
+// A ban that the database refuses does not prevent other bans, and is dropped.
 func TestBanThatIsRefused(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -219,7 +220,7 @@ func TestBanThatIsRefused(t *testing.T) {
 	require.NotContains(t, journal.String(), "secret")
 }
 
-// A ban that cannot be made is logged once, without the key, and decisions go on.
+// If a ban cannot be made, that is logged once, without the key. Decisions go on.
 func TestBanThatCannotBeMade(t *testing.T) {
 	t.Parallel()
 

@@ -11,20 +11,20 @@ import (
 
 const (
 	reportPeriod = 10 * time.Second
-	// MaxReported limits how many keys denied by a shadow are counted in a period, for each row.
+	// MaxReported is the most keys that are counted for each shadow row between two reports.
 	MaxReported = 500
 )
 
-// ShadowCount counts the decisions of a row of the mode shadow.
+// ShadowCount counts the decisions of a row whose mode is shadow.
 type ShadowCount struct {
 	Decided, denied, WouldDeny int64
-	Keys                       map[string]*keyCount // the keys that it would have denied
+	Keys                       map[string]*keyCount // the keys that the row would have denied
 }
 
 type keyCount struct{ denied, wouldDeny int64 }
 
-// Count counts a decision for `pgratelimit policy compare`: whether it was denied, and whether the shadow row would
-// have denied it.
+// Count counts a decision for `pgratelimit policy compare`. denied says whether it was a denial, and wouldDeny whether
+// the shadow row would have denied.
 func (t *Table) Count(row *Row, key string, denied, wouldDeny bool) {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
@@ -78,7 +78,7 @@ func (t *Table) report(ctx context.Context) {
 	}
 }
 
-// ReportOnce reports the counts since the last time. If it fails, they are lost.
+// ReportOnce reports the counts since the last report. If it fails, these counts are lost.
 func (t *Table) ReportOnce(ctx context.Context) error {
 	t.Mu.Lock()
 	shadows := t.Shadows

@@ -13,7 +13,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/policytable"
 )
 
-// What shadows would have decided is reported, with the keys that they would have denied most, until the row changes.
+// Processes report what shadow rows would have decided, with the keys that they would have denied most, until the row
+// changes.
 func TestShadowsAreReported(t *testing.T) {
 	t.Parallel()
 
@@ -24,7 +25,7 @@ func TestShadowsAreReported(t *testing.T) {
 	for i, key := range []string{"a", "b", "b", "b", "c", "c", "c", "c", "c", "c"} {
 		_, err := l.Allow(t.Context(), key)
 		require.NoError(t, err)
-		_, err = l.Peek(t.Context(), key) // which is not counted
+		_, err = l.Peek(t.Context(), key) // a Peek is not counted
 		require.NoError(t, err)
 		if i == 5 {
 			require.NoError(t, limitertest.Table(p).ReportOnce(t.Context()))
@@ -38,7 +39,7 @@ func TestShadowsAreReported(t *testing.T) {
 	}
 	require.Equal(t, []string{" 10 2 5", "b 0 0 1", "c 0 2 4"}, reported())
 
-	// No report keeps others from being added, whatever it tells. One that makes no sense is passed over.
+	// A report with any numbers keeps no other report from being added. A report that makes no sense is ignored.
 	for _, n := range []string{"9223372036854775807", "-9223372036854775808", "-1", "NULL"} {
 		for _, numbers := range []string{n + ", 0, 0", "0, " + n + ", 0", "0, 0, " + n} {
 			pgtest.Exec(t, db.Pool, `SELECT rate_limit_report(ARRAY[1, 1]::bigint[], ARRAY['', 'b'], array_fill(a, ARRAY[2]),
@@ -63,7 +64,7 @@ func TestShadowsAreReported(t *testing.T) {
 	require.EqualValues(t, 1001, pgtest.Scalar[int64](t, db.Pool, "SELECT count(*) FROM rate_limit_shadow"))
 	require.Zero(t, pgtest.Scalar[int64](t, db.Pool, "SELECT count(*) FROM rate_limit_shadow WHERE would_deny <= 1000 AND key <> ''"))
 
-	// Of a policy that is gone, or has become another one, nothing is kept or taken.
+	// When a policy is deleted or changed, its counts are dropped.
 	_, err = l.Allow(t.Context(), "c")
 	require.NoError(t, err)
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET policy = 'fixed 3/1h'")
@@ -75,7 +76,7 @@ func TestShadowsAreReported(t *testing.T) {
 	require.Zero(t, pgtest.Scalar[int64](t, db.Pool, "SELECT count(*) FROM rate_limit_shadow"))
 }
 
-// Of the keys that a shadow would have denied, as many are counted as are reported. The others count in the sums.
+// At most MaxReported keys are counted for a shadow. Denials of other keys count in the sums.
 func TestShadowsCountSoManyKeys(t *testing.T) {
 	t.Parallel()
 

@@ -32,59 +32,61 @@ type Table struct {
 	config  TableConfig
 	Book    rulebook.Book[Ruling]
 	Ready   chan struct{}                 // closed once the rows have been read
-	turn    *turn.Turn                    // of Run
+	turn    *turn.Turn                    // lets one Run run at a time
 	banning chan struct{}                 // has a value if bans is not empty
 	Telling chan struct{}                 // has a value if given is not empty
 	failed  atomic.Pointer[error]         // why the last attempt to read the rows failed, or nil
-	Clock   atomic.Pointer[DatabaseClock] // nil before ready
-	told    sync.Map                      // by the row's id, the policy that was logged as one of another kind
-	swept   int64                         // when Run last dropped ended rows, by the database's clock
-	PerRow  time.Duration                 // the pause between two full reads, for each row
+	Clock   atomic.Pointer[DatabaseClock] // nil until the rows have been read
+	told    sync.Map                      // by a row's ID, the policy of another kind that canObey has logged
+	swept   int64                         // when Run last dropped rows that had ended, by the database's clock
+	PerRow  time.Duration                 // the pause between two full reads is PerRow times the number of rows
 
 	Mu sync.Mutex
-	// caches are the clients' remembered denials. given are the refunds, grants and resets of this process that other
-	// processes have not been told of yet.
+	// caches are the clients' remembered denials. given has the refunds, grants and resets of this process that it has
+	// not yet told other processes.
 	caches  []Denials
 	given   map[string]bool
-	bans    map[*Strikes]bool      // these may have keys for Run to ban
-	Shadows map[int64]*ShadowCount // by the row's id, the counts that are not reported yet
+	bans    map[*Strikes]bool      // Run looks for keys to ban in these
+	Shadows map[int64]*ShadowCount // by the row's ID, the counts that were not reported yet
 	Running bool
 	status  TableStatus
-	// asked is the time of the last question that was answered. version, from versionAt, is that answer's version; nil
-	// asks for all rows. completeAt is when all rows were last requested.
+	// asked is the time of the last query that was answered, and CompleteAt the time of the last query for all rows.
+	// Version is the version in the last answer, and versionAt its time. If Version is nil, the next query asks for all
+	// rows.
 	asked, CompleteAt time.Time
 	Version           *int64
 	versionAt         int64 // by the database's clock, in microseconds since 1970
-	// unreadable has the ids of rows that this release cannot read.
+	// unreadable has the IDs of rows that this release cannot read.
 	unreadable map[int64]bool
 }
 
 // TableConfig configures a Table.
 type TableConfig struct {
 	Schema  string
-	MaxRows int // the most rows that are kept
+	MaxRows int // the most rows that the process keeps
 	Logger  *slog.Logger
-	// Read parses a policy for a limiter. Shadow tells that the policy is for a shadow row.
+	// Read parses a policy for a limiter. shadow says whether the policy is for a shadow row.
 	Read func(limiter, text string, shadow bool) (*model.Policy, error)
 }
 
 // TableStatus is the state of a process's copy of the table.
 type TableStatus struct {
 	Rows, Unreadable, NoRoom int
-	Age                      time.Duration // since the last answered question; 0 if there was none
+	Age                      time.Duration // time since the last answered query; 0 if there was none
 	Listening                bool
-	Err                      error // why the last question failed
+	Err                      error // why the last query failed
 }
 
-// Denials are the denials that a client remembers. They are comparable.
+// Denials are the denials that a client remembers. Their values must be comparable.
 type Denials interface {
-	// ForgetIf forgets the denials of some keys. It tells whether the client is still in use.
+	// ForgetIf forgets the denials of the keys for which is returns true. It returns whether the client is still in
+	// use.
 	ForgetIf(is func(limiter, key string) bool) (inUse bool)
 }
 
 // DatabaseClock is a reading of the database's clock.
 type DatabaseClock struct {
-	Micros int64 // since 1970
+	Micros int64 // microseconds since 1970
 	At     time.Time
 }
 
@@ -98,13 +100,13 @@ type Ruling struct {
 	// begun when it was read. Until may be NoEnd.
 	From, Until int64
 	Learnt      int64         // when this process first read this content, by the database's clock
-	Policy      *model.Policy // nil for off and deny; rows with the same text share one
+	Policy      *model.Policy // nil for off and deny; rows with the same text share a policy
 }
 
 // Mode is a row's mode.
 type Mode string
 
-// The modes.
+// These are the modes that a row can have.
 const (
 	ModeEnforce Mode = "enforce"
 	modeShadow  Mode = "shadow"
@@ -112,10 +114,10 @@ const (
 	modeDeny    Mode = "deny"
 )
 
-// ShadowSuffix is the end of the counter names for shadow policies.
+// ShadowSuffix ends the names of limiters' counters for shadow policies.
 const ShadowSuffix = "/shadow"
 
-// NewTable returns a table that still has to be run. It sends no query, and starts no goroutine.
+// NewTable returns a table that is not yet running. It sends no query, and starts no goroutine.
 func NewTable(db pg.DB, config TableConfig) *Table {
 	return &Table{
 		db: db, config: config, Ready: make(chan struct{}), turn: turn.New(),
@@ -135,7 +137,7 @@ func (t *Table) Status() TableStatus {
 	return status
 }
 
-// errNotRun tells callers that wait for the first rows that Run may be missing.
+// errNotRun is the error for callers that waited in vain for the first rows.
 var errNotRun = errors.New("the policies have not been read yet; has Policies.Run been started?")
 
 // Await waits until the rows have been read once.
@@ -163,20 +165,20 @@ func (t *Table) Await(ctx context.Context, timeout time.Duration) error {
 	}
 }
 
-// now is the database's clock as this process computes it, in microseconds since 1970. It is unknown before ready, and
-// is only used where there is a row.
+// now returns the database's clock as this process computes it, in microseconds since 1970. It must not be called
+// before IsReady.
 func (t *Table) now() int64 {
 	c := t.Clock.Load()
 	return c.Micros + time.Since(c.At).Microseconds()
 }
 
-// saysTheSame tells whether a row is unchanged.
+// saysTheSame returns whether a row is unchanged.
 func saysTheSame(a, b *Row) bool {
 	return a.Name == b.Name && a.Target == b.Target && a.Text == b.Text && a.From == b.From && a.Weak == b.Weak &&
 		a.Value.Mode == b.Value.Mode && a.Value.Until == b.Value.Until && a.Value.Policy.Is(b.Value.Policy)
 }
 
-// counts tells whether a rule has begun and has not ended.
+// counts returns whether a row has begun and has not ended.
 func (t *Table) counts(r *Row) bool {
 	if r.Value.From == AlwaysBegun && r.Value.Until == NoEnd {
 		return true

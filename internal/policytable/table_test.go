@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/rulebook"
 )
 
-// BenchmarkPolicies shows what the rows cost a decision: 100,000 for single keys, and 1,000 for prefixes.
+// BenchmarkPolicies measures what rows cost a decision: 100,000 rows for single keys, and 1,000 for prefixes.
 func BenchmarkPolicies(b *testing.B) {
 	keys := make([]string, 1024)
 	for i := range keys {
@@ -27,7 +27,7 @@ func BenchmarkPolicies(b *testing.B) {
 		var p *ratelimit.Policies
 		var err error
 		if with {
-			p, err = ratelimit.NewPolicies(&pgxpool.Pool{}, ratelimit.PoliciesConfig{}) // which is not asked
+			p, err = ratelimit.NewPolicies(&pgxpool.Pool{}, ratelimit.PoliciesConfig{}) // no query is sent to this pool
 			require.NoError(b, err)
 			close(limitertest.Table(p).Ready)
 			limitertest.Table(p).Clock.Store(&policytable.DatabaseClock{Micros: limitertest.T0.UnixMicro(), At: time.Now()})

@@ -10,15 +10,15 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/rulebook"
 )
 
-// View is the part of the table for the keys of one limiter. A limiter without a table has a nil View.
+// View is the part of the table for the keys of one limiter. A limiter without Policies has a nil View.
 type View struct {
 	Table   *Table
-	name    string // of the limiter
+	name    string // the limiter's name
 	page    *rulebook.Page[Ruling]
 	Strikes *Strikes // nil if the limiter bans nobody
 }
 
-// View returns the view of a limiter. If terms are not nil, the limiter bans by them.
+// View returns the view of a limiter. If ban is not nil, the limiter bans keys by these terms.
 func (t *Table) View(limiter string, ban *BanTerms) *View {
 	v := &View{Table: t, name: limiter, page: t.Book.Page(limiter)}
 	if ban != nil {
@@ -27,8 +27,8 @@ func (t *Table) View(limiter string, ban *BanTerms) *View {
 	return v
 }
 
-// InForce returns the policy for a key now: own, or that of a row. If a row allows or denies everything, it returns the
-// row too. It waits until the rows have been read once, or until the context ends.
+// InForce returns the policy for a key now: own, or the policy of a row. If a row allows or denies everything, InForce
+// also returns the row. It waits until the rows have been read once, or until the context ends.
 func (v *View) InForce(
 	ctx context.Context, timeout time.Duration, own *model.Policy, key string,
 ) (*model.Policy, *Row, error) {
@@ -51,7 +51,7 @@ func (v *View) InForce(
 	}
 }
 
-// Known is the policy for a key as far as this process knows. It is own if a row allows or denies everything.
+// Known returns the policy for a key as far as this process knows. It returns own if a row allows or denies everything.
 func (v *View) Known(own *model.Policy, key string) *model.Policy {
 	if v == nil || !v.Table.IsReady() {
 		return own
@@ -62,10 +62,10 @@ func (v *View) Known(own *model.Policy, key string) *model.Policy {
 	return own
 }
 
-// IsReady tells whether the rows have been read.
+// IsReady returns whether the rows have been read.
 func (t *Table) IsReady() bool { return t.Clock.Load() != nil }
 
-// Row returns the row for a key, or nil if own holds.
+// Row returns the row for a key, or nil if no row applies.
 func (v *View) Row(own *model.Policy, key string) *Row {
 	return v.page.Find(key, func(r *Row) bool { return v.Table.counts(r) && v.canObey(r, own) })
 }
@@ -78,10 +78,10 @@ func (v *View) Shadow(key string) *Row {
 	return v.page.Shadow(key, v.Table.counts)
 }
 
-// Now is the database's clock as this process computes it.
+// Now returns the database's clock as this process computes it.
 func (v *View) Now() time.Time { return time.UnixMicro(v.Table.now()) }
 
-// canObey tells whether a row's policy can decide the limiter's keys. If not, it logs that once.
+// canObey returns whether a row's policy can decide the limiter's keys. If it cannot, canObey logs that once.
 func (v *View) canObey(r *Row, own *model.Policy) bool {
 	if r.Value.Mode != ModeEnforce {
 		return true
@@ -98,7 +98,7 @@ func (v *View) canObey(r *Row, own *model.Policy) bool {
 	return false
 }
 
-// Strike counts a denial of a key. After enough of them, Run bans the key.
+// Strike counts a denial of a key. After BanTerms.Denials of them, Run bans the key.
 func (v *View) Strike(key string) {
 	if v != nil && v.Strikes != nil && v.Strikes.Count(key) {
 		v.Table.List(v.Strikes)

@@ -23,13 +23,13 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// endListeners ends the connections on which policies listen, and tells how many there were.
+// endListeners ends the connections on which Policies listen, and returns how many there were.
 const endListeners = `SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 	WHERE datname = current_database() AND pid <> pg_backend_pid()
 		AND (query = 'LISTEN rate_limit' OR query LIKE '%rate_limit_policies%')`
 
-// Many processes, many changes at once, some in transactions that take long, some rolled back, and listeners that are
-// killed all the time: in the end everybody knows what is in the table.
+// Many processes see many changes at once. Some changes are in long transactions, some are rolled back, and listeners
+// are killed all the time. In the end every process knows what is in the table.
 func TestPoliciesMissNothing(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -98,12 +98,12 @@ func TestPoliciesMissNothing(t *testing.T) {
 	}
 }
 
-// shorten is the text of a policy of hours as the test writes it.
+// shorten returns the text of a policy of hours as the test writes it.
 func shorten(p ratelimit.Policy) string {
 	return fmt.Sprintf("fixed %d/%dh", p.(ratelimit.FixedWindow).Limit, p.(ratelimit.FixedWindow).Window/time.Hour)
 }
 
-// While the database is away, what was known last stays in force. When it is back, changes are learnt again.
+// While the database is away, the last known policies stay in force. When it is back, processes learn of changes again.
 func TestPoliciesWhileTheDatabaseIsAway(t *testing.T) {
 	t.Parallel()
 
@@ -149,7 +149,7 @@ func TestPoliciesWhileTheDatabaseIsAway(t *testing.T) {
 	require.Len(t, journal.Lines(), 2, journal.String())
 }
 
-// A history that was cut off, and a database that was restored from an older one, are read anew.
+// If the history was cut off, or the database was restored from an older one, processes read all rows again.
 func TestPoliciesAreReadAnew(t *testing.T) {
 	t.Parallel()
 
@@ -171,15 +171,15 @@ func TestPoliciesAreReadAnew(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "TRUNCATE rate_limit_policy_history")
 	testkit.WaitUntil(t, func() bool { return p.Status().Rows == 1 })
 
-	// So is a server that has another past than the one before it, as after a failover.
+	// After a failover, the server can have another past than the old one. Processes read all rows again.
 	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "d", "", "deny", "")
 	testkit.WaitUntil(t, func() bool { return p.Status().Listening })
 	pgtest.Scalar[int64](t, db.Pool, endListeners)
 	testkit.WaitUntil(t, func() bool { return p.Status().Rows == 2 })
 }
 
-// An application that listens itself, with a pool that it holds, and statements that may not take long, keeps nothing
-// from hearing.
+// Run hears notifications even if the application listens itself, uses all connections of the pool, and has a short
+// statement_timeout.
 func TestPoliciesOfApplicationsThatListen(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -205,7 +205,7 @@ func TestPoliciesOfApplicationsThatListen(t *testing.T) {
 	testkit.WaitUntil(t, func() bool { return p.Status().Listening })
 }
 
-// Behind PgBouncer in transaction mode no notification arrives. Run finds that out, says so, and asks instead.
+// Behind PgBouncer in transaction mode no notification arrives. Run finds that out, logs it, and polls instead.
 func TestPoliciesBehindPgBouncer(t *testing.T) {
 	t.Parallel()
 
@@ -214,7 +214,7 @@ func TestPoliciesBehindPgBouncer(t *testing.T) {
 	var journal testkit.Journal
 	p := limitertest.RunningPolicies(t, pool, ratelimit.PoliciesConfig{Logger: journal.Logger()})
 	l := limitertest.New(t, pool, ratelimit.Config{Name: "api", Policy: ratelimit.FixedWindow{Limit: 10, Window: time.Hour}, Policies: p})
-	// Others listen, as behind the pooler they cannot.
+	// These processes listen, because they connect past the pooler.
 	direct := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{})
 	testkit.WaitUntil(t, func() bool { return journal.String() != "" && direct.Status().Listening })
 	require.Regexp(t, "no notifications arrive, so changes of policies are asked for twice a second", journal.String())
@@ -229,7 +229,7 @@ func TestPoliciesBehindPgBouncer(t *testing.T) {
 	require.Len(t, journal.Lines(), 1, journal.String())
 }
 
-// A row of another kind than the limiter's is logged once for each policy that it has.
+// A row of another kind than the limiter's policy is logged once for each policy that the row has.
 func TestPolicyOfAnotherKindIsLoggedAnew(t *testing.T) {
 	t.Parallel()
 
@@ -250,7 +250,7 @@ func TestPolicyOfAnotherKindIsLoggedAnew(t *testing.T) {
 	}
 }
 
-// A limiter under a row's policy is made once, though another limiter has a row of the same policy.
+// The limiter for a row's policy is made once, although another limiter has a row with the same policy.
 func TestLimitersOfRowsAreMadeOnce(t *testing.T) {
 	t.Parallel()
 
@@ -264,7 +264,7 @@ func TestLimitersOfRowsAreMadeOnce(t *testing.T) {
 		pgtest.Exec(t, db.Pool, limitertest.AddPolicy, name, "", "", "enforce", "fixed 20/1h")
 	}
 	limitertest.Table(p).Mu.Lock()
-	limitertest.Table(p).Version = nil // both in one answer
+	limitertest.Table(p).Version = nil // makes one answer contain both rows
 	limitertest.Table(p).Mu.Unlock()
 	limitertest.WaitUntilKnown(t, p, db.Pool)
 	for i := range 4 {
@@ -278,7 +278,7 @@ func TestLimitersOfRowsAreMadeOnce(t *testing.T) {
 	require.Same(t, inForce[1], inForce[3])
 }
 
-// Whoever listens anew asks for what has changed, and not for all rows.
+// A process that listens again asks for changes, not for all rows.
 func TestListeningAnewReadsWhatHasChanged(t *testing.T) {
 	t.Parallel()
 
@@ -304,8 +304,8 @@ func TestListeningAnewReadsWhatHasChanged(t *testing.T) {
 	require.Equal(t, first, completeAt())
 }
 
-// Any role that may log in can notify. A flood costs no more than a lost connection: Run stops listening and asks
-// instead, though the application holds its pool, and says so once.
+// Any role that may log in can notify. A flood of notifications costs no more than a lost connection: Run logs it once,
+// stops listening, and polls. This works even if the application uses all connections of its pool.
 func TestFloodOfNotifications(t *testing.T) {
 	t.Parallel()
 
@@ -334,7 +334,7 @@ func TestFloodOfNotifications(t *testing.T) {
 		WHERE datname = current_database() AND query = 'LISTEN rate_limit'`))
 }
 
-// What is heard between two questions takes up little room, whatever is sent.
+// Notifications between two queries take little memory, whatever is sent.
 func TestMailbox(t *testing.T) {
 	t.Parallel()
 
