@@ -28,7 +28,7 @@ const (
 	pgbenchClients   = 8
 )
 
-// neighbourResult is the application's result. Each list has one figure per round.
+// neighbourResult is how the application ran beside a neighbour. Each list has one figure per round.
 type neighbourResult struct {
 	Title     string    `json:"beside"`
 	Missing   string    `json:"missing,omitempty"`

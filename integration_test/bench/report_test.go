@@ -92,7 +92,7 @@ func newFigures(t tally, c costs, postgres bool) figures {
 	return f
 }
 
-// finish computes the figures that follow from others.
+// finish computes the figures that follow from measured figures.
 func (r *report) finish(begun time.Time) {
 	r.Date = begun.UTC().Format("2006-01-02 15:04 UTC")
 	r.Took = time.Since(begun).Round(time.Second).String()

@@ -372,7 +372,7 @@ func withClock(t *testing.T, month time.Duration) (db *pgtest.DB, set func(offse
 	}
 }
 
-// The database's clock is set while there are leases. The allowed units stay within the windows in the results. There
+// The database's clock is set while there are leases. No window in the results has more allowed units than the limit. There
 // are only as many windows as the clock's progress allows.
 func TestLeasesUnderAClockThatIsSet(t *testing.T) {
 	t.Parallel()

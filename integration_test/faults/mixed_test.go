@@ -412,7 +412,7 @@ func mixes(span time.Duration) map[string]mix {
 	crowded[1].durable = false
 	all := map[string]mix{
 		"sets": {limits: limits, calls: []kind{allowAll, allowAll, allowAll, allow, peek}},
-		// There are so many calls that the faster statement for sets decides most of them. It does not support logs.
+		// There are so many calls that the faster statement for sets decides most of them. That statement does not support logs.
 		"sets in a crowd": {limits: limitsOfSets, calls: []kind{allowAll, allowAll, allowAll, allow}, crowd: true},
 		"held rows": {
 			limits: limits,

@@ -115,7 +115,7 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 }
 
 // isFollowedBy tells whether op is a Wait that was allowed together with next, which took after op. Both calls get the
-// ResetAfter of next. It may be shorter than that of op, because next may have spent the last credit, which lasts
+// ResetAfter of next. The ResetAfter of next may be shorter, because next may have spent the last credit, which lasts
 // longer than ordinary units.
 func (op mixedOperation) isFollowedBy(next mixedOperation) bool {
 	if op.kind != wait || next.kind != wait || op.space != next.space {

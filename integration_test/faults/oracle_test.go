@@ -41,7 +41,6 @@ type rule struct {
 	// back returns the account a after a refund of n ordinary units of a take. rolled is a, rolled forward to t. Only
 	// units that rolled still counts go back. back does not roll a forward, because other policies may still count more
 	// of it.
-	// back; rolled is a at t. It does not roll a forward, because other policies may still count more of it.
 	back func(a, rolled account, t, n int64, of portion) account
 	life int64 // microseconds until a take or a grant is over; credit lasts that long
 }

@@ -159,7 +159,7 @@ func TestFieldsOfDraft6AreStructured(t *testing.T) {
 	}
 }
 
-// Negative control: the parser refuses malformed fields.
+// This is a negative control: the parser refuses malformed fields.
 func TestParserRefuses(t *testing.T) {
 	t.Parallel()
 

@@ -98,7 +98,7 @@ func (p *promServer) waitFor(t *testing.T, query string) {
 	}, patience, scrapes/4, query)
 }
 
-// series is a result of a query.
+// series is one time series in the result of a query.
 type series struct {
 	name   string // in the legend
 	Metric map[string]string

@@ -21,7 +21,7 @@ import (
 func TestSoakFindsLostUpdates(t *testing.T) {
 	t.Parallel()
 	s := newSoak(t, 1, nil)
-	s.lockNothing("PERFORM pg_sleep(0.002)") // lets other calls take meanwhile
+	s.lockNothing("PERFORM pg_sleep(0.002)") // lets other calls take during the pause
 	s.run(time.Minute, nil)                  // the first violation ends it
 	require.NotEmpty(t, s.violations)
 	require.Regexp(t, "the row says that|remain after a call", s.violations[0])

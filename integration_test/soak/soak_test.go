@@ -73,7 +73,7 @@ func TestSoak(t *testing.T) {
 
 	s := newSoak(t, seed, nil)
 	s.attack()
-	t.Cleanup(func() { // even if the soak has failed
+	t.Cleanup(func() { // the results are written even if the soak has failed
 		require.NoError(t, s.write(out, length))
 		t.Logf("%s/soak.svg and soak.json: %s", out, s.totals())
 	})

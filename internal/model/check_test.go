@@ -239,7 +239,7 @@ func equalsNoRow(p model.Rules, s model.State, clock int64) bool {
 func sameDecision(p model.Rules, a, b model.State, clock, n int64) bool {
 	nextA, dA := ask(p, a, clock, n)
 	nextB, dB := ask(p, b, clock, n)
-	// This test compares whether Since is set. The value does not matter.
+	// Only whether Since is set matters here.
 	nextA.Since, nextB.Since = min(nextA.Since, 1), min(nextB.Since, 1)
 	return dA == dB && (dA.Granted == 0 || nextA == nextB)
 }

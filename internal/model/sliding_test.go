@@ -262,7 +262,7 @@ func TestSlidingWindowLongerWindowAppliesFromTheNextGrant(t *testing.T) {
 	t.Parallel()
 	s := playModel(t, model.SlidingWindow{10, time.Minute}, model.State{}, modelStep{at("12:00:00"), 6, granted(4, 2*minute)})
 	longer := model.SlidingWindow{10, time.Hour}
-	// A row that the new policy has not taken from expires when the old policy promised.
+	// Until the new policy takes from the row, the row expires when the old policy promised.
 	playModel(t, longer, s,
 		modelStep{at("12:01:30"), 5, denied(4, 30*second, 30*second)},
 		modelStep{at("12:01:59.999999"), 5, denied(4, 1, 1)},

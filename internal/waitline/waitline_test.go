@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Lines with the same retry time sleep for different times. A line never wakes early. It wakes late by at most a 50th
+// Lines with the same retry time sleep for different times. A line never wakes early. It sleeps too long by at most a 50th
 // of the retry time, by at most 100 ms, and not after the head's deadline.
 func TestSleepIsJittered(t *testing.T) {
 	t.Parallel()
