@@ -86,7 +86,7 @@ type leaseUse struct {
 	In           []int64              // the windows of the rows
 	ID           int64                // unique within the process
 	BackOf       int64                // if not 0, the request with this ID may have been refunded
-	Statements   int64                // of the process so far
+	Statements   int64                // statements of the process so far
 	Ended        bool                 // the process has returned all leases, and sends no more reports
 	Lease        ratelimit.LeaseEvent // the sums, in the last report
 

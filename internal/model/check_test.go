@@ -28,7 +28,7 @@ func withoutLog(s model.State) model.State {
 // longestWait returns the longest RetryAfter and ResetAfter of a row whose WindowStart is not ahead of the clock.
 func longestWait(p model.Rules) int64 {
 	switch p.(type) {
-	case model.SlidingWindow, model.CalendarWindow: // a CalendarWindow waits two windows after a longer unit
+	case model.SlidingWindow, model.CalendarWindow: // after a longer unit, a CalendarWindow waits up to two windows
 		return 2 * modeltest.Reach(p)
 	}
 	return modeltest.Reach(p)
