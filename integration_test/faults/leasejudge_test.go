@@ -170,8 +170,8 @@ func judgeBucket(bucket ratelimit.TokenBucket, uses []leaseUse) error {
 	return nil
 }
 
-// judgeSteps is judge for a clock that a test has set. Each decision belongs to the window in its result. The time that
-// the clock went forward bounds the number of windows and the refill of a bucket.
+// judgeSteps is judge for a clock that a test has set. Each decision belongs to the window in its result. The
+// windows and the refill of a bucket must fit into the time by which the clock went forward.
 func (j leaseJudge) judgeSteps(policy ratelimit.Policy, part int, uses []leaseUse) error {
 	limit, total := limitOf(policy), int64(0)
 	window := j.Window

@@ -109,7 +109,7 @@ func (j judge) interval(history []operation, op operation, staleness time.Durati
 	return at, op.Return
 }
 
-// anyway returns a refund as a refund of a take from the present account. It returns nil if op is no refund.
+// anyway returns op.Of as if it were a take from the account a. It returns nil if op is no refund.
 func (op operation) anyway(a account) *portion {
 	if op.Of == nil {
 		return nil

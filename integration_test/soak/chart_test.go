@@ -101,7 +101,7 @@ func (s *soak) chart(length time.Duration) ([]byte, error) {
 	plain := func(of func(soakSample) int64) func(int) float64 {
 		return func(i int) float64 { return float64(of(s.samples[i])) }
 	}
-	// pace returns how much one quantity grew since ten samples ago, divided by the growth of another one.
+	// pace returns the growth of one quantity over ten samples, divided by the growth of another quantity.
 	pace := func(of, by func(soakSample) float64) func(int) float64 {
 		return func(i int) float64 {
 			then, now := s.samples[max(i-10, 0)], s.samples[i]

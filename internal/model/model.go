@@ -112,7 +112,7 @@ func MulDiv(a, b, c int64) int64 {
 // Take is what a request took from a row. It has the data that a refund needs.
 type Take struct {
 	Units int64
-	Spent int64 // units that came from granted credit; they are the last ones of Units
+	Spent int64 // units from granted credit, which are the last of Units
 	Since int64 // the row's Since
 	// In is the row's WindowStart: the start of the window, the time of the log's entry, or the bucket's time.
 	In int64

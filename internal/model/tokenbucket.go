@@ -107,7 +107,7 @@ func (p TokenBucket) leased(s State, t int64) bucketLeases {
 	return l
 }
 
-// End subtracts the lease whose rest the refund k gives back.
+// End subtracts a lease that has ended. The refund k gives back the rest of the lease.
 func (l *bucketLeases) End(k Take, t int64) {
 	switch {
 	case t-k.In >= l.period: // the lease's period may be over, so nothing is subtracted
