@@ -50,12 +50,12 @@ func Command(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "demo",
 		Short: "Show on a small web server what a limit does",
-		Long: `Puts a limit of 10 requests a minute in front of a small web server, and shows what happens to
-15 requests, and why. It takes a few seconds.
+		Long: `Puts a limit of 10 requests a minute in front of a small web server, and shows what happens to 15
+requests, and why. The demo takes a few seconds.
 
-It uses the Postgres of --database-url or DATABASE_URL, in a schema of its own. Without one it
-starts a Postgres: from the programs of this machine, with Docker, or from an npm package. Either
-way it leaves nothing of it behind.`,
+The demo uses a new schema in the Postgres of --database-url or DATABASE_URL. If neither is given, the
+demo starts a Postgres from the programs of this machine, with Docker, or from an npm package. At its
+end, the demo removes everything that it has created.`,
 		Example: `  pgratelimit demo
   pgratelimit demo --serve
   DATABASE_URL=postgres://me@localhost/app pgratelimit demo`,

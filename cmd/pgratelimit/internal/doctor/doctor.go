@@ -24,13 +24,14 @@ func Command(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "doctor",
 		Short: "Find what is wrong with the database, and say what to do",
-		Long: `Finds what is wrong with the database, and says what to do. It only reads: catalogs, statistics, and a
-random sample of at most 100 MB of each table. The exit code is 1 if there is a problem.
+		Long: `Finds what is wrong with the database, and says what to do. The command only reads: catalogs,
+statistics, and a random sample of at most 100 MB of each table. The exit code is 1 if there is a
+problem.
 
-With --fix it first repairs what the migrations made, if it is missing or changed: functions, types,
-tables, primary keys, indexes and triggers. It does so in one transaction. Calls wait meanwhile. Counts,
-policies and rights stay. Only a table that lacks a column without which its rows mean nothing is made
-anew. That loses its rows and what others added to it, so doctor asks first.`,
+With --fix, the command first repairs missing or changed objects of the migrations in one transaction:
+functions, types, tables, primary keys, indexes and triggers. Calls wait until the transaction ends.
+Counts, policies and rights stay. A table must be made anew only if it lacks a required column without a
+default. That loses all rows of the table and what others have added to it, so doctor asks first.`,
 		Example: `  pgratelimit doctor
   pgratelimit doctor --fix
   pgratelimit doctor --json | jq '.[] | select(.level != "ok")'`,

@@ -49,10 +49,11 @@ func ExplainCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "explain NAME KEY",
 		Short: "Say which policy is in force for a key, why, and what is left",
-		Long: `Says which policy is in force for a key, and where it comes from: a row for the key, for a prefix of it
-or for everybody, or the code. It also shows shadow policies and bans. It tells how much is left under the
-policy in force, and takes nothing. This command does not know the policy in the code, so give it with
---policy: limiters pass over rows of another kind, and without rows it is in force.`,
+		Long: `Says which policy is in force for a key, and where the policy comes from: a row for the key, for a
+prefix of the key or for everybody, or the code. The command also shows shadow policies and bans, and
+how much is left under the policy in force. It takes nothing. Give the policy in the code with --policy,
+because the command does not know it. Limiters pass over rows of another kind than this policy. If there
+is no row, the policy in the code is in force.`,
 		Example: `  pgratelimit explain login user:123
   pgratelimit explain api acme --policy "fixed 100000/30d" --durable --json`,
 		Args: cobra.ExactArgs(2),

@@ -50,11 +50,11 @@ func LimitsCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "limits",
 		Short: "List the limiters, and what each has in the tables",
-		Long: `Lists for each limiter the algorithms that wrote its rows, the number of rows, how many of them have
-not expired, their size, and when the first of them expired or will expire. If a table is larger than
-100 MB, it reads a random sample of that size, and marks estimates with ~, unless --exact is given. The
-number of keys that are denied now depends on the policy. The rows do not hold it: give it with
---policy.`,
+		Long: `Lists for each limiter the algorithms that wrote its rows, the number of rows, how many rows have not
+expired, the size of the rows, and when the first row expired or will expire. If a table is larger than
+100 MB, the command reads a random sample of 100 MB, and marks estimates with ~. With --exact, it reads
+the whole table. To count the keys that are denied now, give the policy with --policy, because the rows
+do not have it.`,
 		Example: `  pgratelimit limits
   pgratelimit limits --policy "login=sliding 10/1m" \
       --policy "api=bucket 20 5/10s"

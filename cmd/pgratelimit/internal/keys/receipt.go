@@ -22,14 +22,14 @@ func RefundCommand(a *cli.App) *cobra.Command {
 	return a.Finish(&cobra.Command{
 		Use:   "refund FILE",
 		Short: "Give back what a take took, by its receipt",
-		Long: `Gives back what 'pgratelimit take --receipt FILE' took, because the work came to nothing: what of it
-still counts, and never more. FILE may also hold a receipt of an application, as Result.Receipt
-returns it. The receipt is used up: FILE is removed before the database is asked, and comes back only
-if nothing can have been given back. To give more than was taken, see grant.
+		Long: `Gives back what 'pgratelimit take --receipt FILE' took, for example because the work failed. Only units
+that still count are given back. FILE may also have a receipt of an application, as Result.Receipt
+returns it. The command removes FILE before it asks the database, and writes FILE again only if
+certainly nothing was given back. To give more than was taken, use grant.
 
-A refund goes by the receipt alone: the database does not know which receipts were used. So copy none,
-and use it with the database and schema of the take. A copy gives back what others have taken of the
-same key. The receipt holds the key. It is not signed, so keep it from people who may not run reset.`,
+The database does not know which receipts were used. So do not copy a receipt: a copy gives back what
+others have taken for the same key. Use a receipt with the database and schema of the take. A receipt
+has the key and is not signed, so keep it from people who may not run reset.`,
 		Example: `  pgratelimit refund alice.receipt
   pgratelimit take mail alice --policy "bucket 20 5/10s" --receipt alice.receipt`,
 		Args: cobra.ExactArgs(1),

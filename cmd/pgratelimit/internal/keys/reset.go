@@ -37,10 +37,10 @@ func ResetCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "reset NAME {KEY | --all}",
 		Short: "Make a key as good as new, or all keys of a limiter",
-		Long: `Makes a key as good as new, or all keys of a limiter, in small transactions. Processes that remember
-a denial of the key may deny for another second. Those whose Config.Policies is set are told to forget
-it. If the limiter has several policies, the key has a row for each of them, and all these rows go. It
-is a failure if there is nothing to reset because the limiter's rows are in the other table.`,
+		Long: `Makes a key as good as new, or all keys of a limiter, in small transactions. Processes that remember a
+denial of the key may deny the key for another second. Processes whose Config.Policies is set are told
+to forget the denial. If the limiter has several policies, the command removes the row of each policy.
+The command fails if there is nothing to reset because the limiter's rows are in the other table.`,
 		Example: `  pgratelimit reset login user:123
   pgratelimit reset login --all
   pgratelimit reset api --all --durable --yes`,

@@ -49,12 +49,13 @@ func TopCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "top NAME --policy POLICY",
 		Short: "List the keys of a limiter that are closest to their limit",
-		Long: `Lists the keys of a limiter that have least left. It shows how long it takes until a cost of 1 fits, and
+		Long: `Lists the keys of a limiter that have least left, with the time until a cost of 1 fits, and the time
 until the key is as good as new. All times count from one moment. Give the policy, because the rows do
-not hold it. Keys that another algorithm wrote count as new: 'pgratelimit limits' lists the algorithms.
-The command reads the keys in batches, and waits for nobody. If a limiter has more than --max-rows keys,
-it looks at about that many, and says which share of the keys that is. It chooses pages at random, so it
-sees keys that were made together either all or not at all. Keys that took nothing are not listed.`,
+not have it. Keys that another algorithm wrote count as new: 'pgratelimit limits' lists the algorithms.
+The command reads the keys in batches, and waits for no locks. If a limiter has more than --max-rows
+keys, the command reads about --max-rows keys, and prints the share of the keys that it has read. It
+chooses pages at random, so it reads keys that were made together either all or not at all. Keys that
+took nothing are not listed.`,
 		Example: `  pgratelimit top login --policy "sliding 10/1m"
   pgratelimit top api --policy "fixed 100000/30d" --durable -n 50 --json`,
 		Args: cobra.ExactArgs(1),

@@ -16,10 +16,10 @@ func BanCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "ban NAME KEY --for DURATION --comment WHY",
 		Short: "Deny everything to a key for a while",
-		Long: `Denies everything to a key for a while. Limiters whose Config.Policies is set obey it. It replaces a
-person's ban that would end sooner. If the key is already banned for longer, nothing changes. A
-limiter's ban stays beside it, so that the limiter's next ban is longer. To ban a prefix or everybody,
-INSERT a row of the mode deny into rate_limit_policy.`,
+		Long: `Denies all requests of a key for a while, in limiters whose Config.Policies is set. The ban replaces a
+ban by a person that would end sooner. If the key is already banned for longer, nothing changes. A ban
+by a limiter stays, so that the limiter's next ban is longer. To ban a prefix or everybody, INSERT a row
+of the mode deny into rate_limit_policy.`,
 		Example: `  pgratelimit ban login user:123 --for 1h --comment "tries passwords"
   pgratelimit ban api 203.0.113.7 --for 7d --comment "ticket 1234" --json`,
 		Args: cobra.ExactArgs(2),
@@ -71,9 +71,9 @@ func UnbanCommand(a *cli.App) *cobra.Command {
 	return a.Finish(&cobra.Command{
 		Use:   "unban NAME KEY",
 		Short: "Remove the bans of a key",
-		Long: `Removes all bans of a key, those that people made and those that limiters made. If a limiter bans the
-key again, that ban is as short as a first one. Bans of a prefix of the key, or of everybody, stay:
-'pgratelimit explain' shows them, and 'pgratelimit policy unset' removes them.`,
+		Long: `Removes all bans of a key, whether people or limiters made them. If a limiter bans the key again, the
+ban is as short as a first ban. Bans of a prefix of the key, or of everybody, stay: 'pgratelimit
+explain' shows them, and 'pgratelimit policy unset' removes them.`,
 		Example: `  pgratelimit unban login user:123
   pgratelimit unban api 203.0.113.7 --json`,
 		Args: cobra.ExactArgs(2),

@@ -44,11 +44,11 @@ func compareCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "compare NAME",
 		Short: "Show what shadow policies would have denied",
-		Long: `Shows for each shadow policy of a limiter how many requests it was asked about, how many of these the
-policy in force denied, and how many the shadow would have denied, with the keys that it would have
-denied most. Processes report this every 10 seconds. A process that is killed loses what it has not
-reported. The count begins anew when the policy's row changes. Each process counts at most 500 keys in
-10 seconds.`,
+		Long: `Shows for each shadow policy of a limiter how many requests it decided, how many of these the policy in
+force denied, and how many the shadow policy would have denied. The command also shows the keys that the
+shadow policy would have denied most. Processes report their counts every 10 seconds, and count at most
+500 keys in this time. A process that is killed loses what it has not reported. The counts begin anew
+when the row of the policy changes.`,
 		Example: `  pgratelimit policy compare login
   pgratelimit policy compare login -n 100 --json`,
 		Args: cobra.ExactArgs(1),

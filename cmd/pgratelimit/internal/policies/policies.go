@@ -148,11 +148,11 @@ func PolicyCommand(a *cli.App) *cobra.Command {
 		Use:   "policy",
 		Short: "Change limits without a deploy, by rows of a table",
 		Long: `Shows and changes the rows of the table rate_limit_policy. Limiters whose Config.Policies is set obey
-them. For each key, a row for exactly this key comes first. Then comes the row for the longest prefix of
-it, then a row for everybody, and then the policy in the code, which this command does not know. If
-several rows are for the same, the one that began last is in force. Limiters pass over rows that they
-cannot read, and rows with a policy of another kind than the one in the code. Rows of the mode shadow are
-looked up in the same way, but among themselves. Their policies are decided too, and only reported.`,
+these rows. A row for exactly the key comes first, then the row for the longest prefix of the key, then
+a row for everybody, and then the policy in the code, which this command does not know. Of several rows
+for the same target, the row that began last is in force. Limiters pass over rows that they cannot read,
+and rows whose policy is of another kind than the policy in the code. Rows of the mode shadow are looked
+up separately in the same order. Their decisions are only reported.`,
 		Args: cli.KnownCommand,
 		RunE: cli.MissingCommand,
 	}
@@ -176,7 +176,8 @@ func listCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "list [NAME]",
 		Short: "List the policies of a limiter, or of all limiters",
-		Long:  `Lists the policies that have not ended. It counts the bans that limiters made; --bans lists them too.`,
+		Long: `Lists the policies that have not ended. The command counts the bans that limiters made. With --bans, it
+lists these bans.`,
 		Example: `  pgratelimit policy list
   pgratelimit policy list login --bans --json`,
 		Args: cobra.MaximumNArgs(1),
@@ -224,8 +225,8 @@ func getCommand(a *cli.App) *cobra.Command {
 	return a.Finish(&cobra.Command{
 		Use:   "get NAME [KEY]",
 		Short: "Show the policies that apply to a key, best first",
-		Long: `Shows the policies that apply to a key, best first, and tells which of them is in force now. Without a
-key it shows those for everybody.`,
+		Long: `Shows the policies that apply to a key in order of precedence, and which policy is in force now. Without
+a key, the command shows the policies for everybody.`,
 		Example: `  pgratelimit policy get login user:123
   pgratelimit policy get login --json`,
 		Args: cobra.RangeArgs(1, 2),

@@ -95,20 +95,21 @@ func setCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "set NAME TARGET {POLICY | --off} --comment WHY",
 		Short: "Set the policy for a key, for a prefix, or for everybody",
-		Long: `Sets the policy for TARGET: --key KEY, --prefix PREFIX or --everybody. Processes learn of it within a
-second of its commit. A limiter passes over a policy of another kind than the one in the code, and logs
-that. If all rows of its keys are of another kind, this command warns of it.
+		Long: `Sets the policy for TARGET: --key KEY, --prefix PREFIX or --everybody. Processes learn of the policy
+within a second of the commit. A limiter passes over a policy of another kind than the policy in the
+code, and logs a warning. The command also warns if all rows of the limiter are of another kind.
 
-Without --until and --from, the policy replaces the rows for the same TARGET that have begun, even a ban.
-The command shows the rows that it replaces. Rows that are yet to begin stay. With --until or --from, it
-replaces nothing. It overrides the row that is in force when it begins. When it ends, that row is in force
-again. Rows of --mode shadow replace and override only each other.
+Without --until and --from, the policy replaces the rows for the same TARGET that have begun, even a
+ban. The command shows the rows that it replaces. Rows that have not begun stay. With --until or --from,
+the policy replaces no row. It overrides the row that is in force when the policy begins. When the
+policy ends, this row is in force again. Rows of --mode shadow only replace and override rows of the
+same mode.
 
 The command lowers a limit only with --force. It compares the policy with the rows that it replaces, and
-with the row that would otherwise be in force when it begins, even one for a shorter prefix or for
-everybody. A limit is lower if it allows less at once, or less in the long run. The policy in the code is
-not compared, because this command does not know it. --off and a shadow lower nothing. A row that this
-release cannot read is not compared, and is replaced only with --force.`,
+with the row that would otherwise be in force when the policy begins, even a row for a shorter prefix or
+for everybody. A policy is lower if it allows less at once, or less in the long run. The policy in the
+code is not compared, because the command does not know it. --off and --mode shadow lower no limit. A
+row that this release cannot read is not compared, and is replaced only with --force.`,
 		Example: `  pgratelimit policy set api --key customer:42 "sliding 5000/1m" \
       --comment "ticket 1234"
   pgratelimit policy set api --prefix free: "sliding 50/1m" --until 2h \
@@ -279,10 +280,10 @@ func unsetCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "unset NAME TARGET",
 		Short: "Remove the policies for a key, for a prefix, or for everybody",
-		Long: `Removes the rows for TARGET: --key KEY, --prefix PREFIX or --everybody, also those that are yet to
-begin, and shows them. Then the policy for a shorter prefix, for everybody, or in the code is in force. A
-person's ban goes too. A limiter's ban stays: 'pgratelimit unban' removes it. With --mode shadow, only the
-rows of that mode go. Without it, only the others go.`,
+		Long: `Removes the rows for TARGET, and shows them: --key KEY, --prefix PREFIX or --everybody. Rows that have
+not begun are removed too. Then the policy for a shorter prefix, for everybody, or in the code is in
+force. A ban by a person is removed too. A ban by a limiter stays: 'pgratelimit unban' removes it. With
+--mode shadow, only rows of this mode are removed. Without --mode, only rows of other modes are removed.`,
 		Example: `  pgratelimit policy unset api --key customer:42
   pgratelimit policy unset login --everybody --mode shadow
   pgratelimit policy unset api --prefix free: --dry-run --json`,

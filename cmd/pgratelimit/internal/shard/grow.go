@@ -23,15 +23,15 @@ func shardGrowCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "grow [CONNECTION...]",
 		Short: "Double the number of shards, while they decide",
-		Long: `Doubles the number of a proxy's shards. Give it as many connection strings as there are shards now. They
-lead to new databases that are migrated and empty. One after the other, each shard gives half of its keys
-to a new one, with all counts, while both decide. Calls for that shard wait while its tables are read
-once. After an interruption, the same command continues, even without the connection strings, because
-the proxy has noted them. As long as no shard has given up keys, --undo takes everything back instead.
+		Long: `Doubles the number of a proxy's shards. Give as many connection strings as there are shards now. The new
+databases must be migrated and empty. One shard after the other gives half of its keys to a new shard,
+with all counts, while both decide. Calls for this shard wait while its tables are read once. After an
+interruption, the same command continues, even without the connection strings, because the proxy has
+stored them. Until a shard has given up keys, --undo takes everything back.
 
-It needs what 'pgratelimit shard set' needs. It stays connected to all shards, so their connection
-strings must lead to Postgres itself, and not to a pooler. Name with --proxy each other proxy that is not
-a standby of this one.`,
+The command needs the same rights as 'pgratelimit shard set'. It stays connected to all shards, so the
+connection strings must lead to Postgres itself, and not to a pooler. Use --proxy to name each other
+proxy, except for standbys of this proxy.`,
 		Example: `  pgratelimit shard grow "host=10.0.0.3 dbname=limits_2" \
       "host=10.0.0.4 dbname=limits_3"
   pgratelimit shard grow   # goes on`,

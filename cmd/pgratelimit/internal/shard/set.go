@@ -36,17 +36,18 @@ func shardSetCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "set CONNECTION...",
 		Short: "Make the database a proxy of shards, or change that proxy",
-		Long: `Makes the database a proxy of the shards with these connection strings, in the order of their places.
-If it is a proxy already, it gets these connection strings, this role and password, and the functions of
-this release. That needs a superuser there, and the extension plproxy. The number of shards is a power of
-two; 'pgratelimit shard grow' doubles it. A database that has limits already can become the only shard,
-and then grow. Migrate all shards first, in a schema of the same name.
+		Long: `Makes the database a proxy of the shards with these connection strings, in the order of their places. If
+the database is already a proxy, it gets these connection strings, this role and password, and the
+functions of this release. The command needs a superuser on the proxy, and the extension plproxy. The
+number of shards must be a power of two; 'pgratelimit shard grow' doubles it. A database that already
+has limits can become the only shard, and then grow. Migrate all shards first, in a schema of the same
+name.
 
 PL/Proxy connects to the shards as --user, with the password in the environment variable
-PGRATELIMIT_SHARD_PASSWORD. That role needs the rights of rate_limit_app and rate_limit_sweeper on each
-shard, as deploy/grants.sql gives them. This command connects to the shards as the user of
---database-url. That user must be a member of the role that owns their tables. The command tries
-everything before it changes the proxy. If something is wrong, the proxy stays as it was.`,
+PGRATELIMIT_SHARD_PASSWORD. This role needs the rights of rate_limit_app and rate_limit_sweeper on each
+shard, as deploy/grants.sql grants them. The command connects to the shards as the user of
+--database-url, who must be a member of the role that owns the tables. The command tests everything
+before it changes the proxy. If a test fails, the proxy does not change.`,
 		Example: `  pgratelimit shard set --user proxy "host=10.0.0.1 dbname=limits_0" \
       "host=10.0.0.2 dbname=limits_1"`,
 		Args: func(_ *cobra.Command, args []string) error { return checkConnections(args) },

@@ -19,10 +19,10 @@ func Command(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "shard",
 		Short: "Spread the limits over several databases, behind a proxy",
-		Long: `Spreads the limits over several databases, the shards. Applications connect to one more database, the
-proxy. It has no limits: its functions hand each call to the shards that have its keys, with PL/Proxy.
-docs/operating.md says how to set that up. The database of --database-url is the proxy. If the other
-commands are given a proxy, they look at all shards.`,
+		Long: `Spreads the limits over several databases, the shards. Applications connect to another database, the
+proxy. The functions of the proxy pass each call on to the shards of its keys with PL/Proxy.
+docs/operating.md says how to set up a proxy. The database of --database-url is the proxy. All other
+commands also work with a proxy, and use all shards.`,
 		Args: cli.KnownCommand,
 		RunE: cli.MissingCommand,
 	}
@@ -37,10 +37,10 @@ func shardListCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "list",
 		Short: "List the shards of a proxy, and what is wrong with each",
-		Long: `Lists the shards of a proxy. For each it shows the place that it says it has, the version of its
-migrations, about how many rows it has, how far its clock is ahead of the proxy's, and what is wrong. If
-anything is wrong, the exit code is 1. It connects to each shard by the proxy's connection string, as the
-user of --database-url.`,
+		Long: `Lists the shards of a proxy. The list has, for each shard, the place in the shard's database, the
+version of the migrations, an estimate of the number of rows, how far the shard's clock is ahead of the
+proxy's clock, and what is wrong. If anything is wrong, the exit code is 1. The command connects to each
+shard by the proxy's connection string, as the user of --database-url.`,
 		Example: `  pgratelimit shard list
   pgratelimit shard list --json`,
 		Args: cobra.NoArgs,

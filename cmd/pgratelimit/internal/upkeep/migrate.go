@@ -31,8 +31,9 @@ func MigrateCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "migrate",
 		Short: "Make the tables and functions, or remove them",
-		Long: `Makes the tables and functions of the limiters in the schema of --schema, which has to exist, or in
-the one that search_path names first. Connect to Postgres itself, not through a pooler.`,
+		Long: `Makes the tables and functions of the limiters in the schema of --schema, which must exist. Without
+--schema, the command uses the first schema of search_path. Connect to Postgres itself, and not to a
+pooler.`,
 		Args: cli.KnownCommand,
 		RunE: cli.MissingCommand,
 	}
@@ -131,10 +132,10 @@ func migrateDownCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "down",
 		Short: "Roll back the migration that was applied last",
-		Long: `Rolls back the last migration, or all migrations above a version. This removes what they made. The first
-migration made the tables, so to roll it back loses all counts, all policies and their history. While
-shards are being divided, their databases and the proxy refuse it: 'pgratelimit shard grow' finishes the
-division, and with --undo it takes it back.`,
+		Long: `Rolls back the last migration, or all migrations above a version. This removes what the migrations made.
+The first migration made the tables, so rolling it back loses all counts, policies and history. While
+shards are being divided, the command refuses to change the shards and the proxy. 'pgratelimit shard
+grow' finishes the division, and 'pgratelimit shard grow --undo' takes it back.`,
 		Example: `  pgratelimit migrate down
   pgratelimit migrate down --to 0 --yes`,
 		Args: cobra.NoArgs,

@@ -32,10 +32,10 @@ func SweepCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "sweep",
 		Short: "Delete the rows that have expired",
-		Long: `Deletes rows that expired at least a minute ago, in small transactions that wait for nobody. One pass,
-for cron, takes ten minutes at most, and the next pass goes on where it stopped. With --every the
-command keeps running, and logs a line for each pass that deleted rows. Sweeping changes no decision,
-because an expired row means the same as no row.`,
+		Long: `Deletes rows that expired at least a minute ago, in small transactions that wait for no locks. A pass,
+for cron, takes at most ten minutes, and the next pass continues where the previous pass stopped. With
+--every, the command keeps running, and logs a line for each pass that deleted rows. Sweeping changes no
+decision, because an expired row means the same as no row.`,
 		Example: `  pgratelimit sweep
   pgratelimit sweep --every 5m
   pgratelimit sweep --existing login --existing api`,
