@@ -12,7 +12,7 @@
 -- Plans do not depend on the session's settings. Compiling with JIT would take longer than a decision. Without index
 -- scans, TID scans and nested loops, Postgres would scan the whole table. (Each setting costs 0.1 us per call.)
 --
--- Internal functions run with the settings of their callers, because each setting costs time.
+-- Internal functions run with the settings of their callers, because each setting of a function costs time.
 --
 -- A superuser may run this block, and search_path may have a schema where other roles can create objects. So every name
 -- in this block has its schema until search_path is pg_catalog.

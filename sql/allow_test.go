@@ -191,7 +191,7 @@ func TestSQLPassesOverWhatLimitersPassOver(t *testing.T) {
 	require.ErrorContains(t, err, "key is NULL, empty or too long")
 }
 
-// retry_after_seconds is a whole number for the header Retry-After. After this time, the request is allowed.
+// retry_after_seconds is a whole number for the header Retry-After. The request is allowed after retry_after_seconds.
 func TestSQLRoundsRetryAfterUp(t *testing.T) {
 	t.Parallel()
 
@@ -318,7 +318,7 @@ func TestSQLForPeopleNeedsNothingButExecute(t *testing.T) {
 	}
 }
 
-// rate_limit_peek writes nothing, so it works on a standby. rate_limit_allow fails there.
+// rate_limit_peek writes nothing, so it works on a standby. rate_limit_allow fails on a standby.
 func TestSQLPeeksWhereNothingCanBeWritten(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")

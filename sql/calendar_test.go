@@ -81,7 +81,8 @@ func compareCalendars(t *testing.T, db pgtest.Executor, zones []string) (wrong [
 					-- of the minute in between is the next day, and of the hour after it the day before.
 					AND CASE WHEN w.label <= w.instant THEN w.last IN (w.label, w.ends_at)
 						ELSE w.label = w.ends_at AND (w.last <= w.instant OR w.last = w.ends_at) END
-					-- At the end, another window starts. An hour may start within an hour of the previous offset.
+					-- At the end, another window starts. A new hour may start within an hour of the clock before the
+					-- change.
 					AND (w.label = w.ends_at OR date_trunc(w.unit, w.ends_at, w.zone) > w.label)
 					AND (w.unit IN ('minute', 'hour') OR date_trunc(w.unit, w.ends_at, w.zone) = w.ends_at)
 				) IS NOT TRUE),

@@ -400,7 +400,7 @@ func TestUpdatingByTidInTheStatementOfTheLockIsLost(t *testing.T) {
 }
 
 // Without the loop in rate_limit_all, a call fails if its row is deleted meanwhile. TestRowDeletedWhileWeWaitForIt and
-// TestSweeperAtFullSpeed notice this.
+// TestSweeperAtFullSpeed notice such a failure.
 func TestRowThatVanishesIsMissedWithoutTheLoop(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")

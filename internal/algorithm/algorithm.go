@@ -38,9 +38,9 @@ const (
 // docs/algorithms.md. Then run "make sql". TestEveryAlgorithmIsComplete lists the steps that are missing. If the
 // migrations are already released, add a new migration to internal/gensql.
 //
-// An algorithm may need a refill like TokenBucket, a log like SlidingLog, or a time zone like CalendarWindow. In this
-// case, search for these names and codes in text.go, in internal/engine, in model.go and credit.go of internal/model,
-// and in all.sql, refund.sql, takeall.sql and policy.sql of sql/.
+// An algorithm may need a refill like TokenBucket, a log like SlidingLog, or a time zone like CalendarWindow. To add
+// such an algorithm, search for these names and codes in text.go, in internal/engine, in model.go and credit.go of
+// internal/model, and in all.sql, refund.sql, takeall.sql and policy.sql of sql/.
 func All() []Algorithm { return slices.Clone(table[:]) }
 
 //nolint:gochecknoglobals // the table never changes, and With reads the table for each request

@@ -5,7 +5,8 @@
 //
 // A migration consists of some of these files, annotations for goose, and statements for the way down.
 //
-// A released migration never changes. Remove a released migration from the list, and put changes into a new one.
+// A released migration never changes. Remove a released migration from migrations, and put changes into a new
+// migration.
 package main
 
 import (

@@ -294,7 +294,7 @@ func LockTimeout(err error) bool {
 	return ok && pgErr.Code == "55P03"
 }
 
-// RowHeld tells whether a locked row caused the error. A locked table causes ErrUnavailable instead.
+// RowHeld tells whether a locked row caused the error. A locked table causes ErrUnavailable, and not ErrKeyHeld.
 func RowHeld(err error) bool {
 	return errors.Is(err, ErrKeyHeld) || errors.Is(err, ErrHeldUp) ||
 		LockTimeout(err) && !errors.Is(err, ErrUnavailable)

@@ -15,7 +15,7 @@ type DB interface {
 }
 
 // maxTries is how often Query sends a statement that the server rolls back because of other transactions. At REPEATABLE
-// READ and SERIALIZABLE, a row that other transactions keep locking can cause this each time.
+// READ and SERIALIZABLE, a row that other transactions keep locking can cause a rollback each time.
 const maxTries = 5
 
 // Query sends a statement, scans each row into targets, and calls each. Query returns a translated error. Query retries

@@ -137,8 +137,8 @@ func (p *process) url() string {
 	return fmt.Sprintf("postgres://postgres:%s@127.0.0.1:%d/postgres?sslmode=disable", p.password, p.port)
 }
 
-// start starts the server, and returns its version as soon as it answers. If another program uses the port, or if
-// killed processes still use the shared memory, start tries again.
+// start starts the server, and returns the server's version as soon as the server answers. If another program uses the
+// port, or if killed processes still use the shared memory, start tries again.
 func (p *process) start(ctx context.Context) (version string, err error) {
 	for {
 		if !p.settled {

@@ -23,7 +23,7 @@ var calls = regexp.MustCompile(`(\w+)\s*\(`)
 
 // Decoys creates overloads of Postgres's functions and operators in the schema and in public. An overload fails with
 // the word "decoy". Decoys overloads everything that the schema's functions call or that the texts contain, and also
-// the schema's functions. The overloads belong to a role that can only create objects there.
+// the schema's functions. The overloads belong to a role that can only create objects in these schemas.
 func (db *DB) Decoys(t testing.TB, schema string, texts ...string) {
 	t.Helper()
 	db.decoys(t, "text name bigint integer smallint boolean numeric timestamptz tid "+

@@ -176,7 +176,7 @@ func (a *App) Transaction(
 		locked := []string{}
 		if lock != "" {
 			// Another role that can create objects in the schema may have created the tables, and doctor must report
-			// this. The lock prevents that a table is replaced.
+			// such tables. The lock prevents that a table is replaced.
 			var tables []string
 			of, whole := []string{Table(false), Table(true), "rate_limit_policy"}, lock == AccessExclusive
 			if whole {

@@ -21,7 +21,7 @@ import (
 //go:embed sql/grants.sql
 var grantsSQL string
 
-// mostRounds is how often fix checks again. A round may need the results of the previous round.
+// mostRounds is how often fix repeats its checks. A round may need the results of the previous round.
 const mostRounds = 6
 
 // definitions returns statements of the migrations up to a version: the statements that create each object, by the

@@ -26,7 +26,7 @@ var (
 )
 
 // Kinds maps names to the algorithms that wrote the rows in rate_limit_ephemeral and in rate_limit_durable, as a sum of
-// 1 << code. If there are expired rows, the sum has 1 too.
+// 1 << code. Expired rows add 1 to the sum.
 type Kinds map[string][2]int64
 
 // of returns the algorithms that wrote a name's rows in the given table and in the other table.

@@ -236,7 +236,7 @@ func (t *Target) growsBy(more []string, undo bool) ([]string, error) {
 	return t.growth.By, nil
 }
 
-// grows returns an error if the proxy cannot grow by these databases, and has not begun to do so.
+// grows returns an error if the proxy cannot begin to grow by these databases, and has not begun.
 func (t *Target) grows(more []string) error {
 	n, has := len(more), len(t.Connections)
 	begun := has == 2*n

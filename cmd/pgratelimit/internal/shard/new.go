@@ -79,7 +79,7 @@ func readNewShards(
 	return states, errors.Join(wrong...)
 }
 
-// readNew reads a database that will become a shard. Read does not read everything that matters for this.
+// readNew reads a database that will become a shard. Read does not read everything that matters for a new shard.
 func (s *State) readNew(ctx context.Context, tx pgx.Tx, token int32, version int64) error {
 	if err := tx.QueryRow(ctx, twinSQL, token, s.Place).Scan(&s.twin); err != nil {
 		return err

@@ -1,5 +1,5 @@
 -- This query finds roles that could create an object in the schema that is taken for one of the limiter's objects, or
--- that have done so. Each row has the problem and a statement that fixes it. The owner of rate_limit_ephemeral is
+-- that have created one. Each row has the problem and a statement that fixes it. The owner of rate_limit_ephemeral is
 -- trusted, because another role that can create objects can add a function with a name of the limiter's functions, but
 -- cannot add a second table of this name.
 WITH schema AS (
