@@ -10,16 +10,16 @@ import (
 	"strings"
 )
 
-// defaultHeader is where most proxies put the client's address.
+// defaultHeader is the header in which most proxies send the client's address.
 const defaultHeader = "X-Forwarded-For"
 
-// maxHops is the largest number of proxies that a request may pass.
+// maxHops is the largest number of proxies that a request may have passed.
 const maxHops = 100
 
 // addresses finds the address of a request's client.
 type addresses struct {
 	trusted  []netip.Prefix
-	header   string // canonical
+	header   string // in canonical form
 	ipv6Bits int
 	unix     bool // peers on Unix sockets are trusted
 	err      error
@@ -28,11 +28,12 @@ type addresses struct {
 // IPOption is an option of ByIP.
 type IPOption func(*addresses)
 
-// ByIP is the client's address: RemoteAddr, unless this peer is a trusted proxy. An IPv6 address counts by its /64
-// network, because a client owns all of it. If an IPv6 address contains the client's IPv4 address, the IPv4 address
-// counts: NAT64 (64:ff9b::/96), 6to4 (2002::/16) and Teredo (2001::/32). In an operator's own NAT64 (64:ff9b:1::/48)
-// its position is unknown, so the whole address counts. A request with an unreadable address has no key. If requests
-// seem to come through a proxy that is not trusted, [Config].Logger gets one line.
+// ByIP uses the client's address as the key. The address is RemoteAddr, unless RemoteAddr is a trusted proxy. For an
+// IPv6 address the key is its /64 network, because a client owns the whole network. For an IPv6 address of NAT64
+// (64:ff9b::/96), 6to4 (2002::/16) or Teredo (2001::/32), the key is the IPv4 address in it. In local NAT64
+// (64:ff9b:1::/48) the position of the IPv4 address is unknown, so the key is the whole address. A request with an
+// unreadable address has no key. If requests seem to come through a proxy that is not trusted, [Config].Logger gets one
+// line.
 func ByIP(options ...IPOption) Key {
 	a := &addresses{header: defaultHeader, ipv6Bits: 64}
 	for _, option := range options {
@@ -44,11 +45,11 @@ func ByIP(options ...IPOption) Key {
 	return Key{find: a.key}
 }
 
-// TrustedProxies names the networks of the proxies in front of this server. If the peer is one of them, the client is
-// the last address in X-Forwarded-For that is not a trusted proxy. Anything before that address may be forged, and is
-// ignored. All lines of the header count, in order. If all addresses are trusted, the client is the first of them.
-// Without the header, the client is the peer. Each proxy has to append the address of its own peer, or replace the
-// header with it.
+// TrustedProxies names the networks of the proxies in front of this server. If the peer is in such a network, the
+// client is the last address in X-Forwarded-For that is not a trusted proxy. Text before that address may be forged,
+// and is ignored. All lines of the header count, in order. If all addresses are trusted proxies, the client is the
+// first address. Without the header, the client is the peer. Each proxy must append the address of its peer to the
+// header, or replace the header with this address.
 func TrustedProxies(prefixes ...netip.Prefix) IPOption {
 	return func(a *addresses) {
 		for _, prefix := range prefixes {
@@ -66,14 +67,14 @@ func TrustedProxies(prefixes ...netip.Prefix) IPOption {
 	}
 }
 
-// TrustUnixSocket trusts peers on Unix sockets, as TrustedProxies trusts networks. Such peers have no address, so a
-// request without the header has no key. Only your proxy may be able to open the socket. A request with an empty
-// RemoteAddr counts as coming over a Unix socket, unless its server says otherwise.
+// TrustUnixSocket trusts peers on Unix sockets, as TrustedProxies trusts networks. Make sure that only your proxy can
+// open the socket. Peers on Unix sockets have no address, so a request without the header has no key. A request with an
+// empty RemoteAddr counts as a request over a Unix socket, unless http.LocalAddrContextKey has another network.
 func TrustUnixSocket() IPOption { return func(a *addresses) { a.unix = true } }
 
 // AddressHeader names the header that trusted proxies set, if it is not X-Forwarded-For. Forwarded is read as RFC 7239
-// defines it. Any other header, such as X-Real-IP, is read as a list of addresses. Only this header counts. The proxies
-// must not pass on a client's version of it.
+// defines it. Any other header, such as X-Real-IP, is read as a list of addresses. All other headers are ignored. The
+// proxies must not forward a client's version of this header.
 func AddressHeader(name string) IPOption {
 	return func(a *addresses) {
 		if !isToken(name) {
@@ -83,7 +84,7 @@ func AddressHeader(name string) IPOption {
 	}
 }
 
-// IPv6Prefix sets how many bits of an IPv6 address count, from 48 to 128. Defaults to 64.
+// IPv6Prefix sets how many bits of an IPv6 address are part of the key, from 48 to 128. Defaults to 64.
 func IPv6Prefix(bits int) IPOption {
 	return func(a *addresses) {
 		if bits < 48 || bits > 128 {
@@ -112,7 +113,7 @@ func (a *addresses) key(r *http.Request, hint *proxyHint) (string, error) {
 	return network.String(), nil
 }
 
-//nolint:gochecknoglobals // nobody changes them
+//nolint:gochecknoglobals // these are constants
 var (
 	nat64      = netip.MustParsePrefix("64:ff9b::/96")   // RFC 6052
 	localNAT64 = netip.MustParsePrefix("64:ff9b:1::/48") // RFC 8215
@@ -120,10 +121,10 @@ var (
 	teredo     = netip.MustParsePrefix("2001::/32")      // RFC 4380
 )
 
-// embedded returns the client's IPv4 address that an IPv6 address contains, or else the address itself. Answers go to
-// that IPv4 address, so nobody can claim another client's. The IPv6 network would not do: a /64 holds many clients in
-// NAT64 and Teredo, and in 6to4 a client has 65,536 of them. Whether a proxy is trusted depends on the unchanged
-// address.
+// embedded returns the IPv4 address in an address of NAT64, 6to4 or Teredo. It returns all other addresses unchanged. A
+// client cannot use the IPv4 address of another client, because responses go to the IPv4 address. /64 networks are no
+// good keys here: in NAT64 and Teredo many clients share one, and in 6to4 one client has 65,536 of them. Trust in
+// proxies depends on the unchanged address.
 func embedded(address netip.Addr) netip.Addr {
 	b := address.As16()
 	switch {
@@ -181,7 +182,7 @@ func (a *addresses) client(r *http.Request, hint *proxyHint) (netip.Addr, error)
 	return client, nil
 }
 
-// before returns the address before the client's, for the hint. Anybody may have written it.
+// before returns the address before the client's address in the header, for proxyHint. It may be forged.
 func (a *addresses) before(lines, texts []string) netip.Addr {
 	if len(texts) == 0 && len(lines) > 0 {
 		texts, _ = a.read(lines[len(lines)-1])
@@ -193,8 +194,8 @@ func (a *addresses) before(lines, texts []string) netip.Addr {
 	return address
 }
 
-// isUnixSocket tells whether a peer without an address came over a Unix socket. Servers then report the address "@", an
-// empty one, or the path of the peer's own socket.
+// isUnixSocket tells whether a request without a readable address came over a Unix socket. For a Unix socket,
+// RemoteAddr is "@", empty, or the path of the peer's socket.
 func isUnixSocket(r *http.Request) bool {
 	local, known := r.Context().Value(http.LocalAddrContextKey).(net.Addr)
 	if known && !strings.HasPrefix(local.Network(), "unix") {
@@ -211,10 +212,10 @@ func (a *addresses) trusts(address netip.Addr) bool {
 	return slices.ContainsFunc(a.trusted, func(prefix netip.Prefix) bool { return prefix.Contains(address) })
 }
 
-// read returns the addresses in a line of the header, the last one first, and at most maxHops + 1 of them. It skips
-// empty members, as in every list of HTTP (RFC 9110 section 5.6.1). A client gains nothing by them, because they come
-// before the proxy's address. A line without any member is refused: its proxy knew no address, and the line before may
-// be forged.
+// read returns the addresses in a line of the header, the last address first, and at most maxHops + 1. It skips empty
+// members, as RFC 9110 section 5.6.1 says. A client gains nothing by empty members, because they come before the
+// proxy's address. read refuses a line without any member: its proxy knew no address, and the line before it may be
+// forged.
 func (a *addresses) read(line string) ([]string, bool) {
 	if a.header == "Forwarded" {
 		return readForwarded(line)
@@ -233,10 +234,10 @@ func (a *addresses) read(line string) ([]string, bool) {
 	return texts, len(texts) > 0
 }
 
-// readForwarded returns the value of "for" in each element of a Forwarded line (RFC 7239 section 4), the last one
-// first. It skips empty elements and pairs. An element with other pairs but no "for" yields an empty text, which is not
-// an address: its proxy hides the client, and the element before may be forged. Any fault refuses the whole line,
-// because a client's open quote could otherwise hide what the proxy appends.
+// readForwarded returns the value of "for" in each element of a Forwarded line (RFC 7239 section 4), the last element
+// first. It skips empty elements and pairs. For an element with other pairs but no "for", it returns an empty text,
+// which is not an address: its proxy hides the client, and the element before it may be forged. A syntax error refuses
+// the whole line: a client's open quote could hide what the proxy appends.
 func readForwarded(line string) ([]string, bool) {
 	var texts []string
 	var address string
@@ -276,8 +277,7 @@ func readForwarded(line string) ([]string, bool) {
 	}
 }
 
-// withoutPort removes a port of RFC 7239 section 6 from an address: up to five digits, or "_" and a word that stands
-// for it.
+// withoutPort removes the port from an address of RFC 7239 section 6. A port is up to five digits, or "_" and a word.
 func withoutPort(node string) string {
 	i := strings.LastIndexByte(node, ':')
 	host, port := node[:max(i, 0)], node[i+1:]

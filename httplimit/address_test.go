@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// from is a request from a peer, with lines of a header.
+// from returns a request from a peer, with lines of a header.
 func from(peer, header string, lines ...string) *http.Request {
 	r := &http.Request{RemoteAddr: peer, Header: http.Header{}}
 	if len(lines) > 0 {
@@ -63,14 +63,14 @@ func TestAddressOfThePeer(t *testing.T) {
 	}
 }
 
-// An IPv4 client counts by its IPv4 address, wherever an IPv6 address contains it.
+// For an IPv6 address that contains an IPv4 address, the key is the IPv4 address.
 func TestIPv4AddressInsideOfIPv6(t *testing.T) {
 	t.Parallel()
 
 	for address, want := range map[string]string{
 		"64:ff9b::203.0.113.9":               "203.0.113.9",
 		"64:ff9b::cb00:7109":                 "203.0.113.9",
-		"64:ff9b::1:cb00:7109":               "64:ff9b::/64", // not in the /96
+		"64:ff9b::1:cb00:7109":               "64:ff9b::/64", // outside of 64:ff9b::/96
 		"64:ff9b:1::203.0.113.9":             "64:ff9b:1::cb00:7109/128",
 		"64:ff9b:1:cb00:71:900::":            "64:ff9b:1:cb00:71:900::/128",
 		"64:ff9b:2::203.0.113.9":             "64:ff9b:2::/64",
@@ -79,7 +79,7 @@ func TestIPv4AddressInsideOfIPv6(t *testing.T) {
 		"2001:0:102:304:8000:63bf:34ff:8ef6": "203.0.113.9",
 		"2001:1:102:304:8000:63bf:34ff:8ef6": "2001:1:102:304::/64",
 		"::203.0.113.9":                      "::/64", // nobody has such an address
-		"::ffff:0:203.0.113.9":               "::/64", // nor this one
+		"::ffff:0:203.0.113.9":               "::/64", // nobody has such an address either
 		"2001:db8::5efe:cb00:7109":           "2001:db8::/64",
 	} {
 		for _, key := range []Key{ByIP(), ByIP(IPv6Prefix(48)), ByIP(IPv6Prefix(128))} {
@@ -92,7 +92,7 @@ func TestIPv4AddressInsideOfIPv6(t *testing.T) {
 		requireKey(t, want, ByIP(), from("["+address+"]:1", ""))
 		requireKey(t, want, ByIP(trusted()), from("10.0.0.1:1", "X-Forwarded-For", "1.1.1.1, "+address))
 	}
-	// Trust depends on the address as it is, not on an address that it contains.
+	// Trust depends on the IPv6 address, and not on the IPv4 address in it.
 	for _, peer := range []string{"[64:ff9b::10.0.0.1]:1", "[2002:a00:1::1]:1"} {
 		requireKey(t, "10.0.0.1", ByIP(trusted()), from(peer, "X-Forwarded-For", "203.0.113.9"))
 	}
@@ -100,8 +100,8 @@ func TestIPv4AddressInsideOfIPv6(t *testing.T) {
 		from("[64:ff9b::10.0.0.1]:1", "X-Forwarded-For", "203.0.113.9"))
 }
 
-// Peers on a Unix socket have no address. The header counts if the application trusts the socket. Otherwise the log
-// says what to do.
+// Peers on a Unix socket have no address. If the application trusts the socket, the header counts. If not, the log says
+// what to do.
 func TestUnixSocket(t *testing.T) {
 	t.Parallel()
 
@@ -168,7 +168,7 @@ func TestUnixSocket(t *testing.T) {
 		_, err = ByIP(TrustUnixSocket()).Of(r)
 		require.Error(t, err)
 	}
-	// A peer with an address did not come over a socket. A peer with an unreadable address has no key.
+	// A peer with an address did not come over a Unix socket. A peer with an unreadable address has no key.
 	requireKey(t, "192.0.2.1", ByIP(TrustUnixSocket()), from("192.0.2.1:1", "X-Forwarded-For", "203.0.113.9"))
 	for _, peer := range []string{"unix", "localhost:80", "unknown", "\x00"} {
 		_, err := ByIP(TrustUnixSocket()).Of(from(peer, "X-Forwarded-For", "203.0.113.9"))
@@ -176,7 +176,7 @@ func TestUnixSocket(t *testing.T) {
 	}
 }
 
-// The client is the last address that is not a trusted proxy's, over all lines of the header.
+// The client is the last address in all lines of the header that is not a trusted proxy's.
 func TestAddressBehindTrustedProxies(t *testing.T) {
 	t.Parallel()
 
@@ -195,7 +195,7 @@ func TestAddressBehindTrustedProxies(t *testing.T) {
 		{"2001:db8::/64", []string{"[2001:db8::1]"}},
 		{"2001:db8::/64", []string{"[2001:db8::1]:80"}},
 		{"2001:db8::/64", []string{"2001:db8::1%eth0"}},
-		{"10.0.0.9", []string{"10.0.0.9, 10.0.0.8"}}, // the first, if all are trusted
+		{"10.0.0.9", []string{"10.0.0.9, 10.0.0.8"}}, // the first address, if all are trusted
 		// Anything before the client's address may be forged.
 		{"203.0.113.9", []string{"unknown, 203.0.113.9"}},
 		{"203.0.113.9", []string{"\x00\xff, 203.0.113.9"}},
@@ -214,7 +214,7 @@ func TestAddressBehindTrustedProxies(t *testing.T) {
 		{"203.0.113.9", []string{"203.0.113.9" + strings.Repeat(",", 100_000)}},
 		{"203.0.113.9", []string{"203.0.113.9,", ",10.0.0.1,"}},
 		{"10.0.0.9", []string{",10.0.0.9"}},
-		// But a line without any member comes from a proxy that knew no address.
+		// A line without any member comes from a proxy that knew no address.
 		{"", []string{","}},
 		{"", []string{" ,\t, "}},
 		{"", []string{"203.0.113.9", ""}},
@@ -229,7 +229,7 @@ func TestAddressBehindTrustedProxies(t *testing.T) {
 	} {
 		for _, header := range []string{"X-Forwarded-For", "X-Real-Ip"} {
 			r := from("10.0.0.1:1234", header, test.lines...)
-			// Other headers come from the client and do not count.
+			// Other headers come from the client, and are ignored.
 			r.Header["True-Client-Ip"], r.Header["Forwarded"] = []string{"1.1.1.1"}, []string{"for=1.1.1.1"}
 			key := ByIP(trusted(), AddressHeader(header))
 			if test.want != "" {
@@ -260,9 +260,9 @@ func TestForwarded(t *testing.T) {
 		{"2001:db8::/64", []string{`for="[2001:db8::1]"`}},
 		{"2001:db8::/64", []string{`for="[2001:db8::1]:80"`}},
 		{"2001:db8::/64", []string{`for=[2001:db8::1]:80`}},
-		// Any line before the one with the client's address may be forged.
+		// Lines before the line with the client's address may be forged.
 		{"203.0.113.9", []string{`for="`, "for=203.0.113.9"}},
-		// In one line, an open quote may hide what a proxy has appended.
+		// In the same line, an open quote may hide what a proxy has appended.
 		{"", []string{`for=1.1.1.1;host=", for=203.0.113.9`}},
 		{"", []string{`for=1.1.1.1;host=", for="203.0.113.9"`}},
 		{"", []string{`for="\`}},
@@ -329,7 +329,7 @@ func TestForwarded(t *testing.T) {
 	}
 }
 
-// requireAddressOrError requires that a key is one address or network, or an error that does not repeat the input.
+// requireAddressOrError requires that key is an address or a network, or that err does not contain the input.
 func requireAddressOrError(t *testing.T, key string, err error, input string) {
 	t.Helper()
 	if err != nil {
@@ -356,7 +356,8 @@ func requireAddressOrError(t *testing.T, key string, err error, input string) {
 	require.True(t, address.Is4())
 }
 
-// FuzzRemoteAddr: any text is an address or an error, and headers of an untrusted peer do not count.
+// FuzzRemoteAddr tests that any RemoteAddr yields an address or an error, and that headers of an untrusted peer are
+// ignored.
 func FuzzRemoteAddr(f *testing.F) {
 	for _, peer := range []string{"192.0.2.1:80", "[2001:db8::1]:80", "::ffff:1.2.3.4", "@", "[fe80::1%eth0]:1", "[64:ff9b::1.2.3.4]:1", "[64:ff9b:1::1]:1", "[2002:102:304::]:1"} {
 		f.Add(peer, "203.0.113.9")
@@ -375,8 +376,7 @@ func FuzzRemoteAddr(f *testing.F) {
 	})
 }
 
-// FuzzXForwardedFor: behind a trusted proxy that appends the client's address, that address is the key, whatever the
-// client sends.
+// FuzzXForwardedFor tests that the key is the address that a trusted proxy appends, whatever the client sends.
 func FuzzXForwardedFor(f *testing.F) {
 	for _, header := range []string{
 		"", "unknown", "10.0.0.1, 10.0.0.2", `"`, "1.1.1.1,", "[::1", "203.0.113.9:1", ",,,", "1.1.1.1, ,\t,", "1.1.1.1:_x",
@@ -402,7 +402,7 @@ func FuzzXForwardedFor(f *testing.F) {
 	})
 }
 
-// FuzzForwarded: the same, but a line that is not well-formed is refused as a whole.
+// FuzzForwarded tests that the key is the address that a trusted proxy appends, or that a malformed line is refused.
 func FuzzForwarded(f *testing.F) {
 	for _, header := range []string{
 		"", "for=1.1.1.1", `for="[2001:db8::1]:80";proto=http`, `for=1.1.1.1;host="`, `for="\`, "for=unknown", "for=10.0.0.1,for=10.0.0.2", `a=",`,

@@ -10,7 +10,7 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// instant is a limiter that costs nothing.
+// instant is a limiter that decides without any work.
 type instant struct{ *fakeLimiter }
 
 func (i instant) AllowN(context.Context, string, int64) (ratelimit.Result, error) {
@@ -21,7 +21,7 @@ func (i instant) Refund(context.Context, ratelimit.Result) (ratelimit.Balance, e
 	return ratelimit.Balance{}, nil
 }
 
-// sink is a ResponseWriter that costs nothing; its header is that of a server before the handler runs, empty.
+// sink is a ResponseWriter that discards everything. Its header is empty, as a server's is before the handler runs.
 type sink struct{ header http.Header }
 
 func (s sink) Header() http.Header             { return s.header }
@@ -29,7 +29,7 @@ func (sink) Write(data []byte) (int, error)    { return len(data), nil }
 func (sink) WriteString(s string) (int, error) { return len(s), nil }
 func (sink) WriteHeader(int)                   {}
 
-// BenchmarkMiddleware measures what the middleware adds to the limiter's own call.
+// BenchmarkMiddleware measures what the middleware adds to a call of the limiter.
 func BenchmarkMiddleware(b *testing.B) {
 	proxied := ByIP(TrustedProxies(netip.MustParsePrefix("10.0.0.0/8")))
 	for _, bench := range []struct {

@@ -22,8 +22,8 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// A handler is charged if the client got, or may have got, another status than the handler wrote. Some handlers here do
-// something unusual and yet send exactly one status: these are not charged.
+// A request is charged if the client may have got another status than the handler wrote. Some of these handlers do
+// something unusual but send exactly one status. Their requests are not charged.
 func TestChargeInDoubt(t *testing.T) {
 	t.Parallel()
 
@@ -127,7 +127,7 @@ func TestChargeInDoubt(t *testing.T) {
 	}
 }
 
-// If a handler panics, the client gets nothing that it wrote, or gets the 500 of a recoverer in front.
+// If a handler writes a status and panics, the client does not get this status. It may get the 500 of a recoverer.
 func TestStatusBeforeAPanic(t *testing.T) {
 	t.Parallel()
 
@@ -184,7 +184,7 @@ func TestHandlerThatEndsItsGoroutine(t *testing.T) {
 	require.Empty(t, limiter.refunds())
 }
 
-// http.TimeoutHandler discards everything that a late handler wrote.
+// http.TimeoutHandler discards everything that a handler wrote if the handler is late.
 func TestTimeoutAfterTheStatus(t *testing.T) {
 	t.Parallel()
 
@@ -205,8 +205,8 @@ func TestTimeoutAfterTheStatus(t *testing.T) {
 	})
 }
 
-// holding is a writer that, like writers that compress, holds its status back until the end. Some of them send the
-// first status, some the last.
+// holding is a writer that sends its status at the end, like writers that compress. Such writers send the first or the
+// last status.
 type holding struct {
 	http.ResponseWriter
 	status int
@@ -222,7 +222,7 @@ func (h *holding) Write(data []byte) (int, error) { return len(data), nil }
 func (h *holding) Flush()                         {}
 func (h *holding) close()                         { h.ResponseWriter.WriteHeader(max(h.status, 200)) }
 
-// A writer that holds the status back, in front of the limit and behind it.
+// A writer outside or inside the middleware may send the status later.
 func TestStatusThatIsHeldBack(t *testing.T) {
 	t.Parallel()
 
@@ -259,7 +259,7 @@ func TestStatusThatIsHeldBack(t *testing.T) {
 		}
 	}
 
-	// A flush begins the response, as in a server: a status written in front comes too late.
+	// A flush begins the response, as in a server. A status that code outside the middleware writes later is not sent.
 	limiter := allowing()
 	limited := limited(
 		t,
@@ -277,7 +277,7 @@ func TestStatusThatIsHeldBack(t *testing.T) {
 	require.Len(t, limiter.refunds(), 1)
 }
 
-// A writer that holds the status back sends it on the way out of a panic, and a recoverer comes too late.
+// A writer may send its delayed status during a panic. The status of a recoverer is then not sent.
 func TestStatusThatIsHeldBackInAPanic(t *testing.T) {
 	t.Parallel()
 
@@ -359,8 +359,8 @@ func (s stuck) WriteHeader(int) {
 	<-s.goOn
 }
 
-// A status counts only when it has been written. Here a goroutine left behind is still writing it, and something in
-// front may be first.
+// A status counts only after it has been written. Here a goroutine is still writing it when the handler returns, so
+// code outside the middleware may write a status first.
 func TestStatusThatIsBeingWritten(t *testing.T) {
 	t.Parallel()
 
@@ -387,7 +387,7 @@ type knowing struct {
 func (k knowing) Status() int   { return k.status }
 func (k knowing) Written() bool { return k.written }
 
-// A writer in front is believed if it reports no status, or another one.
+// A request is charged if the outer writer reports no status, or a status that is charged.
 func TestWriterThatKnowsBetter(t *testing.T) {
 	t.Parallel()
 
@@ -398,7 +398,7 @@ func TestWriterThatKnowsBetter(t *testing.T) {
 	}{
 		{200, true, true}, {0, true, true}, {404, true, false}, {200, false, false}, {404, false, false},
 	} {
-		for _, twice := range []bool{false, true} { // both of two limits have to find out
+		for _, twice := range []bool{false, true} { // with two limits, both must notice
 			outer, inner := allowing(), allowing()
 			handler := limited(t, inner, Config{Charge: ChargeFailures}, nil)
 			if twice {
@@ -411,7 +411,7 @@ func TestWriterThatKnowsBetter(t *testing.T) {
 		}
 	}
 
-	// A writer that has not looked reports 0.
+	// A writer that does not know the status reports 0.
 	limiter := allowing()
 	handler := limited(
 		t,
@@ -426,12 +426,12 @@ func TestWriterThatKnowsBetter(t *testing.T) {
 	require.Len(t, limiter.refunds(), 1)
 }
 
-// connected is a writer whose connection can be taken over.
+// connected is a writer whose connection can be hijacked.
 type connected struct{ http.ResponseWriter }
 
 func (connected) Hijack() (net.Conn, *bufio.ReadWriter, error) { return nil, nil, nil }
 
-// A status before the connection is taken over may be held back for ever.
+// A status that is written before the connection is hijacked may never be sent.
 func TestStatusBeforeHijacking(t *testing.T) {
 	t.Parallel()
 
@@ -447,7 +447,7 @@ func TestStatusBeforeHijacking(t *testing.T) {
 	require.Empty(t, limiter.refunds())
 }
 
-// With credit, more than the limit may remain, and the refund adds to it.
+// With credit, more than the limit may remain. The refund adds to what remains.
 func TestRemainingAboveTheLimit(t *testing.T) {
 	t.Parallel()
 
@@ -457,7 +457,7 @@ func TestRemainingAboveTheLimit(t *testing.T) {
 	require.Equal(t, []string{"30"}, serve(t, limited(t, limiter, config, nil)).header["X-Ratelimit-Remaining"])
 }
 
-// Only the end of the request's context counts, not that of a context of the handler's own.
+// Only the deadline of the request's context counts. The deadline of a context that the handler made does not.
 func TestDeadlineOfTheHandlersOwn(t *testing.T) {
 	t.Parallel()
 

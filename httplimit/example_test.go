@@ -28,7 +28,7 @@ func Example() {
 	limiter, err := ratelimit.New(pool, ratelimit.Config{
 		Name:      "address",
 		Policy:    ratelimit.SlidingWindow{Limit: 100, Window: time.Minute},
-		OnFailure: ratelimit.FailOpen(), // while Postgres is away
+		OnFailure: ratelimit.FailOpen(), // while Postgres is unreachable
 	})
 	if err != nil {
 		log.Fatal(err)
@@ -43,7 +43,7 @@ func Example() {
 	log.Fatal(http.ListenAndServe("localhost:8080", limit(mux)))
 }
 
-// 5 failed logins in a quarter of an hour, for each address and name. Neither is stored in plain text.
+// 5 failed logins in a quarter of an hour, for each address and name. The database has an HMAC of address and name.
 func ExampleChargeFailures() {
 	var (
 		pool            *pgxpool.Pool
@@ -52,7 +52,7 @@ func ExampleChargeFailures() {
 	limiter, err := ratelimit.New(pool, ratelimit.Config{
 		Name:      "login",
 		Policy:    ratelimit.SlidingWindow{Limit: 5, Window: 15 * time.Minute},
-		OnFailure: ratelimit.FailClosed(), // nobody guesses passwords while Postgres is away
+		OnFailure: ratelimit.FailClosed(), // no guesses of passwords while Postgres is unreachable
 	})
 	if err != nil {
 		log.Fatal(err)

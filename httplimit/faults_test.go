@@ -20,8 +20,8 @@ type refusing struct{ err *pgconn.PgError }
 
 func (r *refusing) Query(context.Context, string, ...any) (pgx.Rows, error) { return nil, r.err }
 
-// Even without a Logger, the default log has one line with the cause of the 503s, for every choice of OnFailure. The
-// limiter's client writes it, and the middleware does not repeat it.
+// Without a Logger, slog.Default gets one line with the cause of the 503s, for every OnFailure. The limiter's client
+// writes this line, and the middleware writes no second line.
 //
 //nolint:paralleltest // it replaces slog.Default
 func TestFaultsHaveOneLine(t *testing.T) {
@@ -71,7 +71,7 @@ func TestFaultsHaveOneLine(t *testing.T) {
 	}
 	require.Len(t, log.Lines(), 1)
 
-	// The middleware's own lines go there as well.
+	// Lines of the middleware go to slog.Default too.
 	fake := allowing()
 	fake.err = ratelimit.ErrKeyHeld
 	serve(t, limited(t, fake, Config{}, nil))

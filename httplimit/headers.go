@@ -11,42 +11,42 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// Headers says which header fields tell clients about their limit, on all responses to requests that the database
-// decided. A ban without an end, or with more than ten years to go, is shown as ending in a day.
+// Headers says which header fields tell clients about their limit. They are on the responses to all requests that the
+// limiter decided. A ban that ends more than ten years from now is shown as if it ended in a day.
 type Headers int
 
 const (
-	// None is only Retry-After, with a rejection.
+	// None sets only Retry-After, on rejections.
 	None Headers = iota
 
 	// IETFDraft11 is revision 11 of draft-ietf-httpapi-ratelimit-headers, a draft that will still change.
-	// RateLimit-Policy has the limit and, if it is whole seconds, its window. RateLimit has what remains. It also has
-	// the seconds until there is more if the request is denied, or in a fixed window. If a request passes several
-	// limits, they are members of one list. So are the policies of All: the first is named login, for example, and the
-	// second login/2.
+	// RateLimit-Policy has the limit, and the window if it is whole seconds. RateLimit has what remains. For a denied
+	// request, or with a FixedWindow or CalendarWindow, it also has the seconds until more remains. Each limit that a
+	// request passes is a member of the fields. So is each policy of All: the first one is named login, for example,
+	// and the second one login/2.
 	IETFDraft11
 
-	// XRateLimit is X-RateLimit-Limit, -Remaining and -Reset. Reset is the seconds from now until the key is as good as
-	// new. If a request passes several limits, the last one is shown. If the policy is All, the policy that denies for
-	// the longest time is shown, or, if the request is allowed, the policy with the least left.
+	// XRateLimit sets X-RateLimit-Limit, -Remaining and -Reset. Reset is the seconds until the key is as good as new.
+	// If a request passes several limits, the fields show the last limit. Of an All, they show the policy that denies
+	// for the longest time. If the request is allowed, they show the policy with the least left.
 	XRateLimit
 
-	// GitHub is XRateLimit with GitHub's Reset: in seconds since 1970, by the clock of the database.
+	// GitHub is XRateLimit, but Reset is in seconds since 1970 by the clock of the database, as on GitHub.
 	GitHub
 
-	// IETFDraft6 is revision 6 of draft-ietf-httpapi-ratelimit-headers, for clients that know RateLimit-Limit,
-	// -Remaining and -Reset, which later revisions dropped. Reset is the seconds from now until the key is as good as
-	// new or, if the request is denied, until the same request is allowed. RateLimit-Policy has the limit and its
-	// window, if that is whole seconds. If a request passes several limits, the last one is shown. If the policy is
-	// All, RateLimit-Policy lists all its policies, and the other fields show one, as XRateLimit does.
+	// IETFDraft6 is revision 6 of draft-ietf-httpapi-ratelimit-headers. It has RateLimit-Limit, -Remaining and -Reset,
+	// which later revisions dropped. For an allowed request, Reset is the seconds until the key is as good as new. For
+	// a denied request, it is the seconds until the same request is allowed. RateLimit-Policy has the limit and the
+	// window, if the window is whole seconds. If a request passes several limits, the fields show the last limit. Of an
+	// All, RateLimit-Policy has all policies, and the other fields show one policy, as XRateLimit does.
 	IETFDraft6
 )
 
-// A ban without an end seems to last for 71 years. Somebody will lift it sooner, so clients should ask again: a
-// duration above noEnd counts as askAgain.
+// A ban without an end is reported as a RetryAfter of 71 years. It will probably be lifted sooner, so clients should
+// ask again: header fields show a duration above noEnd as askAgain.
 const noEnd, askAgain = 10 * 365 * 24 * time.Hour, 24 * time.Hour
 
-// foreseeable is d, or askAgain if d is above noEnd.
+// foreseeable returns d, or askAgain if d is above noEnd.
 func foreseeable(d time.Duration) time.Duration {
 	if d > noEnd {
 		return askAgain
@@ -57,14 +57,14 @@ func foreseeable(d time.Duration) time.Duration {
 // maxInteger is the largest integer of a structured field (RFC 9651).
 const maxInteger = 999_999_999_999_999
 
-// shape is what header fields show of a policy.
+// shape has the numbers of a policy that header fields show.
 type shape struct {
 	limit  int64
 	window int64 // in seconds; see windowSeconds
-	fixed  bool  // FixedWindow or CalendarWindow: ResetAfter is when there is more
+	fixed  bool  // a FixedWindow or CalendarWindow, where ResetAfter is the time until more remains
 }
 
-// shapesOf returns the shape of a policy, or those of all policies in an All.
+// shapesOf returns the shape of a policy. For an All, it returns the shapes of its policies.
 func shapesOf(policy ratelimit.Policy) []shape {
 	if policy == nil {
 		return nil
@@ -81,15 +81,15 @@ func shapesOf(policy ratelimit.Policy) []shape {
 	return shapes
 }
 
-// member is what header fields show of one policy of a decision.
+// member has what header fields show of one policy and its decision.
 type member struct {
 	shape
 	result    ratelimit.Result
 	remaining int64 // after the decision
 }
 
-// membersOf returns the members of a decision. A single one is put into one, which saves an allocation. remaining is
-// what remains after the decision.
+// membersOf returns the members of a decision. A single member is stored in one, which saves an allocation. remaining
+// is what remains after the decision.
 func membersOf(one *[1]member, shapes []shape, result ratelimit.Result, remaining int64) []member {
 	each := result.Each()
 	if each == nil && len(shapes) > 1 { // a row of mode off or deny decided for all policies
@@ -118,8 +118,8 @@ func membersOf(one *[1]member, shapes []shape, result ratelimit.Result, remainin
 	return members
 }
 
-// shown is the member for fields that show one limit: the one that denies for the longest time, or else the one with
-// the least left.
+// shown returns the member for fields that can show only one: the member that denies for the longest time, and in an
+// allowed decision the member with the least left.
 func shown(members []member) member {
 	best := members[0]
 	for _, m := range members[1:] {
@@ -131,7 +131,7 @@ func shown(members []member) member {
 	return best
 }
 
-// set writes the fields for a decision.
+// set sets the fields for a decision.
 func (p Headers) set(header http.Header, name string, shapes []shape, result ratelimit.Result, remaining int64) {
 	if p == None {
 		return
@@ -175,7 +175,7 @@ func (p Headers) set(header http.Header, name string, shapes []shape, result rat
 		setTriple(header, xRateLimit, limit, best.remaining, seconds)
 	case IETFDraft6:
 		if !result.Allowed {
-			reset = best.result.RetryAfter // the draft wants no Retry-After before the reset
+			reset = best.result.RetryAfter // the draft allows no Retry-After before Reset
 		}
 		setTriple(header, draft6, min(limit, maxInteger), min(best.remaining, maxInteger), wholeSeconds(reset))
 		var policies []string
@@ -190,8 +190,8 @@ func (p Headers) set(header http.Header, name string, shapes []shape, result rat
 	}
 }
 
-// untilMore is the time until there is more of a limit, if it is known. If a request is denied, only the limits that
-// denied it have one: other times would seem to contradict Retry-After.
+// untilMore returns the time until more remains of a limit, if the time is known. For a denied request it returns a
+// time only for the limits that denied, because other times would seem to contradict Retry-After.
 func (m *member) untilMore(allowed bool) (time.Duration, bool) {
 	if !allowed {
 		return m.result.RetryAfter, m.result.RetryAfter > 0
@@ -199,8 +199,8 @@ func (m *member) untilMore(allowed bool) (time.Duration, bool) {
 	return m.result.ResetAfter, m.fixed
 }
 
-// appendMember appends a String of a structured field and its first parameter. New has checked the characters of name.
-// The later policies of an All get a number after it.
+// appendMember appends name as a String of a structured field, and its first parameter. New has checked the characters
+// of name. i is the index of the policy in an All, which adds a number to the name.
 func appendMember(text []byte, i int, name, parameter string, value int64) []byte {
 	if i > 0 {
 		text = append(text, ", "...)
@@ -212,7 +212,7 @@ func appendMember(text []byte, i int, name, parameter string, value int64) []byt
 	return strconv.AppendInt(text, min(value, maxInteger), 10)
 }
 
-// add adds a value to those that an outer middleware has set.
+// add adds a value to the values that an outer middleware has set.
 func add(header http.Header, name string, value []string) {
 	if outer := header[name]; len(outer) > 0 {
 		value = append(outer, value...)
@@ -228,7 +228,7 @@ func setTriple(header http.Header, names [3]string, limit, remaining, reset int6
 	}
 }
 
-// wholeSeconds rounds up, for a duration ≥ 0.
+// wholeSeconds returns d in seconds, rounded up. d is at least 0.
 func wholeSeconds(d time.Duration) int64 {
 	seconds := int64(d / time.Second)
 	if d%time.Second > 0 {
@@ -237,8 +237,8 @@ func wholeSeconds(d time.Duration) int64 {
 	return seconds
 }
 
-// windowSeconds is the time in which a policy allows its limit, in the long run; 0 if that is not whole seconds. A
-// calendar month counts as 31 days.
+// windowSeconds returns the seconds in which a policy allows its limit in the long run, or 0 if they are not a whole
+// number. A calendar month counts as 31 days.
 func windowSeconds(n algorithm.Numbers) int64 {
 	micros := n.Span.Microseconds()
 	if n.Refill > 0 {

@@ -18,7 +18,7 @@ import (
 	"github.com/pgratelimit/ratelimit/ratelimittest"
 )
 
-// Another parser checks that these are structured fields: integration_test/httplimit.
+// Tests in integration_test/httplimit check with another parser that these are structured fields.
 func TestHeaders(t *testing.T) {
 	t.Parallel()
 
@@ -50,11 +50,11 @@ func TestHeaders(t *testing.T) {
 		{None, fixed, denied, http.Header{}},
 		{IETFDraft11, fixed, allowed, http.Header{"Ratelimit-Policy": {`"login";q=10;w=60`}, "Ratelimit": {`"login";r=9;t=60`}}},
 		{IETFDraft11, fixed, denied, http.Header{"Ratelimit-Policy": {`"login";q=10;w=60`}, "Ratelimit": {`"login";r=0;t=30`}}},
-		// The time until there is a little more is not known.
+		// A sliding window shows no time with an allowed request, because the time until more remains is not known.
 		{IETFDraft11, sliding, allowed, http.Header{"Ratelimit-Policy": {`"login";q=10;w=3600`}, "Ratelimit": {`"login";r=9`}}},
 		{IETFDraft11, sliding, denied, http.Header{"Ratelimit-Policy": {`"login";q=10;w=3600`}, "Ratelimit": {`"login";r=0;t=30`}}},
 		{IETFDraft11, bucket, allowed, http.Header{"Ratelimit-Policy": {`"login";q=10;w=40`}, "Ratelimit": {`"login";r=9`}}},
-		// The largest integer of a structured field.
+		// 999999999999999 is the largest integer of a structured field.
 		{IETFDraft11, bucket, huge, http.Header{
 			"Ratelimit-Policy": {`"login";q=999999999999999;w=40`}, "Ratelimit": {`"login";r=999999999999999`},
 		}},
@@ -93,7 +93,7 @@ func TestHeaders(t *testing.T) {
 	}
 }
 
-// A ban without an end is shown as ending in a day. Other times are shown as they are.
+// A ban without an end is shown as a ban that ends in a day. Other times are shown unchanged.
 func TestBanWithoutAnEnd(t *testing.T) {
 	t.Parallel()
 
@@ -146,7 +146,7 @@ func allLimiter(t *testing.T, now func() time.Time) *ratelimit.Limiter {
 	}, ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: now}})
 }
 
-// All policies of an All are shown, in their order. Those that deny have a time.
+// The fields show all policies of an All, in order. Policies that deny have a time.
 func TestHeadersOfAll(t *testing.T) {
 	t.Parallel()
 
@@ -179,7 +179,7 @@ func TestHeadersOfAll(t *testing.T) {
 		}
 	}
 
-	// Both deny.
+	// Here both policies deny.
 	limiter = allLimiter(t, now)
 	second = 0
 	for range 3 {
@@ -193,7 +193,8 @@ func TestHeadersOfAll(t *testing.T) {
 	require.Equal(t, []string{`"login";r=1;t=10, "login/2";r=0;t=3590`}, answer.header["Ratelimit"])
 	require.Contains(t, answer.body, `"violated-policies":["login","login/2"]}`)
 
-	// Fields for one limit all show the same policy: the one that denies for the longest time, or has the least left.
+	// Headers with fields for one limit all show the same policy: the policy that denies for the longest time, or the
+	// policy that has the least left.
 	for headers, want := range map[Headers][2]http.Header{
 		XRateLimit: {
 			{"X-Ratelimit-Limit": {"3"}, "X-Ratelimit-Remaining": {"2"}, "X-Ratelimit-Reset": {"10"}},
@@ -225,7 +226,7 @@ func TestHeadersOfAll(t *testing.T) {
 		require.Equal(t, want[1], fields())
 	}
 
-	// A cost that comes back is shown in each policy. A row that denies or allows everything is shown in all of them.
+	// Each policy shows a cost that will be given back. Each policy also shows a row that denies or allows everything.
 	second = 0
 	charge := Config{Headers: IETFDraft11, Charge: ChargeFailures}
 	answer = serve(t, limited(t, allLimiter(t, now), charge, nil))
@@ -294,7 +295,7 @@ func TestTier(t *testing.T) {
 	require.Len(t, other.refunds(), 1)
 }
 
-// incomparable is a limiter that is no key of a map.
+// incomparable is a limiter that cannot be a key of a map.
 type incomparable []Limiter
 
 func (i incomparable) Config() ratelimit.Config { return i[0].Config() }
@@ -307,7 +308,7 @@ func (i incomparable) Refund(ctx context.Context, result ratelimit.Result) (rate
 	return i[0].Refund(ctx, result)
 }
 
-// A request that passes the same middleware twice is logged once. Requests that only look alike are not.
+// A request that passes the same middleware twice is logged once. Different requests that look alike are not logged.
 func TestMountedTwice(t *testing.T) {
 	t.Parallel()
 
@@ -338,7 +339,7 @@ func TestMountedTwice(t *testing.T) {
 			first, second := one(h), one(h)
 			return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 				first.ServeHTTP(w, r)
-				second.ServeHTTP(w, r) // one after the other
+				second.ServeHTTP(w, r) // two requests, one after the other
 			})
 		}, false},
 	} {
@@ -364,7 +365,7 @@ func TestMountedTwice(t *testing.T) {
 		require.NotContains(t, lines[0], "192.0.2.1", name)
 	}
 
-	// Two middlewares made separately charge twice if they have the same limiter and find the same key.
+	// Two middlewares charge a request twice if they have the same limiter and find the same key.
 	inner := struct{ Limiter }{allowing()}
 	byOther := ByFunc(func(*http.Request) (string, error) { return "somebody", nil })
 	for _, test := range []struct {
@@ -397,8 +398,8 @@ func TestMountedTwice(t *testing.T) {
 		require.NotContains(t, lines[0], "192.0.2.1")
 	}
 
-	// A limiter may have two levels, such as one key for all and one for each. One of them mounted twice is still
-	// noticed.
+	// Two middlewares of a limiter may find different keys, such as one key for all and one key for each client. If one
+	// of these middlewares is mounted twice, that is logged.
 	var log testkit.Journal
 	one, err := New(inner, Config{Key: ByIP(), Logger: log.Logger()})
 	require.NoError(t, err)
@@ -411,7 +412,7 @@ func TestMountedTwice(t *testing.T) {
 	serve(t, one(one(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))))
 	require.Len(t, log.Lines(), 1)
 
-	// A double charge that begins late is noticed too.
+	// Double charges that begin after many requests are logged too.
 	one, err = New(allowing(), Config{Key: ByIP(), Logger: log.Logger()})
 	require.NoError(t, err)
 	once := one(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
@@ -450,7 +451,7 @@ func TestWindowSeconds(t *testing.T) {
 	}
 }
 
-// If a request passes several limits, the draft's fields list all, and the other fields show the last.
+// If a request passes several limits, the fields of IETFDraft11 list all limits, and other fields show the last limit.
 func TestSeveralLimits(t *testing.T) {
 	t.Parallel()
 
@@ -474,8 +475,7 @@ func TestSeveralLimits(t *testing.T) {
 	}
 }
 
-// The application's own fields are set once, on responses to allowed requests only, and with the same numbers as the
-// other fields.
+// AddFields is called once for each allowed request, with the same numbers as in the fields of Headers.
 func TestAddFields(t *testing.T) {
 	t.Parallel()
 

@@ -16,8 +16,8 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// An attack on logins: good ones are held open over several windows and finished one at a time, each to make room for a
-// bad one.
+// An attacker keeps successful logins open over several windows. Then it finishes one at a time, to make room for a
+// failed login.
 func TestHeldRequestsDoNotLetFailuresThrough(t *testing.T) {
 	t.Parallel()
 	const limit = 5

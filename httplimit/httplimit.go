@@ -1,19 +1,20 @@
 // Package httplimit puts a limit of package ratelimit in front of an [http.Handler].
 //
-// [New] turns a limiter into a middleware: a function from handler to handler, for net/http and everything that takes
-// such functions. [Config].Key says who is charged for a request, such as [ByIP]. Clients cannot forge a key: addresses
-// in headers are believed only behind proxies that you named, and then only the last address that is not a proxy's.
+// [New] turns a limiter into a middleware for net/http: a function that takes a handler and returns a handler.
+// [Config].Key returns the key that a request takes from, such as the client's address with [ByIP]. Clients cannot
+// forge an address: ByIP ignores headers unless the peer is in [TrustedProxies], and then uses the last address that is
+// not a proxy's.
 //
-// A denied request gets status 429 and a true Retry-After: the time at which the same request is allowed if nobody else
-// takes anything, in whole seconds, rounded up. During a ban it is the ban's end. If the ban has no end, or ends more
-// than ten years from now, Retry-After is a day, because somebody will probably lift the ban sooner. You have to choose
-// what happens while Postgres is away, see [New].
+// A denied request gets status 429 and an exact Retry-After: the time until the same request is allowed if nobody else
+// takes anything, rounded up to whole seconds. For a banned key, Retry-After is the time until the ban ends. If a ban
+// ends more than ten years from now, Retry-After is a day, because somebody will probably lift the ban. The application
+// must choose what happens while Postgres is unreachable: see [New].
 //
-// The middleware adds half a microsecond and 3 allocations to the limiter's own call, with [ByIP] and [IETFDraft11].
-// Behind a proxy, or with keys in [HMAC], it adds one microsecond and 4 allocations. A denial adds 6 allocations.
-// Giving back the cost of a request, see [Config].Charge, takes another call of the limiter before the response ends.
+// With [ByIP] and [IETFDraft11], the middleware adds half a microsecond and 3 allocations to the limiter's call. Behind
+// a proxy, or with keys in [HMAC], it adds one microsecond and 4 allocations. A denial adds 6 allocations. A request
+// whose cost is given back needs a second call of the limiter before its response ends: see [Config].Charge.
 //
-// [Transport] is for the other side: it keeps a client within a limit that its processes share.
+// [Transport] is for clients: it keeps the requests of several processes within one shared limit.
 //
 // The module github.com/pgratelimit/ratelimit/grpclimit does the same for gRPC, with the keys of this package.
 package httplimit
@@ -33,14 +34,14 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// statusClientClosedRequest is the status that other servers log for a client that has left. Nobody reads it, but
-// without it the server would log 200, which looks like a success.
+// statusClientClosedRequest is the status that nginx logs for a client that has left. The client does not read it, but
+// without it logs would show 200, which looks like a success.
 const statusClientClosedRequest = 499
 
-// Limiter is what New needs of a [ratelimit.Limiter].
+// Limiter has the methods of a [ratelimit.Limiter] that New needs.
 type Limiter interface {
-	// Config is the limiter's configuration. New reads it once: Name is the default of Config.PolicyName, Policy is
-	// shown in header fields, and OnFailure says what happens while Postgres is away.
+	// Config returns the limiter's configuration. New reads it once: Name is the default of Config.PolicyName, header
+	// fields show Policy, and OnFailure says what happens while Postgres is unreachable.
 	Config() ratelimit.Config
 	AllowN(ctx context.Context, key string, n int64) (ratelimit.Result, error)
 	// Refund gives back what AllowN took. Only a Config.Charge needs it.
@@ -51,92 +52,93 @@ var _ Limiter = (*ratelimit.Limiter)(nil)
 
 // Config says how requests are limited. Key is required.
 type Config struct {
-	// Key says who is charged for a request: ByIP, ByHeader, ByContext, ByFunc, or several of them in Join. A request
-	// without a key is rejected with status 400.
+	// Key returns the key that a request takes from: ByIP, ByHeader, ByContext, ByFunc, or several of them in Join. A
+	// request without a key is rejected with status 400.
 	Key Key
 
-	// Tier returns the limiter of a request, if it is not New's. Make it with New's limiter's With, so that usage is
-	// kept when a customer changes tiers, and so is OnFailure, which every tier needs. nil means New's limiter. The
-	// header fields show the tier's policy.
+	// Tier returns the limiter of a request, or nil for the limiter that New was given. Make the limiters of tiers by
+	// With of New's limiter: then a customer who changes tiers keeps the usage, and each tier has OnFailure. The header
+	// fields show the tier's policy.
 	//
-	// Defaults to New's limiter for all requests.
+	// Defaults to the limiter that New was given, for all requests.
 	Tier func(*http.Request) Limiter
 
 	// Skip tells whether a request is exempt from the limit.
 	//
-	// Defaults to none.
+	// Defaults to limiting all requests.
 	Skip func(*http.Request) bool
 
-	// Cost is what a request takes. A request with cost 0 passes without asking the limiter. A cost below 0, or above
-	// the whole limit, is rejected with status 400.
+	// Cost returns what a request takes. A request with cost 0 passes without asking the limiter. A request with a cost
+	// below 0, or above the whole limit, is rejected with status 400.
 	//
-	// Defaults to 1 for each.
+	// Defaults to 1 for each request.
 	Cost func(*http.Request) int64
 
-	// Charge decides, by the status of the response, whether the request is charged: ChargeFailures, ChargeSuccesses,
-	// ChargeAllButServerErrors, or any function. The cost is taken first and given back when the handler is done, as
-	// far as it still counts: see [ratelimit.Limiter.Refund]. So within a window no more requests start than the limit
-	// allows. Slow requests of earlier windows may still run beside them.
+	// Charge tells whether a request with this response status is charged: ChargeFailures, ChargeSuccesses,
+	// ChargeAllButServerErrors, or any function. Each request takes its cost before the handler runs. If Charge returns
+	// false, the cost is given back after the handler has returned, if it still counts: see [ratelimit.Limiter.Refund].
+	// So in a window no more requests start than the limit allows. Slow requests from earlier windows may still run.
 	//
-	// In doubt the cost stays taken. To get it back, a handler has to write a status or a part of the body to the
+	// In doubt a request is charged. To avoid a charge, a handler must write a status or a part of the body to the
 	// ResponseWriter that it was given, for example w.WriteHeader(http.StatusNoContent), and return. A request is
-	// charged if
+	// always charged if
 	//
-	//   - its handler writes nothing, panics, takes the connection over, calls Unwrap, or writes several statuses
-	//     of which one is charged;
-	//   - an error handler in front of this middleware writes its status, as in some frameworks, or something writes
-	//     past it;
+	//   - its handler writes nothing, panics, hijacks the connection, calls Unwrap, or writes several statuses of which
+	//     one is charged;
+	//   - code outside this middleware writes the status, as error handlers of some frameworks do, or uses another
+	//     ResponseWriter;
 	//   - the client left before there was a status;
-	//   - the deadline of its context has passed when the handler returns.
+	//   - the deadline of the request's context has passed when the handler returns.
 	//
-	// If the ResponseWriter in front has the methods Written or Status, as frameworks' writers have, they count too.
-	// Nothing else in front may change a status that it was given, because this middleware would not see that.
+	// If the server's ResponseWriter has a method Written or Status, as those of frameworks have, the middleware calls
+	// it to check the status. Other code outside the middleware must not change a status, because the middleware would
+	// not see the change.
 	//
-	// The header fields are sent before the cost comes back. If Charge says at the first status that the cost comes
-	// back, Remaining already includes it. Reset still shows the time after the take.
+	// The header fields are sent before the cost is given back. If Charge returns false for the first status, Remaining
+	// already includes the cost. Reset still shows the time after the take.
 	//
-	// If Postgres is away, the cost cannot be given back and stays counted. So does a cost that a FallbackLocal took.
+	// While Postgres is unreachable, costs cannot be given back and stay counted. A cost that FallbackLocal took stays
+	// counted too.
 	//
 	// Defaults to charging every request.
 	Charge func(status int) bool
 
-	// Headers chooses the header fields that tell clients about their limit.
+	// Headers selects the header fields that tell clients about their limit.
 	//
-	// Defaults to None: only Retry-After, with a rejection.
+	// Defaults to None: only rejections have a field, Retry-After.
 	Headers Headers
 
-	// AddFields adds the application's own header fields to responses of requests that are let through. It is called
-	// after the fields of Headers are set and before the status is written. If Charge will probably give the cost back,
-	// the result's Remaining already includes it. The result's Source tells whether the database decided. For rejected
+	// AddFields adds header fields of the application to the responses to allowed requests. It is called after the
+	// fields of Headers are set, and before the status is written. If the cost will probably be given back, the
+	// result's Remaining already includes it. The result's Source tells whether the database decided. For rejected
 	// requests, see Reject.
 	//
-	// Defaults to adding none.
+	// Defaults to adding no fields.
 	AddFields func(http.Header, ratelimit.Result)
 
-	// PolicyName is the limit's name in header fields and problems, for clients: printable ASCII without quotes
-	// and backslashes.
+	// PolicyName is the name of the limit that header fields and ProblemJSON show to clients: printable ASCII without
+	// quotes and backslashes.
 	//
 	// Defaults to the limiter's name.
 	PolicyName string
 
-	// Reject answers a request that does not reach the handler: ProblemJSON, PlainText, or any function. A function may
-	// choose another status. Retry-After and the fields of Headers are already set.
+	// Reject writes the response to a request that does not reach the handler: ProblemJSON, PlainText, or any function.
+	// Retry-After and the fields of Headers are already set. Reject may choose another status.
 	//
 	// Defaults to ProblemJSON.
 	Reject func(http.ResponseWriter, *http.Request, Rejection)
 
-	// OnError answers a request for which the limiter returned an error. New requires either OnError or the limiter's
-	// own Config.OnFailure, because one of them has to say what happens while Postgres is away.
+	// OnError writes the response to a request for which the limiter returned an error. New requires either OnError or
+	// OnFailure of the limiter's ratelimit.Config: one of them must say what happens while Postgres is unreachable.
 	//
 	// Defaults to Reject, with status 503.
 	OnError func(http.ResponseWriter, *http.Request, error)
 
-	// Logger gets a line when one of these begins, and not one for each request: requests without a usable key, costs
-	// that can never be taken, errors, lost refunds, proxies that ByIP does not trust, requests that are charged twice
-	// for the same key. What keeps the database from deciding is logged by the limiter's client, see
-	// [ratelimit.ClientConfig].Logger.
+	// Logger gets a line for the first of: requests without a usable key, costs that can never be taken, errors, lost
+	// refunds, proxies that ByIP does not trust, and requests that are charged twice for the same key. It does not get
+	// a line for each request. The limiter's client logs problems of the database: see [ratelimit.ClientConfig].Logger.
 	//
-	// Defaults to slog.Default(). slog.DiscardHandler turns it off.
+	// Defaults to slog.Default(). A logger with slog.DiscardHandler drops all lines.
 	Logger *slog.Logger
 }
 
@@ -176,9 +178,9 @@ func (c Config) validate(limiter ratelimit.Config) error {
 // New returns a middleware that passes allowed requests to a handler. It returns a [*ratelimit.ConfigError] for a
 // configuration that cannot work.
 //
-// A denied request is answered with status 429 and a Retry-After in whole seconds. Trying again earlier is useless. If
-// Postgres is away and the limiter fails closed or returns an error, the answer is 503. Everything else reaches the
-// handler. The handler gets the ResponseWriter itself, unless there is a [Config].Charge.
+// A denied request gets status 429 and a Retry-After in whole seconds. Earlier requests would be denied too. If the
+// database does not decide, and the limiter fails closed or returns an error, the status is 503. All other requests
+// reach the handler. Without [Config].Charge, the handler gets the server's ResponseWriter unchanged.
 func New(limiter Limiter, config Config) (func(http.Handler) http.Handler, error) {
 	if l, ok := limiter.(*ratelimit.Limiter); limiter == nil || ok && l == nil {
 		return nil, errors.New("httplimit: the limiter is nil")
@@ -197,7 +199,7 @@ func New(limiter Limiter, config Config) (func(http.Handler) http.Handler, error
 	}, nil
 }
 
-// limit is a limiter and what header fields show of its policy.
+// limit is a limiter, with the numbers of its policy that header fields show.
 type limit struct {
 	limiter Limiter
 	shapes  []shape
@@ -207,8 +209,8 @@ type middleware struct {
 	limit  limit
 	config Config
 
-	// What has been logged.
-	keyless, badCost atomic.Bool // logged once and never again, since any client can cause it
+	// These record what has been logged.
+	keyless, badCost atomic.Bool // logged only once, because any client can cause it
 	errors, refunds  health
 	proxies          proxyHint
 	nested           nesting
@@ -274,8 +276,8 @@ func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	}
 }
 
-// setHeaders sets the fields of Config.Headers, unless nothing is known about the key. It adds those of
-// Config.AddFields if the request is allowed.
+// setHeaders sets the fields of Config.Headers, unless the limiter failed open. If the request is allowed, it also
+// calls Config.AddFields.
 func (m *middleware) setHeaders(header http.Header, limit limit, result ratelimit.Result, remaining int64) {
 	if result.Source != ratelimit.SourceFailedOpen {
 		m.config.Headers.set(header, m.config.PolicyName, limit.shapes, result, remaining)
@@ -286,13 +288,13 @@ func (m *middleware) setHeaders(header http.Header, limit limit, result ratelimi
 	}
 }
 
-// rejectKey answers a request without a key, or with one that cannot be stored.
+// rejectKey answers a request without a key, or with a key that the database cannot store.
 func (m *middleware) rejectKey(w http.ResponseWriter, r *http.Request, err error) {
 	if !m.keyless.Swap(true) {
 		reason := err
 		if own, ok := errors.AsType[*KeyError](err); ok {
 			reason = own
-		} else if !errors.Is(err, ratelimit.ErrInvalidKey) { // from a function given to ByFunc; may show personal data
+		} else if !errors.Is(err, ratelimit.ErrInvalidKey) { // of a ByFunc function; may show personal data
 			reason = &KeyError{Reason: "Config.Key returned an error"}
 		}
 		m.warn(r.Context(), "httplimit: a request has no usable key, and is rejected; further ones are not logged",
@@ -318,7 +320,8 @@ func (m *middleware) rejectError(w http.ResponseWriter, r *http.Request, err err
 		m.reject(w, r, Rejection{Status: http.StatusBadRequest, Err: err})
 		return
 	}
-	// The request's own deadline says nothing about the limiter. The limiter's client logs trouble with the database.
+	// Errors after the request's deadline are not logged, because the limiter may be healthy. Database errors are
+	// logged by the limiter's client.
 	if r.Context().Err() == nil && !pg.IsTrouble(err) && m.errors.changed(err) {
 		m.warn(r.Context(), "httplimit: the limiter fails; further errors are not logged until it decides again", err)
 	}
@@ -329,7 +332,7 @@ func (m *middleware) rejectError(w http.ResponseWriter, r *http.Request, err err
 	m.reject(w, r, Rejection{Status: http.StatusServiceUnavailable, Err: err})
 }
 
-// reject answers a request, with a Retry-After of at least a second unless its status is 400.
+// reject calls Config.Reject. It sets a Retry-After of at least one second, unless the status is 400.
 func (m *middleware) reject(w http.ResponseWriter, r *http.Request, rejection Rejection) {
 	rejection.Policy = m.config.PolicyName
 	if rejection.Status != http.StatusBadRequest {
@@ -354,13 +357,13 @@ func (m *middleware) log(ctx context.Context, level slog.Level, message string, 
 		append([]slog.Attr{slog.String("policy", m.config.PolicyName)}, attributes...)...)
 }
 
-// calm is the shortest failure whose recovery is logged. So short failures do not fill the log.
+// calm is the shortest failure whose end is logged. Alternating successes and failures then do not fill the log.
 const calm = 10 * time.Second
 
-// health tells whether something works, so that only changes are logged.
-type health struct{ failing atomic.Int64 } // since when, in nanoseconds since 1970; 0 if it works
+// health remembers whether an operation fails, so that only changes are logged.
+type health struct{ failing atomic.Int64 } // since this time, in nanoseconds since 1970; 0 if the operation works
 
-// changed records an attempt, and tells whether failing has begun or ended.
+// changed records the error of an attempt, and tells whether a failure has begun or ended.
 func (h *health) changed(err error) bool {
 	since := h.failing.Load()
 	switch {

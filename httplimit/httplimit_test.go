@@ -61,7 +61,7 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 	require.ErrorContains(t, err, "the limiter is nil")
 }
 
-// New requires a choice of what happens while Postgres is away, and its error says how to make it.
+// New requires a choice of what happens while Postgres is unreachable. Its error says how to choose.
 func TestChoiceForOutagesIsRequired(t *testing.T) {
 	t.Parallel()
 
@@ -137,8 +137,8 @@ func TestDeniedRequest(t *testing.T) {
 	require.Equal(t, `"slow <down>";r=0;t=2`, response.header.Get("RateLimit"))
 }
 
-// While Postgres is away, the limiter says how it decided. The fields show nothing about a limit that was not looked
-// at.
+// While Postgres is unreachable, Result.Source says how the limiter decided. Without a decision, the fields show no
+// limit.
 func TestSourcesOfADecision(t *testing.T) {
 	t.Parallel()
 
@@ -158,7 +158,7 @@ func TestSourcesOfADecision(t *testing.T) {
 	} {
 		limiter := allowing()
 		limiter.result.Allowed, limiter.result.Source = test.allowed, test.source
-		// Only the database's own takes can be given back to it.
+		// Only takes from the database can be given back.
 		response := serve(t, limited(t, limiter, Config{Headers: IETFDraft11, Charge: ChargeFailures}, nil))
 		require.Equal(t, test.status, response.status, test)
 		require.Equal(t, test.headers, response.header.Get("RateLimit-Policy") != "", test)
@@ -174,8 +174,8 @@ func TestSourcesOfADecision(t *testing.T) {
 	}
 }
 
-// An error of the limiter is not the client's fault. It is logged when it begins and when it ends, and not for each
-// request, even if only some fail.
+// For an error of the limiter, the status is 503. The log has one line when errors begin and one line when they end,
+// even if only some requests fail.
 func TestErrorsOfTheLimiter(t *testing.T) {
 	t.Parallel()
 
@@ -219,7 +219,7 @@ func TestErrorsOfTheLimiter(t *testing.T) {
 	require.Equal(t, "the database is gone\n", response.body)
 }
 
-// It is no failure if a client leaves while its request waits for a decision.
+// A client that leaves while its request waits for a decision does not count as a failure of the limiter.
 func TestClientThatLeavesIsNoFailure(t *testing.T) {
 	t.Parallel()
 
@@ -247,7 +247,7 @@ func TestClientThatLeavesIsNoFailure(t *testing.T) {
 	require.Equal(t, http.StatusServiceUnavailable, response.status)
 	require.Empty(t, log.Lines())
 
-	// If the limiter's own context ends while the client is still there, the limiter has failed.
+	// If a context inside the limiter ends while the client waits, the limiter has failed.
 	require.Equal(t, http.StatusServiceUnavailable, serve(t, limited(t, limiter, config, nil)).status)
 	require.Len(t, log.Lines(), 1)
 }
@@ -295,8 +295,8 @@ func TestCost(t *testing.T) {
 	require.Len(t, log.Lines(), 1)
 }
 
-// A request without a usable key is rejected; such requests share no key. One line is logged, without anything that the
-// client sent.
+// A request without a usable key is rejected with status 400. The log has one line, without anything that the client
+// sent.
 func TestRequestsWithoutAKey(t *testing.T) {
 	t.Parallel()
 
@@ -360,7 +360,7 @@ func TestRequestsWithoutAKey(t *testing.T) {
 	}
 }
 
-// A key that the database cannot store is the client's fault too.
+// A request whose key the database cannot store gets status 400 too.
 func TestKeyThatCannotBeStored(t *testing.T) {
 	t.Parallel()
 

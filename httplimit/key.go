@@ -16,23 +16,23 @@ import (
 )
 
 const (
-	// maxHeaderKey is the longest value that ByHeader takes, in bytes. Most servers accept about as much in all header
+	// maxHeaderKey is the longest value that ByHeader accepts, in bytes. Most servers accept no more in all header
 	// lines together.
 	maxHeaderKey = 8 << 10
 
-	// minSecret is the shortest secret, and hmacLen is the part of an HMAC that is kept, both in bytes. With 128 bits,
-	// the probability that any two of a billion keys get the same HMAC is 10^-21.
+	// minSecret is the length of the shortest secret, and hmacLen is how much of an HMAC is kept, both in bytes. With
+	// 128 bits, the probability that any two of a billion keys have the same HMAC is 10^-21.
 	minSecret = 16
 	hmacLen   = 16
 )
 
-// Key says who is charged for a request. New refuses the zero Key.
+// Key finds the key that a request takes from. New refuses the zero Key.
 type Key struct {
 	find func(*http.Request, *proxyHint) (string, error)
-	err  error // why New refuses it
+	err  error // if not nil, New refuses the Key with this reason
 }
 
-// KeyError says why a request has no key. Its text repeats nothing that the client sent.
+// KeyError says why a request has no key. Its text contains nothing that the client sent.
 type KeyError struct{ Reason string }
 
 func (e *KeyError) Error() string { return "httplimit: no key: " + e.Reason }
@@ -41,7 +41,7 @@ func (e *KeyError) Error() string { return "httplimit: no key: " + e.Reason }
 // function given to ByFunc.
 func (k Key) Of(r *http.Request) (string, error) { return k.of(r, nil) }
 
-// of is Of with a proxyHint, which may be nil.
+// of is Of with a proxyHint. hint may be nil.
 func (k Key) of(r *http.Request, hint *proxyHint) (string, error) {
 	switch {
 	case k.err != nil:
@@ -56,8 +56,8 @@ func (k Key) of(r *http.Request, hint *proxyHint) (string, error) {
 	return key, err
 }
 
-// ByFunc is any key. find returns it, or an error if the request has none. A key is at most 512 bytes of UTF-8 without
-// NUL, or any bytes inside HMAC. Return an error for a request without a key, not some common key: all such requests
+// ByFunc uses the key that find returns. A key is at most 512 bytes of UTF-8 without NUL. Inside HMAC it may be any
+// bytes. For a request without a key, find must return an error. If it returned a constant instead, all such requests
 // would share one limit.
 func ByFunc(find func(*http.Request) (string, error)) Key {
 	if find == nil {
@@ -66,9 +66,9 @@ func ByFunc(find func(*http.Request) (string, error)) Key {
 	return Key{find: func(r *http.Request, _ *proxyHint) (string, error) { return find(r) }}
 }
 
-// ByHeader is the value of a header, for API keys and the like. A request has no key if it lacks the header, has
-// several of it, or has control characters in it. Clients choose their headers, so check the header first, or limit
-// addresses too.
+// ByHeader uses the value of a header as the key, such as an API key. A request has no key if the header is missing,
+// occurs several times, or contains control characters. Clients choose their headers, so check the header first, or
+// limit addresses too.
 func ByHeader(name string) Key {
 	if !isToken(name) {
 		return Key{err: fmt.Errorf("is ByHeader(%q), which is no name of a header", name)}
@@ -90,7 +90,7 @@ func ByHeader(name string) Key {
 	}}
 }
 
-// ByContext is a string in the request's context, such as the user that the application's authentication put there.
+// ByContext uses a string in the request's context as the key, such as the user that the application has authenticated.
 // contextKey is the key of [context.Context.Value].
 func ByContext(contextKey any) Key {
 	if contextKey == nil {
@@ -109,8 +109,8 @@ func fromContext(ctx context.Context, contextKey any) (string, error) {
 	return value, nil
 }
 
-// Join makes one key of several, for example of address and user. Two requests have the same key only if all parts are
-// the same, whatever characters they contain. A request that lacks a part has no key.
+// Join makes one key of several, for example of address and user. Two requests have the same key only if all their
+// parts are the same, whatever characters the parts contain. A request without one of the parts has no key.
 func Join(parts ...Key) Key {
 	if len(parts) == 0 {
 		return Key{err: errors.New("is Join of no keys")}
@@ -139,8 +139,8 @@ func Join(parts ...Key) Key {
 
 // HMAC keeps personal data out of the database. The database gets the first 128 bits of the key's HMAC-SHA-256, as 22
 // characters of base64url. Without the secret nobody can tell which address or user a row belongs to. The secret has at
-// least 16 random bytes and is the same in all processes. A new secret makes new keys, so all counts begin anew. To use
-// a key elsewhere, such as in `pgratelimit reset`, compute it the same way.
+// least 16 random bytes, and is the same in all processes. A new secret makes new keys, so all counts restart. To use a
+// key in `pgratelimit reset` or elsewhere, compute its HMAC in the same way.
 func HMAC(secret []byte, key Key) Key {
 	if len(secret) < minSecret {
 		return Key{err: fmt.Errorf("is HMAC with a secret of %d bytes, and needs at least %d", len(secret), minSecret)}
@@ -170,7 +170,7 @@ func HMAC(secret []byte, key Key) Key {
 	}}
 }
 
-// usable returns why New refuses a key. Its text follows the field's name in a sentence.
+// usable returns an error if New must refuse the key. Its text completes a sentence that begins with the field's name.
 func (k Key) usable() error {
 	if k.err == nil && k.find == nil {
 		return errors.New("is none")
@@ -178,7 +178,7 @@ func (k Key) usable() error {
 	return k.err
 }
 
-// isToken tells whether a text is a token of HTTP, such as the name of a header.
+// isToken tells whether text is a token of HTTP, such as the name of a header.
 func isToken(text string) bool {
 	return text != "" && !strings.ContainsFunc(text, func(c rune) bool { return !isTokenChar(c) })
 }

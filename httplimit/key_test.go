@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// text is a key that is always the same.
+// text returns a Key that finds the same key for all requests.
 func text(key string) Key { return ByFunc(func(*http.Request) (string, error) { return key, nil }) }
 
 func requireKey(t *testing.T, want string, key Key, r *http.Request) {
@@ -36,7 +36,7 @@ func TestKeys(t *testing.T) {
 	require.Error(t, err)
 }
 
-// A value as long as servers accept works with HMAC, although it is too long for a key.
+// HMAC accepts a header's value that is too long for a key.
 func TestLongHeader(t *testing.T) {
 	t.Parallel()
 
@@ -47,7 +47,7 @@ func TestLongHeader(t *testing.T) {
 	require.Len(t, key, 22)
 }
 
-// The value was computed with: printf '192.0.2.1' | openssl dgst -sha256 -mac HMAC -macopt hexkey:000102…0f
+// The expected value was computed with: printf '192.0.2.1' | openssl dgst -sha256 -mac HMAC -macopt hexkey:000102…0f
 // -binary | head -c 16 | basenc --base64url
 func TestHMACKeepsPersonalDataOut(t *testing.T) {
 	t.Parallel()
@@ -56,7 +56,7 @@ func TestHMACKeepsPersonalDataOut(t *testing.T) {
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", nil)
 	hashed := HMAC(secret, ByIP())
 	requireKey(t, "vFChl-_N4dB-16z8JbdWhg", hashed, r)
-	secret[0]++ // the middleware has its own copy
+	secret[0]++ // HMAC has copied the secret
 	requireKey(t, "vFChl-_N4dB-16z8JbdWhg", hashed, r)
 	other, err := HMAC(secret, ByIP()).Of(r)
 	require.NoError(t, err)
@@ -81,7 +81,7 @@ func joinParts() []string {
 	return []string{"a", "|", `\`, `\|`, `|\`, `\\`, "||", `a|`, `|a`, `a\`, `\a`, "a|a", `a\|a`, "é", "\x00", "\xff"}
 }
 
-// FuzzJoin splits a joined key and finds the parts again.
+// FuzzJoin splits joined keys, and compares the parts.
 func FuzzJoin(f *testing.F) {
 	for _, part := range joinParts() {
 		f.Add(part, `x|\`, part)
@@ -110,7 +110,7 @@ func FuzzJoin(f *testing.F) {
 	})
 }
 
-// FuzzByHeader: the key is the header's value, or there is an error that does not repeat it.
+// FuzzByHeader tests that the key is the header's value, or that the error does not contain the value.
 func FuzzByHeader(f *testing.F) {
 	f.Add("secret", "", false)
 	f.Add("a\x00b", "x", true)

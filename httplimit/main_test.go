@@ -14,13 +14,13 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// asked is a call of a limiter.
+// asked is a recorded call of a limiter.
 type asked struct {
 	key  string
 	cost int64
 }
 
-// fakeLimiter gives the answers that it was made with, and remembers the calls.
+// fakeLimiter returns prepared results, and records its calls.
 type fakeLimiter struct {
 	policy    ratelimit.Policy // by default 10 a minute
 	onFailure ratelimit.FailureMode
@@ -64,21 +64,21 @@ func (f *fakeLimiter) refunds() []ratelimit.Result {
 	return f.refunded
 }
 
-// allowing is a limiter that allows everything, with 7 of 10 left.
+// allowing returns a limiter that allows everything, with 7 of 10 left.
 func allowing() *fakeLimiter {
 	return &fakeLimiter{onFailure: ratelimit.ReturnError(), result: ratelimit.Result{
 		Allowed: true, Limit: 10, Remaining: 7, ResetAfter: 41*time.Second + time.Microsecond, DecidedAt: time.Unix(1_800_000_000, 0),
 	}}
 }
 
-// denying is a limiter that denies everything.
+// denying returns a limiter that denies everything.
 func denying(retryAfter time.Duration) *fakeLimiter {
 	return &fakeLimiter{onFailure: ratelimit.ReturnError(), result: ratelimit.Result{
 		Limit: 10, RetryAfter: retryAfter, ResetAfter: time.Minute, DecidedAt: time.Unix(1_800_000_000, 1),
 	}}
 }
 
-// limited is a handler behind a limiter; the Key defaults to the address.
+// limited returns a handler behind a limiter. Config.Key defaults to ByIP.
 func limited(t testing.TB, limiter Limiter, config Config, handler http.HandlerFunc) http.Handler {
 	t.Helper()
 	if config.Key.find == nil {
@@ -99,7 +99,7 @@ type answer struct {
 	body   string
 }
 
-// serve is the answer to a request, a GET from 192.0.2.1 by default.
+// serve returns the answer to a request, by default to a GET from 192.0.2.1.
 func serve(t *testing.T, handler http.Handler, requests ...*http.Request) answer {
 	t.Helper()
 	request := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", nil)
@@ -115,7 +115,7 @@ func serve(t *testing.T, handler http.Handler, requests ...*http.Request) answer
 	return answer{recorder.Code, header, recorder.Body.String()}
 }
 
-// get is the answer of a server.
+// get returns the answer of a server to a GET.
 func get(t *testing.T, client *http.Client, url string) answer {
 	t.Helper()
 	request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url, nil)

@@ -8,15 +8,15 @@ import (
 	"sync/atomic"
 )
 
-// nesting logs, once, that a request is charged twice for the same key of the same limiter, because it passes one
-// middleware twice, or two with the same limiter.
+// nesting logs, once, that a request is charged twice for the same key of the same limiter. This happens if the request
+// passes the same middleware twice, or two middlewares that have the same limiter.
 type nesting struct {
 	told atomic.Bool
-	seen atomic.Int64 // requests
+	seen atomic.Int64 // the number of requests
 }
 
-// inside maps each visit under way to its middleware, and open counts them. All middlewares share them, because two may
-// have the same limiter.
+// inside maps each charge under way to its middleware, and open counts these charges. All middlewares share these
+// variables, because two middlewares may have the same limiter.
 //
 //nolint:gochecknoglobals // all middlewares have to share them
 var (
@@ -24,17 +24,17 @@ var (
 	open   atomic.Int64
 )
 
-// visit is a request at a limiter.
+// visit identifies a charge: a request, its limiter, and the key that the request takes from.
 type visit struct {
 	request, limiter any
 	key              string
 }
 
-// The first firstLooks requests are all looked at, and then one in laterLooks, so that busy servers are not slowed
-// down.
+// enter checks the first firstLooks requests, and then one of laterLooks, so that it does not slow busy servers down.
 const firstLooks, laterLooks = 1024, 64
 
-// enter notes that a request is inside the middleware, until leave. It logs if the request is charged a second time.
+// enter records that m charges a request, until leave is called. If the request is already being charged for the same
+// key of the same limiter, it logs that. ok tells whether leave must be called.
 func (n *nesting) enter(
 	m *middleware, w http.ResponseWriter, r *http.Request, l Limiter, key string,
 ) (v visit, ok bool) {
@@ -78,8 +78,8 @@ func (v visit) leave() {
 	open.Add(-1)
 }
 
-// requestOf identifies a request by the address of its header, which copies of the request share. A gRPC call gets a
-// new header for each interceptor, so its writer identifies it.
+// requestOf identifies a request by the address of its header, which copies of the request share. For a gRPC call the
+// writer identifies it, because each interceptor makes a new header.
 func requestOf(w http.ResponseWriter, r *http.Request) any {
 	if call, ok := w.(interface{ CallOfGRPC() any }); ok {
 		return call.CallOfGRPC()

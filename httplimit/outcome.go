@@ -14,11 +14,11 @@ import (
 )
 
 // refundWait is how long the end of a response waits for the refund, which usually takes one round trip. A slower
-// refund goes on after the response has ended: the end of its context ends only the wait.
+// refund goes on after the response has ended, because the end of its context ends only the wait.
 const refundWait = 100 * time.Millisecond
 
-// ChargeFailures is a Config.Charge for logins and everything else that must not be guessed. A request is charged if
-// its status is 400 or more, or if the handler returned without one.
+// ChargeFailures is a Config.Charge that charges a request if its status is 400 or more. It is for passwords and other
+// secrets that clients could guess.
 func ChargeFailures(status int) bool { return status >= 400 }
 
 // ChargeSuccesses is a Config.Charge that charges a request if its status is below 400.
@@ -27,10 +27,9 @@ func ChargeSuccesses(status int) bool { return status < 400 }
 // ChargeAllButServerErrors is a Config.Charge that charges a request unless its status is 500 or more.
 func ChargeAllButServerErrors(status int) bool { return status < 500 }
 
-// serveAndSettle runs the handler for a request that has taken its cost, and gives the cost back if the outcome says
-// so. Only an outcome seen before the handler returns counts: later, something in front of this middleware, or past its
-// ResponseWriter, may write the status. A panic voids what the handler wrote, because the server or a recoverer may
-// drop it.
+// serveAndSettle runs the handler for a request that has taken its cost, and gives the cost back if the status says so.
+// Only a status seen before the handler returns counts, because code outside the middleware may write the status later.
+// After a panic the request stays charged, because the server or a recoverer may drop what the handler wrote.
 func (m *middleware) serveAndSettle(w http.ResponseWriter, r *http.Request, next http.Handler, charged charge) {
 	recorder := &recorder{ResponseWriter: w, middleware: m, request: r, charge: charged}
 	defer recorder.keep()
@@ -40,7 +39,7 @@ func (m *middleware) serveAndSettle(w http.ResponseWriter, r *http.Request, next
 	}
 }
 
-// charge is what a request has taken.
+// charge is what a request has taken, and from which limit.
 type charge struct {
 	limit  limit
 	cost   int64
@@ -61,23 +60,23 @@ func (m *middleware) giveBack(ctx context.Context, charged charge) {
 	}
 }
 
-// recorder watches the statuses of a response. If there are several, the writers beneath choose which one to send: most
-// send the first, some the last. So the cost is given back only if no status is charged, and at least one was passed on
-// without an error. wrap adds the optional interfaces of a server's ResponseWriter.
+// recorder watches the statuses that a handler writes. If a handler writes several, most ResponseWriters send the first
+// status, and some send the last. So the cost is given back only if no status is charged, and at least one status was
+// written without an error. wrap adds the optional interfaces of a server's ResponseWriter.
 type recorder struct {
 	http.ResponseWriter
 	middleware *middleware
 	request    *http.Request
 	charge     charge
 
-	mu      sync.Mutex // a handler may leave a goroutine behind that writes
-	begun   bool       // a status was seen, or none will be; the header fields are set
-	passed  bool       // the writer beneath has accepted a status
-	charged bool       // for good, because a status says so or there is doubt
+	mu      sync.Mutex // for goroutines that write after their handler has returned
+	begun   bool       // the header fields are set, because a status was seen or the charge is final
+	passed  bool       // the server's ResponseWriter has accepted a status
+	charged bool       // the request stays charged, because of a status or in doubt
 }
 
-// see notes a status before it is passed on. If the client has left by then, the charge stays: otherwise clients could
-// leave early to get around the limit.
+// see records a status before it is written. If the client has left by then, the request stays charged: otherwise
+// clients could leave early to get around the limit.
 func (r *recorder) see(status int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -85,8 +84,8 @@ func (r *recorder) see(status int) {
 	r.begin()
 }
 
-// begin sets the header fields, once. If the cost will probably be given back, they show what then remains. r.mu is
-// held.
+// begin sets the header fields, once. If the cost will probably be given back, the fields show what remains after that.
+// The caller holds r.mu.
 func (r *recorder) begin() {
 	if r.begun {
 		return
@@ -99,14 +98,14 @@ func (r *recorder) begin() {
 	r.middleware.setHeaders(r.Header(), r.charge.limit, r.charge.result, remaining)
 }
 
-// pass notes that the writer beneath has accepted a status or a part of the body.
+// pass records that the server's ResponseWriter has accepted a status or a part of the body.
 func (r *recorder) pass() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.passed = true
 }
 
-// keep makes the charge final.
+// keep makes the charge final, and sets the header fields.
 func (r *recorder) keep() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -114,17 +113,17 @@ func (r *recorder) keep() {
 	r.begin()
 }
 
-// refunds tells, once the handler has returned, whether to give the cost back.
+// refunds tells whether to give the cost back. The handler has returned.
 func (r *recorder) refunds() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	// After the request's deadline, http.TimeoutHandler or the like may have answered in the handler's place.
+	// After the request's deadline, http.TimeoutHandler may have answered instead of the handler.
 	return r.passed && !r.charged &&
 		!errors.Is(r.request.Context().Err(), context.DeadlineExceeded) && !r.contradicted()
 }
 
-// contradicted tells whether a writer beneath reports that it has sent no status, or one that is charged. Gin's writer
-// holds a status back until there is a body, and may hold an earlier one.
+// contradicted tells whether the ResponseWriter reports that no status was sent, or a status that is charged. Gin's
+// writer sends a status only with the first part of the body, and may send an earlier status.
 func (r *recorder) contradicted() bool {
 	if w, ok := beneath[interface{ Written() bool }](r.ResponseWriter); ok && !w.Written() {
 		return true
@@ -134,7 +133,7 @@ func (r *recorder) contradicted() bool {
 }
 
 func (r *recorder) WriteHeader(status int) {
-	if status < 200 { // a status before the last one, or 101, which takes the connection over
+	if status < 200 { // an informational status, or 101, which hijacks the connection
 		r.ResponseWriter.WriteHeader(status)
 		return
 	}
@@ -143,7 +142,7 @@ func (r *recorder) WriteHeader(status int) {
 	r.pass()
 }
 
-// seeText notes a part of the body before it is passed on. Without an earlier status, the status is 200.
+// seeText records a part of the body before it is written. Without an earlier status, the status is 200.
 func (r *recorder) seeText() {
 	if !r.hasBegun() {
 		r.see(http.StatusOK)
@@ -177,12 +176,12 @@ func (r *recorder) WriteString(text string) (int, error) {
 // sniffed is how many bytes of a response net/http reads before it lets the system send the rest.
 const sniffed = 512
 
-// ReadFrom uses the ReadFrom beneath, if there is one. The first part goes through Write, because after an empty
-// source, or one that fails at once, the handler may still write a status.
+// ReadFrom uses the ReadFrom of the server's ResponseWriter, if it has one. The first part goes through Write: if the
+// source is empty or fails at once, the handler may still write a status.
 func (r *recorder) ReadFrom(source io.Reader) (int64, error) {
 	n, err := io.CopyN(struct{ io.Writer }{r}, source, sniffed)
 	switch {
-	case errors.Is(err, io.EOF): // that was all
+	case errors.Is(err, io.EOF): // the source has ended
 		return n, nil
 	case err != nil:
 		return n, err
@@ -191,7 +190,7 @@ func (r *recorder) ReadFrom(source io.Reader) (int64, error) {
 	return n + rest, err
 }
 
-// http.ResponseController calls these methods. Without them it would call Unwrap.
+// http.ResponseController calls these three methods. Without them it would call Unwrap.
 
 func (r *recorder) SetReadDeadline(deadline time.Time) error {
 	return http.NewResponseController(r.ResponseWriter).SetReadDeadline(deadline)
@@ -205,17 +204,17 @@ func (r *recorder) EnableFullDuplex() error {
 	return http.NewResponseController(r.ResponseWriter).EnableFullDuplex()
 }
 
-// Unwrap gives access to the rest of the writer beneath. The request is then charged, because the caller can send what
-// the recorder does not see.
+// Unwrap returns the server's ResponseWriter. The request then stays charged, because the recorder does not see what
+// the caller writes there.
 func (r *recorder) Unwrap() http.ResponseWriter {
 	r.keep()
 	return r.ResponseWriter
 }
 
-// inner is Unwrap for callers that only look.
+// inner returns the same writer as Unwrap, for callers that do not write.
 func (r *recorder) inner() http.ResponseWriter { return r.ResponseWriter }
 
-// wrap returns the recorder with the optional interfaces of the writer beneath, because handlers look for them.
+// wrap returns the recorder with the optional interfaces of the server's ResponseWriter, which handlers may use.
 func (r *recorder) wrap() http.ResponseWriter {
 	_, flushes := beneath[http.Flusher](r.ResponseWriter)
 	_, hijacks := beneath[http.Hijacker](r.ResponseWriter)
@@ -248,7 +247,7 @@ func (r *recorder) wrap() http.ResponseWriter {
 	}
 }
 
-// beneath finds the first T in a chain of writers, from the outermost inwards.
+// beneath returns the first writer that is a T, in a chain of wrapped writers that begins with w.
 func beneath[T any](w http.ResponseWriter) (T, bool) {
 	for {
 		if t, ok := w.(T); ok {
@@ -269,7 +268,7 @@ type flusher struct{ recorder *recorder }
 
 func (f flusher) Flush() { _ = f.FlushError() }
 
-// FlushError writes the status 200 that a server would write, because a writer that compresses may not write it yet.
+// FlushError writes status 200 first, as a server would. A ResponseWriter that compresses may not do so.
 func (f flusher) FlushError() error {
 	if !f.recorder.hasBegun() {
 		f.recorder.WriteHeader(http.StatusOK)

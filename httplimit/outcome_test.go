@@ -73,7 +73,7 @@ func TestChargeByOutcome(t *testing.T) {
 	}
 }
 
-// A 1xx status is not the final one, and neither is 101 over HTTP/2.
+// A 1xx status is not final. Over HTTP/2, status 101 is not final either.
 func TestEarlyStatus(t *testing.T) {
 	t.Parallel()
 
@@ -90,7 +90,7 @@ func TestEarlyStatus(t *testing.T) {
 	}
 }
 
-// A denied request gets nothing back.
+// A denied request has taken nothing, so nothing is given back.
 func TestDeniedRequestIsNotRefunded(t *testing.T) {
 	t.Parallel()
 
@@ -103,7 +103,7 @@ func TestDeniedRequestIsNotRefunded(t *testing.T) {
 	require.Empty(t, limiter.refunds())
 }
 
-// A panic passes through. Neither it nor a status written before it is an outcome.
+// A panic passes through the middleware. A request whose handler panics is charged, whatever status it wrote before.
 func TestPanickingHandler(t *testing.T) {
 	t.Parallel()
 
@@ -134,14 +134,14 @@ func TestPanickingHandler(t *testing.T) {
 	}
 }
 
-// A request is charged if its outcome was not seen before the handler returned. Charge is not called then, and the
-// header fields show the charged cost.
+// A request is charged if no status was seen before the handler returned. Charge is not called then, and the header
+// fields include the cost.
 func TestOutcomeThatIsNotSeen(t *testing.T) {
 	t.Parallel()
 
 	type pair struct {
-		w       http.ResponseWriter // of the server
-		limited http.ResponseWriter // the handler's
+		w       http.ResponseWriter // the server's writer
+		limited http.ResponseWriter // the handler's writer
 	}
 	for name, test := range map[string]struct {
 		handler func(pair)
@@ -186,8 +186,8 @@ func TestOutcomeThatIsNotSeen(t *testing.T) {
 	}
 }
 
-// A goroutine left behind may still write after the handler has returned. The request is charged or given back exactly
-// once, without a data race.
+// A goroutine may still write after the handler has returned. The request is then charged or refunded exactly once,
+// without a data race.
 func TestGoroutineThatWritesAfterwards(t *testing.T) {
 	t.Parallel()
 
@@ -204,15 +204,15 @@ func TestGoroutineThatWritesAfterwards(t *testing.T) {
 	}
 }
 
-// deaf is a writer that may be written to at any time.
+// deaf is a writer that accepts concurrent and late writes.
 type deaf struct{ header http.Header }
 
 func (d deaf) Header() http.Header          { return d.header }
 func (deaf) Write(data []byte) (int, error) { return len(data), nil }
 func (deaf) WriteHeader(int)                {}
 
-// http.TimeoutHandler behind the limit makes its 503 the outcome. In front of it, the client has got the 503, whatever
-// the handler writes.
+// With http.TimeoutHandler inside the middleware, its 503 is the status that counts. With http.TimeoutHandler outside,
+// the client gets the 503 whatever the handler writes.
 func TestTimeoutHandler(t *testing.T) {
 	t.Parallel()
 
@@ -247,8 +247,8 @@ func TestTimeoutHandler(t *testing.T) {
 	}
 }
 
-// A reverse proxy passes on the status of the server behind it. If that connection is cut, there is no outcome unless
-// the response had begun.
+// A reverse proxy forwards the status of the server behind it. If the connection to this server breaks before the
+// response has begun, the request is charged.
 func TestReverseProxy(t *testing.T) {
 	t.Parallel()
 
@@ -283,15 +283,15 @@ func TestReverseProxy(t *testing.T) {
 			}
 			require.NoError(t, err)
 			require.NoError(t, response.Body.Close())
-			server.Close() // when the handler has ended
+			server.Close() // waits for the handler
 			require.Equal(t, status, response.StatusCode)
 			require.Equal(t, status == 200, len(limiter.refunds()) == 1)
 		}
 	}
 }
 
-// A client that leaves before there is a status stays charged: otherwise leaving early would get around the limit. A
-// client that leaves later is refunded, with a context that has not ended.
+// A client that leaves before the handler writes a status stays charged: otherwise leaving early would get around the
+// limit. A client that leaves later is refunded, with a context that has not ended.
 func TestClientThatLeavesDuringTheHandler(t *testing.T) {
 	t.Parallel()
 
@@ -321,7 +321,7 @@ func TestClientThatLeavesDuringTheHandler(t *testing.T) {
 		require.Empty(t, log.Lines())
 	}
 
-	// This handler gives up without a status because the client has gone.
+	// This handler returns without a status, because the client has left.
 	limiter := allowing()
 	ctx, leave := context.WithCancel(t.Context())
 	handler := limited(t, limiter, Config{Charge: ChargeFailures}, func(http.ResponseWriter, *http.Request) { leave() })
@@ -338,7 +338,7 @@ func TestChargeOfALease(t *testing.T) {
 	require.Len(t, limiter.refunds(), 1)
 }
 
-// The response does not wait for a slow refund. Lost refunds are logged once.
+// The response does not wait longer than refundWait for a refund. Lost refunds are logged once.
 func TestLostRefunds(t *testing.T) {
 	t.Parallel()
 
@@ -371,7 +371,7 @@ func testLostRefunds(t *testing.T) {
 	require.Len(t, limiter.refunds(), 20)
 }
 
-// server is a real server, over HTTP/1 or HTTP/2, with a limit that charges by the outcome.
+// server returns a real server, over HTTP/1 or HTTP/2, with a limit that has a Charge.
 func server(t *testing.T, limiter Limiter, http2 bool, handler http.HandlerFunc) *httptest.Server {
 	t.Helper()
 	server := httptest.NewUnstartedServer(
@@ -391,14 +391,14 @@ type wrapper struct{ http.ResponseWriter }
 
 func (w wrapper) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
-// hijackable is a writer with a connection to take over.
+// hijackable is a writer whose connection can be hijacked.
 type hijackable struct{ http.ResponseWriter }
 
 func (hijackable) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	return nil, nil, errors.New("there is no connection")
 }
 
-// readFrom is a writer with a faster way than Write.
+// readFrom is a writer that has a ReadFrom.
 type readFrom struct {
 	http.ResponseWriter
 	source *io.Reader

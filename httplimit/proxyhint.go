@@ -8,26 +8,26 @@ import (
 	"sync/atomic"
 )
 
-// proxyHint logs, once, that requests seem to come through a proxy whose header ByIP does not read. Then all clients
-// behind that proxy share one limit. The line contains no address, only the private network that the proxy is in.
+// proxyHint logs, once, that requests seem to come through a proxy whose header ByIP does not read, so that all clients
+// behind the proxy share one limit. The line contains no address, only the private network of the proxy.
 type proxyHint struct {
 	given atomic.Bool
 	log   func(r *http.Request, message, write string)
 
-	// Whether all requests through trusted proxies seem to come from one address.
-	several atomic.Bool // they do not, which ends the search
+	// These tell whether all requests through trusted proxies seem to come from one address.
+	several atomic.Bool // requests came from different addresses, which ends the check
 	mu      sync.Mutex
-	client  netip.Addr                        // the first client's
-	before  [minClientsOfABalancer]netip.Addr // the first addresses before it
+	client  netip.Addr                        // the address of the first client
+	before  [minClientsOfABalancer]netip.Addr // different addresses that stood before client in the header
 }
 
-// minClientsOfABalancer is how many different addresses have to come before the one that all requests seem to come
-// from. One person with forged headers can reach that on an unused server. On a server in use, other clients' addresses
-// show up.
+// minClientsOfABalancer is how many different addresses must stand before the address that all requests seem to come
+// from. On an unused server, one person with forged headers can reach this number. On a server in use, requests from
+// other clients prevent it.
 const minClientsOfABalancer = 3
 
-// onUntrusted looks at a request whose peer is not trusted. Only peers in private networks count: on the open internet,
-// anybody may send such headers.
+// onUntrusted checks a request whose peer is not a trusted proxy. It ignores peers outside private networks, because on
+// the internet anybody may send headers of proxies.
 func (h *proxyHint) onUntrusted(a *addresses, r *http.Request, peer netip.Addr) {
 	if h == nil || h.given.Load() {
 		return
@@ -49,7 +49,7 @@ func (h *proxyHint) onUntrusted(a *addresses, r *http.Request, peer netip.Addr) 
 		"pass this to ByIP, with the narrowest prefix that your proxies are in", write)
 }
 
-// onTrusted looks at a request of a trusted proxy without the header that ByIP reads.
+// onTrusted checks a request of a trusted proxy that does not have the header that ByIP reads.
 func (h *proxyHint) onTrusted(a *addresses, r *http.Request) {
 	if h == nil || h.given.Load() {
 		return
@@ -63,12 +63,12 @@ func (h *proxyHint) onTrusted(a *addresses, r *http.Request) {
 		fmt.Sprintf("httplimit.AddressHeader(`%s`)", header))
 }
 
-// wantsClients tells whether onClient still looks at requests.
+// wantsClients tells whether onClient needs more requests.
 func (h *proxyHint) wantsClients() bool { return h != nil && !h.several.Load() && !h.given.Load() }
 
-// onClient looks at a request for which a trusted proxy named the client. Some balancers append their own public
-// address to the client's. Then all requests seem to come from that address, with the clients' addresses before it.
-// Private addresses there do not count, because they come from a company behind its own proxy.
+// onClient checks a request whose header from a trusted proxy names the client. Some load balancers append their public
+// address to the client's address. Then all requests seem to come from the balancer, and the clients' addresses stand
+// before its address. onClient ignores private addresses there, because they come from a company's own proxy.
 func (h *proxyHint) onClient(r *http.Request, client, before netip.Addr) {
 	h.mu.Lock()
 	if !h.client.IsValid() {
@@ -97,7 +97,7 @@ func (h *proxyHint) onClient(r *http.Request, client, before netip.Addr) {
 	}
 }
 
-// forwardingHeader returns the name of the request's first header for client addresses, or "".
+// forwardingHeader returns the name of a header of the request that may contain the client's address, or "".
 func forwardingHeader(a *addresses, r *http.Request) string {
 	for _, name := range [...]string{
 		a.header, defaultHeader, "Forwarded", "X-Real-Ip", "True-Client-Ip", "Cf-Connecting-Ip",
@@ -109,7 +109,7 @@ func forwardingHeader(a *addresses, r *http.Request) string {
 	return ""
 }
 
-// reservedNetwork returns the network for loopback or private use that an address is in, or "".
+// reservedNetwork returns the loopback or private network that an address is in, or "".
 func reservedNetwork(address netip.Addr) string {
 	switch {
 	case address.IsLoopback() && address.Is4():

@@ -10,7 +10,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// A proxy whose header ByIP does not read is logged once, with the option to add, and without an address.
+// A proxy whose header ByIP does not read is logged once. The line has the option that is missing, but no address.
 func TestProxyThatIsNotTrustedIsToldOfOnce(t *testing.T) {
 	t.Parallel()
 
@@ -19,7 +19,7 @@ func TestProxyThatIsNotTrustedIsToldOfOnce(t *testing.T) {
 		key    Key
 		peer   string
 		header string
-		says   string // "": nothing
+		says   string // "" if nothing is logged
 		write  string
 	}{
 		"10":         {ByIP(), "10.1.2.3:1", "X-Forwarded-For", private + "X-Forwarded-For", write + "10.0.0.0/8`))"},
@@ -72,7 +72,7 @@ func TestProxyThatIsNotTrustedIsToldOfOnce(t *testing.T) {
 				require.NotContains(t, lines[0], address)
 			}
 
-			// Each middleware logs it.
+			// Each middleware logs the proxy.
 			again := limited(t, allowing(), Config{Key: c.key, Logger: log.Logger()}, nil)
 			serve(t, again, from(c.peer, c.header, "203.0.113.9"))
 			require.Len(t, log.Lines(), 1)
@@ -80,8 +80,8 @@ func TestProxyThatIsNotTrustedIsToldOfOnce(t *testing.T) {
 	}
 }
 
-// A balancer that appends its own public address to the client's is logged once, without an address. Other senders of
-// such headers are not logged.
+// A balancer that appends its public address to the client's address is logged once, without an address. Other peers
+// with X-Forwarded-For are not logged.
 func TestBalancerThatAppendsItsOwnAddress(t *testing.T) {
 	t.Parallel()
 
@@ -136,7 +136,7 @@ func TestBalancerThatAppendsItsOwnAddress(t *testing.T) {
 	}
 }
 
-// The option that the line names removes the problem.
+// With the option that the logged line names, ByIP finds the client's address.
 func TestWhatTheHintSaysMendsIt(t *testing.T) {
 	t.Parallel()
 
@@ -149,7 +149,7 @@ func TestWhatTheHintSaysMendsIt(t *testing.T) {
 	require.Empty(t, log.Lines())
 }
 
-//nolint:paralleltest // AllocsPerRun counts everybody's
+//nolint:paralleltest // AllocsPerRun counts the allocations of all tests
 func TestHintCostsNoAllocation(t *testing.T) {
 	for name, hint := range map[string]*proxyHint{"none": nil, "not given": {}, "given": {}} {
 		if name == "given" {

@@ -11,29 +11,29 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// Rejection is why a request does not reach the handler.
+// Rejection says why a request does not reach the handler.
 type Rejection struct {
-	// Status is 429 for a denied request, and 503 if there is no decision. It is 400 for a request without a usable
-	// key, or with a cost that can never be taken.
+	// Status is 429 for a denied request, and 503 if the limiter did not decide. It is 400 for a request without a
+	// usable key, or with a cost that can never be taken.
 	Status int
 	// Policy is the Config.PolicyName of the limit.
 	Policy string
-	// RetryAfter is when to try again, in whole seconds, as in the response's header. It is 0 if there is no such
-	// header. During a ban without an end, or with more than ten years to go, it is a day.
+	// RetryAfter is the time until the next try in whole seconds, as in the header Retry-After. It is 0 without this
+	// header. It is a day for a ban that ends more than ten years from now.
 	RetryAfter time.Duration
-	// Result is the decision, if the request is denied.
+	// Result is the decision if the request is denied.
 	Result ratelimit.Result
-	// Err is why there is no decision, if the request is not denied. It is nil if the limiter fails closed.
+	// Err is the error if the request is not denied. It is nil if the limiter failed closed.
 	Err error
 }
 
-// The types of problems that draft-ietf-httpapi-ratelimit-headers registers.
+// These are types of problems in draft-ietf-httpapi-ratelimit-headers.
 const (
 	quotaExceeded            = "https://iana.org/assignments/http-problem-types#quota-exceeded"
 	temporaryReducedCapacity = "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity"
 )
 
-// ProblemJSON answers with a problem of RFC 9457, application/problem+json. Config.Reject defaults to it.
+// ProblemJSON writes a problem of RFC 9457, application/problem+json. It is the default of Config.Reject.
 func ProblemJSON(w http.ResponseWriter, _ *http.Request, rejection Rejection) {
 	problemType := ""
 	switch rejection.Status {
@@ -56,7 +56,7 @@ func ProblemJSON(w http.ResponseWriter, _ *http.Request, rejection Rejection) {
 	rejection.write(w, "application/problem+json", append(body, "}\n"...))
 }
 
-// violated returns the names of the policies that deny.
+// violated returns the names of the policies that denied the request.
 func (r Rejection) violated() []string {
 	var names []string
 	for i, one := range r.Result.Each() {
@@ -70,7 +70,7 @@ func (r Rejection) violated() []string {
 	return names
 }
 
-// PlainText answers with a line of text.
+// PlainText writes a line of text.
 func PlainText(w http.ResponseWriter, _ *http.Request, rejection Rejection) {
 	text := rejection.title()
 	if rejection.RetryAfter > 0 {

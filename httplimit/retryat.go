@@ -8,13 +8,14 @@ import (
 	"time"
 )
 
-// statusOverloaded is what some services answer when they are overloaded.
+// statusOverloaded is the status of some services that are overloaded.
 const statusOverloaded = 529
 
-// minPause is the shortest pause.
+// minPause is the shortest pause after a refusal.
 const minPause = time.Second
 
-// retryAt returns the time of the next try, if the response is a refusal that names one. See [Transport].
+// retryAt returns the time that a refusal names for the next try. The bool is false for any other response. See
+// [Transport].
 func retryAt(response *http.Response) (time.Time, bool) {
 	switch response.StatusCode {
 	case http.StatusTooManyRequests, http.StatusForbidden, http.StatusServiceUnavailable, statusOverloaded:
@@ -26,7 +27,7 @@ func retryAt(response *http.Response) (time.Time, bool) {
 	if sent, ok := readDate(header.Get("Date")); ok {
 		until = func(at time.Time) time.Duration {
 			pause := at.Sub(sent) // both times are by the server's clock
-			// A server with a wrong clock may pass on times by the true clock, from another server.
+			// A server with a wrong clock may forward times by the right clock, from another server.
 			if ours := at.Sub(now); sent.Sub(now).Abs() > 24*time.Hour && ours.Abs() < pause.Abs() {
 				pause = ours
 			}
@@ -53,8 +54,8 @@ func retryAt(response *http.Response) (time.Time, bool) {
 	return now.Add(foreseeable(max(pause, minPause))), pause >= 0
 }
 
-// itemsOf splits the text of a field, which a proxy may have joined from several. It drops parameters and quotes. The
-// weekday of a date becomes an unreadable item of its own.
+// itemsOf splits the text of a field at commas, because a proxy may have joined several fields. It drops parameters and
+// quotes. The weekday of a date becomes a separate item, which pauseOf cannot read.
 func itemsOf(text string) []string {
 	items := strings.Split(text, ",")
 	for i, item := range items {
@@ -64,13 +65,14 @@ func itemsOf(text string) []string {
 	return items
 }
 
-// pauseOf is the pause after the response that an item asks for, or -1. until returns the time left until a time.
+// pauseOf returns the pause that an item asks for, or -1 if it cannot read the item. until returns the pause that ends
+// at a time.
 func pauseOf(item string, until func(time.Time) time.Duration) time.Duration {
 	number, ok := roundUp(item)
 	switch {
 	case ok && number >= 1e11:
 		return until(time.UnixMilli(number))
-	case ok && number >= 1e9: // as a pause, 31 years
+	case ok && number >= 1e9: // not a pause of 31 years, but seconds since 1970
 		return until(time.Unix(number, 0))
 	case ok:
 		return time.Duration(number) * time.Second
@@ -82,8 +84,8 @@ func pauseOf(item string, until func(time.Time) time.Duration) time.Duration {
 	return until(date)
 }
 
-// readDate reads the dates of HTTP (RFC 9110 section 5.6.7) and servers' variants of them. It skips a weekday before a
-// comma.
+// readDate reads a date of HTTP (RFC 9110 section 5.6.7), also in variants that servers send. It skips a weekday before
+// a comma.
 func readDate(text string) (time.Time, bool) {
 	text = strings.ToUpper(strings.TrimSpace(text[strings.LastIndexByte(text, ',')+1:]))
 	for _, zone := range [...]string{" GMT", " UTC"} {
@@ -101,8 +103,8 @@ func readDate(text string) (time.Time, bool) {
 	return time.Time{}, false
 }
 
-// roundUp reads a number that is not negative, and rounds a fraction up. A number that is too large becomes the largest
-// int64.
+// roundUp reads a number without a sign, and rounds a fraction up. For a number that is too large, it returns the
+// largest int64.
 func roundUp(text string) (int64, bool) {
 	whole, fraction, _ := strings.Cut(text, ".")
 	if whole+fraction == "" || strings.Trim(whole+fraction, "0123456789") != "" {
@@ -118,7 +120,7 @@ func roundUp(text string) (int64, bool) {
 	return number, true
 }
 
-// isNothing tells whether nothing remains of a limit.
+// isNothing tells whether remaining is 0 or negative.
 func isNothing(remaining string) bool {
 	number, ok := roundUp(strings.TrimPrefix(remaining, "-"))
 	return ok && (number == 0 || remaining[0] == '-')
@@ -127,10 +129,10 @@ func isNothing(remaining string) bool {
 // told is what a response says about one limit.
 type told struct{ remaining, reset string }
 
-// limitsOf returns what the fields of a response say about limits. It skips what it cannot read.
+// limitsOf returns what the fields of a response say about limits. It skips text that it cannot read.
 func limitsOf(header http.Header) []told {
 	var limits []told
-	// add pairs the items of two fields. If one has fewer, its last one goes with the rest of the other's.
+	// add pairs the items of two fields. If one field has fewer items, its last item is repeated.
 	add := func(remaining, reset []string) {
 		left, again := itemsOf(strings.Join(remaining, ",")), itemsOf(strings.Join(reset, ","))
 		for i := range max(len(left), len(again)) {
@@ -141,7 +143,7 @@ func limitsOf(header http.Header) []told {
 		add(header[prefix+"Remaining"], header[prefix+"Reset"])
 		add(header[prefix+"Remaining"], header[prefix+"Reset-After"])
 	}
-	var remaining, reset []string // draft 7 has one limit: limit=100, remaining=0, reset=30
+	var remaining, reset []string // for draft 7, where one limit is limit=100, remaining=0, reset=30
 	for _, member := range splitUnquoted(strings.Join(header["Ratelimit"], ","), ',') {
 		var r, t []string
 		for _, parameter := range splitUnquoted(member, ';') {
@@ -163,7 +165,7 @@ func limitsOf(header http.Header) []told {
 	return limits
 }
 
-// splitUnquoted splits a structured field (RFC 9651) at separators outside Strings.
+// splitUnquoted splits a structured field (RFC 9651) at the separators that are not in quotes.
 func splitUnquoted(text string, separator byte) []string {
 	var parts []string
 	begin, quoted := 0, false

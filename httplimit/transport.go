@@ -13,30 +13,29 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// Waiter is what a [Transport] needs of a [ratelimit.Limiter].
+// Waiter has the methods of a [ratelimit.Limiter] that a [Transport] needs.
 type Waiter interface {
 	Wait(ctx context.Context, key string) (ratelimit.Result, error)
-	// Refund gives back what Wait has taken for a request that is not sent.
+	// Refund gives back what Wait took for a request that is not sent.
 	Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Balance, error)
 }
 
 var _ Waiter = (*ratelimit.Limiter)(nil)
 
-// Transport is an [http.RoundTripper] for clients. It keeps all processes that call somebody else's API within one
-// shared limit:
+// Transport is an [http.RoundTripper] that keeps all processes that call an external API within one shared limit:
 //
 //	client := &http.Client{Transport: &httplimit.Transport{Limiter: limiter}}
 //
-// Each request, and each repetition, waits until the limiter allows it, see [ratelimit.Limiter.Wait].
+// Each request waits until the limiter allows it, also when it is sent again: see [ratelimit.Limiter.Wait].
 //
-// If the server refuses a request and names a time, this Transport sends nothing for that key until then, and for at
-// least a second. These statuses are refusals:
+// If the server refuses a request and names a time, the Transport pauses: it sends nothing for the key until this time,
+// and for at least one second. These statuses are refusals:
 //
 //	429, 403  the request was not processed
 //	503, 529  it may have been processed
 //
-// A success with nothing remaining delays nobody: the Limiter keeps requests within the limit. The time is in one of
-// these fields:
+// A success causes no pause, even if nothing remains, because the Limiter keeps requests within the limit. The time is
+// in one of these fields:
 //
 //	Retry-After                   seconds, also with a fraction, which rounds up; or a date
 //	Retry-After-Ms                milliseconds; if both are there, the later time counts
@@ -45,41 +44,44 @@ var _ Waiter = (*ratelimit.Limiter)(nil)
 //	X-RateLimit-, X-Rate-Limit-   the same; GitHub's Reset is in seconds since 1970
 //	…-Reset-After                 seconds, in place of any such Reset
 //
-// The first two take precedence. Of several times, the latest counts. Limits with something remaining are ignored. With
-// a 429, a limit that does not say what remains counts too. A number from 10^9 on is a time since 1970 in seconds, and
-// from 10^11 on in milliseconds. A time more than ten years ahead, such as that of a ban without an end, counts as a
-// day. Times are by the server's clock, which Date shows. If that clock is more than a day off, a time may also be by
-// this machine's clock, and the nearer of the two counts.
+// The first two fields take precedence. Of several times, the latest counts. A limit of which something remains is
+// ignored. With status 429, a limit without a remaining count is used too. A number from 10^9 on is seconds since 1970,
+// and from 10^11 on milliseconds since 1970. A time more than ten years ahead counts as one day. Times are by the
+// server's clock, which the field Date shows. If Date is more than a day off, a time is read by both clocks, the
+// server's and this machine's, and the shorter pause counts.
 //
-// Other processes learn of the pause only from a response of their own. After the pause the request is sent again, as
-// often as the server refuses it, until its context ends. It is not sent again, and the caller gets the response, if
+// Other processes do not know of the pause until the server refuses their own requests. After the pause the Transport
+// sends the request again. It repeats this until the server accepts the request or the context ends. It returns the
+// refusal at once if
 //
-//   - the context's deadline, or the Timeout of the http.Client, comes before that time;
-//   - that time is more than MaxPause ahead;
-//   - its body cannot be read again: the request has no GetBody, which http.NewRequest sets for bodies in memory;
-//   - the status is 503 or 529, and sending it twice may do something twice: the method is neither GET, HEAD, OPTIONS,
-//     TRACE, PUT nor DELETE, and there is no header Idempotency-Key.
+//   - the context's deadline, or the Timeout of the http.Client, is before the end of the pause;
+//   - the pause is longer than MaxPause;
+//   - the request's body cannot be read again, because it has no GetBody (http.NewRequest sets it for bodies in
+//     memory);
+//   - the status is 503 or 529, and the request is not idempotent: it has another method than GET, HEAD, OPTIONS,
+//     TRACE, PUT or DELETE, and no header Idempotency-Key.
 //
-// A request that is not sent because its deadline comes before the end of the pause gets a [*ratelimit.WaitError]. If
-// the pause is too long, it gets a [*PauseError]. Other errors come from the context, Wait, Key and Base.
+// A request that begins during a pause gets a [*ratelimit.WaitError] if its deadline is before the end of the pause,
+// and a [*PauseError] if the pause is longer than MaxPause. Other errors come from the context, Wait, Key and Base.
 //
-// A Transport is safe for concurrent use. Its fields must not change once it is in use.
+// A Transport is safe for concurrent use. Do not change its fields after the first request.
 type Transport struct {
 	Limiter Waiter // required
-	// Key says who is charged for a request; pauses count for one key. Defaults to the host and port of the URL.
+	// Key finds the key that a request takes from. A pause is for one key. Defaults to the host and port of the URL.
 	Key Key
 	// Base sends the requests. Defaults to http.DefaultTransport.
 	Base http.RoundTripper
-	// MaxPause is the longest pause that callers wait for. Without it a server could block callers without a deadline
-	// for a day. It does not bound the wait for the Limiter. If it is negative, nobody waits for a pause. Defaults to
-	// an hour, because the limits of most services, such as GitHub's, start anew within one.
+	// MaxPause is the longest pause that callers wait for. Without it a server could block callers that have no
+	// deadline for a day. It does not bound the wait for the Limiter. If it is negative, callers do not wait for any
+	// pause. Defaults to one hour, because the limits of most services, such as GitHub, restart within an hour.
 	MaxPause time.Duration
 
 	mu     sync.Mutex
 	pauses map[string]time.Time // the end of each key's pause
 }
 
-// PauseError says that a Transport did not send a request, because the server asked for a pause longer than MaxPause.
+// PauseError says that a Transport did not send a request, because the server has asked for a pause longer than
+// MaxPause.
 type PauseError struct {
 	Until    time.Time // when to try again, by this machine's clock
 	MaxPause time.Duration
@@ -141,7 +143,7 @@ func (t *Transport) base() http.RoundTripper {
 
 func (t *Transport) maxPause() time.Duration { return cmp.Or(t.MaxPause, time.Hour) }
 
-// wait returns nil when a request may be sent, or an error if that will not happen in time.
+// wait waits until a request may be sent. It returns an error if the request must not be sent.
 func (t *Transport) wait(ctx context.Context, key string) error {
 	for {
 		if err := t.sitOut(ctx, key); err != nil {
@@ -154,8 +156,9 @@ func (t *Transport) wait(ctx context.Context, key string) error {
 		if t.pausedUntil(key).IsZero() {
 			return nil
 		}
-		// Meanwhile the server has asked for a pause. The requests that waited must not all be sent at once after it.
-		_, _ = t.Limiter.Refund(ctx, result) // a lost refund only makes others wait for longer
+		// During Wait, the server has asked for a pause. Requests that waited must not all be sent at once after the
+		// pause.
+		_, _ = t.Limiter.Refund(ctx, result) // after a lost refund, other requests wait longer
 	}
 }
 
@@ -183,7 +186,7 @@ func (t *Transport) sitOut(ctx context.Context, key string) error {
 	}
 }
 
-// pausedUntil is the zero time if there is no pause.
+// pausedUntil returns the end of a key's pause, or the zero time if there is no pause.
 func (t *Transport) pausedUntil(key string) time.Time {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -201,7 +204,7 @@ func (t *Transport) pause(key string, until time.Time) {
 	if t.pauses == nil {
 		t.pauses = map[string]time.Time{}
 	}
-	for other, end := range t.pauses { // there are few, and none may stay forever
+	for other, end := range t.pauses { // deletes pauses that have ended; there are few
 		if !end.After(time.Now()) {
 			delete(t.pauses, other)
 		}
@@ -211,10 +214,10 @@ func (t *Transport) pause(key string, until time.Time) {
 	}
 }
 
-// discard reads the rest of a response's body, so that Base can reuse the connection, and closes it. It reads for at
-// most minPause, because a body may trickle, or never end.
+// discard reads the rest of a response's body and closes it, so that Base can reuse the connection. It reads for at
+// most minPause, because a body may be slow or endless.
 func discard(ctx context.Context, body io.ReadCloser) {
-	if body == nil { // some test doubles of a Base do that
+	if body == nil { // as from some test doubles of a Base
 		return
 	}
 	done := make(chan struct{})
@@ -232,12 +235,13 @@ func discard(ctx context.Context, body io.ReadCloser) {
 	_ = body.Close() // ends the reading
 }
 
-// repeated returns the request to send again at a time, if that is possible.
+// repeated returns a copy of the request that can be sent again at a time. The bool is false if it must not be sent
+// again.
 func repeated(r *http.Request, response *http.Response, at time.Time) (*http.Request, bool) {
 	if deadline, ok := r.Context().Deadline(); ok && deadline.Before(at) {
 		return nil, false
 	}
-	// A 503 may come from a proxy that timed out while the server went on.
+	// A 503 may come from a proxy that timed out while the server processed the request.
 	if response.StatusCode >= http.StatusInternalServerError && !idempotent(r) {
 		return nil, false
 	}

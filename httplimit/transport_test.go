@@ -21,14 +21,14 @@ import (
 	"github.com/pgratelimit/ratelimit/ratelimittest"
 )
 
-// api answers requests without a network and remembers them.
+// api answers requests without a network, and records them.
 type api struct {
-	answer func(n int) (status int, header http.Header) // to the n-th request, from 0
+	answer func(n int) (status int, header http.Header) // to request n, from 0
 	first  time.Duration                                // how long the first answer takes
-	body   func() io.ReadCloser                         // for answers other than 200; by default a text
+	body   func() io.ReadCloser                         // for a status other than 200; defaults to a text
 
 	mu     sync.Mutex
-	sent   []time.Duration // when, since the test began
+	sent   []time.Duration // when requests were sent, since the test began
 	bodies []string
 	began  time.Time
 }
@@ -67,14 +67,14 @@ func (a *api) RoundTrip(r *http.Request) (*http.Response, error) {
 	return response, nil
 }
 
-// times returns when requests were sent.
+// times returns when requests were sent, since the test began.
 func (a *api) times() []time.Duration {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	return a.sent
 }
 
-// retryAfter answers the first n requests with a status and header, and later ones with 200.
+// retryAfter returns an answer for api: the first n requests get a status and a header, later requests get 200.
 func retryAfter(n, status int, lines ...string) func(int) (int, http.Header) {
 	return func(i int) (int, http.Header) {
 		header := http.Header{}
@@ -88,7 +88,7 @@ func retryAfter(n, status int, lines ...string) func(int) (int, http.Header) {
 	}
 }
 
-// waiter is a limiter in memory.
+// waiter returns a limiter on db with one policy.
 func waiter(t *testing.T, db ratelimit.DBTX, policy ratelimit.Policy) *ratelimit.Limiter {
 	t.Helper()
 	limiter, err := ratelimit.New(db, ratelimit.Config{Name: "api", Policy: policy})
@@ -96,7 +96,7 @@ func waiter(t *testing.T, db ratelimit.DBTX, policy ratelimit.Policy) *ratelimit
 	return limiter
 }
 
-// plenty is a limit that keeps nobody waiting.
+// plenty returns a policy under which no request waits.
 func plenty() ratelimit.Policy { return ratelimit.FixedWindow{Limit: 1000, Window: time.Second} }
 
 func newRequest(t *testing.T, ctx context.Context, method, url string, body io.Reader) *http.Request { //nolint:revive // as in http
@@ -106,7 +106,7 @@ func newRequest(t *testing.T, ctx context.Context, method, url string, body io.R
 	return r
 }
 
-// Transports of several processes share a limit for each host and keep it.
+// Transports of several processes share a limit for each host, and keep within it.
 func TestTransportKeepsWithinTheLimit(t *testing.T) {
 	t.Parallel()
 
@@ -228,7 +228,7 @@ type closing struct {
 
 func (c *closing) Close() error { c.closed = true; return nil }
 
-// Each field's time for the next try, in all notations seen in practice.
+// retryAt reads the time of the next try from all fields, in all notations seen in practice.
 func TestWhenToTryAgain(t *testing.T) {
 	t.Parallel()
 
@@ -291,7 +291,7 @@ func TestWhenToTryAgain(t *testing.T) {
 		{429, []string{"Retry-After-Ms", "1503", "Retry-After", "2"}, 2 * s},
 		{429, []string{"Retry-After-Ms", "2503", "Retry-After", "2"}, 2503 * time.Millisecond},
 
-		// GitHub.
+		// Refusals of GitHub.
 		{403, []string{"X-RateLimit-Remaining", "0", "X-RateLimit-Reset", "1795262460"}, 60 * s},
 		{429, []string{"X-RateLimit-Remaining", "0", "X-RateLimit-Reset", "1795262460"}, 60 * s},
 		{403, []string{"X-RateLimit-Remaining", "0", "X-RateLimit-Reset", "1795262400"}, s},
@@ -303,7 +303,7 @@ func TestWhenToTryAgain(t *testing.T) {
 		{403, []string{"X-RateLimit-Remaining", "4990", "X-RateLimit-Reset", "1795266000", "Retry-After", "60"}, 60 * s},
 		{403, []string{"X-RateLimit-Remaining", "0", "X-RateLimit-Reset", "1795266000", "Retry-After", "60"}, 60 * s},
 		{403, []string{"X-RateLimit-Remaining", "0", "X-RateLimit-Reset", "1795262460", "Retry-After", "soon"}, 60 * s},
-		// Others.
+		// Refusals of other services.
 		{429, []string{"X-RateLimit-Remaining", "0", "X-RateLimit-Reset", "30"}, 30 * s},
 		{429, []string{"X-RateLimit-Remaining", "0.0", "X-RateLimit-Reset", "29.2"}, 30 * s},
 		{429, []string{"X-RateLimit-Remaining", "-1", "X-RateLimit-Reset", "30"}, 30 * s},
@@ -345,7 +345,8 @@ func TestWhenToTryAgain(t *testing.T) {
 		{403, []string{"RateLimit", `limit=100, remaining=1, reset=30`}, none},
 		{403, []string{"RateLimit", `limit=9, remaining=0, reset=60`, "RateLimit", `limit=9, remaining=0, reset=30`}, 60 * s},
 
-		// The server's clock is some hours off, years off, or not shown. A time may be by its clock or by ours.
+		// The server's clock is hours off, years off, or not shown. A time may be by the server's clock or by the clock
+		// of this process.
 		{429, []string{"Date", "Sat, 21 Nov 2026 07:00:00 +0000", "Retry-After", "Sat, 21 Nov 2026 08:00:00 GMT"}, hour},
 		{429, []string{"Date", "Sun, 22 Nov 2026 11:00:00 GMT", "Retry-After", "Sun, 22 Nov 2026 12:00:00 GMT"}, hour},
 		{429, []string{"Date", "Thu, 01 Jan 1970 00:00:00 GMT", "Retry-After", "Sat, 21 Nov 2026 13:00:00 GMT"}, hour},
@@ -375,7 +376,7 @@ func TestWhenToTryAgain(t *testing.T) {
 	}
 }
 
-// FuzzRetryAt: whatever a server sends, the pause is between a second and ten years.
+// FuzzRetryAt tests that the pause is between one second and ten years, whatever a server sends.
 func FuzzRetryAt(f *testing.F) {
 	for _, text := range []string{
 		"1.5", "99999999999999999999", "1795262430250", `"a";r=0;t=3, "b`, "30;w=60, Sat, 21 Nov 2026 12:00:30 +0000", "remaining=0,reset=-1",
@@ -400,8 +401,8 @@ func FuzzRetryAt(f *testing.F) {
 	})
 }
 
-// A server cannot stop callers without a deadline for longer than MaxPause. Nothing is sent before the time that it
-// named, and the error says when that is.
+// A server cannot block a caller that has no deadline for longer than MaxPause. The Transport sends nothing before the
+// time that the server named, and the error contains this time.
 func TestTransportWaitsForMaxPauseAtMost(t *testing.T) {
 	t.Parallel()
 
@@ -431,7 +432,7 @@ func TestTransportWaitsForMaxPauseAtMost(t *testing.T) {
 			require.NotContains(t, err.Error(), "example.com")
 			require.Zero(t, time.Since(began))
 
-			<-time.After(time.Until(until) - max(0, test.longest)) // now the end is near enough
+			<-time.After(time.Until(until) - max(0, test.longest)) // now the pause is not longer than MaxPause
 			if test.maxPause >= 0 {
 				response, err = send()
 				require.NoError(t, err)
@@ -457,7 +458,7 @@ func (b trickling) Read(p []byte) (int, error) {
 }
 func (b trickling) Close() error { close(b.closed); return nil }
 
-// A refusal's body delays nothing, whether it trickles, stops, or is endless and fast.
+// The body of a refusal does not delay the next try, whether it is slow, stops, or never ends.
 func TestTransportIsNotHeldUpByABody(t *testing.T) {
 	t.Parallel()
 
@@ -491,8 +492,7 @@ func TestTransportIsNotHeldUpByABody(t *testing.T) {
 	}
 }
 
-// A Base may leave out parts of a response that net/http's client does not need. That breaks nothing, and a refusal
-// still counts.
+// A Base may leave out parts of a response that net/http's client does not need. The Transport still obeys refusals.
 func TestTransportOverABaseThatLeavesThingsOut(t *testing.T) {
 	t.Parallel()
 
@@ -515,13 +515,13 @@ type endless struct{}
 
 func (endless) Read(p []byte) (int, error) { return len(p), nil }
 
-// An absurd time is a pause of a day. A long but possible one is kept.
+// For a time more than ten years ahead, the pause is a day. A long pause below ten years is kept.
 func TestTransportAfterAnEndThatNobodyMeans(t *testing.T) {
 	t.Parallel()
 
 	const day = 24 * time.Hour
 	for text, pause := range map[string]time.Duration{
-		"2251799814":                    day, // of a ban without an end
+		"2251799814":                    day, // the Retry-After of a ban without an end
 		"99999999999999999999":          day,
 		"Fri, 31 Dec 9999 23:59:59 GMT": day,
 		"315360001":                     day,
@@ -539,8 +539,8 @@ func TestTransportAfterAnEndThatNobodyMeans(t *testing.T) {
 	}
 }
 
-// During a pause nothing is sent for the key. A caller that cannot wait for its end gets an error at once, or when the
-// context ends.
+// During a pause the Transport sends nothing for the key. A caller whose deadline is before the end of the pause gets
+// an error at once. Another caller gets an error when its context ends.
 func TestTransportDuringAPause(t *testing.T) {
 	t.Parallel()
 
@@ -585,12 +585,12 @@ func TestTransportDuringAPause(t *testing.T) {
 		require.Equal(t, http.StatusOK, status)
 		require.Equal(t, []time.Duration{0, 10 * time.Second, time.Minute}, api.times())
 		transport.pause("another", time.Now().Add(time.Second))
-		require.Len(t, transport.pauses, 1) // the ended one is gone
+		require.Len(t, transport.pauses, 1) // the pause that has ended is deleted
 	})
 }
 
-// If the server asks for a pause while requests wait for the limiter, they are not sent during it, nor all at once
-// after it. Their takes during the pause are given back.
+// If the server asks for a pause while requests wait for the limiter, these requests are not sent during the pause, and
+// not all at once after it. What they take during the pause is given back.
 func TestTransportPausesThoseWhoWait(t *testing.T) {
 	t.Parallel()
 
@@ -616,7 +616,7 @@ func TestTransportPausesThoseWhoWait(t *testing.T) {
 	})
 }
 
-// failingWaiter is a limiter whose database is away.
+// failingWaiter is a limiter whose calls fail.
 type failingWaiter struct{ err error }
 
 func (f failingWaiter) Wait(context.Context, string) (ratelimit.Result, error) {
@@ -675,8 +675,8 @@ func (p pipes) dial(context.Context, string, string) (net.Conn, error) {
 	return client, nil
 }
 
-// With a real client and server: a repeated body arrives in full, on the same connection, and the caller's request
-// stays unchanged.
+// With a real client and server, a repeated request arrives with its whole body on the same connection. The caller's
+// request is not changed.
 func TestTransportOnARealServer(t *testing.T) {
 	t.Parallel()
 

@@ -29,7 +29,7 @@ func TestWriterIsLeftAloneWithoutCharge(t *testing.T) {
 	require.Same(t, recorder, got)
 }
 
-// Behind the limit, a ResponseWriter has exactly the server's optional interfaces.
+// The handler's ResponseWriter has exactly the optional interfaces of the server's ResponseWriter.
 func TestInterfacesOfTheWriter(t *testing.T) {
 	t.Parallel()
 
@@ -51,7 +51,7 @@ func TestInterfacesOfTheWriter(t *testing.T) {
 		}
 	}
 
-	// Another kind of writer, in a wrapper with Unwrap.
+	// Writers of other servers are wrapped in a type that has Unwrap.
 	type bare struct{ http.ResponseWriter }
 	for _, test := range []struct {
 		beneath                  http.ResponseWriter
@@ -69,7 +69,7 @@ func TestInterfacesOfTheWriter(t *testing.T) {
 	}
 }
 
-// The first part of a response arrives while the handler still runs.
+// The first part of a response reaches the client while the handler still runs.
 func TestStreaming(t *testing.T) {
 	t.Parallel()
 
@@ -95,15 +95,15 @@ func TestStreaming(t *testing.T) {
 		line, err = reader.ReadString('\n')
 		require.NoError(t, err)
 		require.Equal(t, "second\n", line)
-		_, err = reader.ReadByte() // the end of the response comes after the refund
+		_, err = reader.ReadByte() // the response ends after the refund
 		require.ErrorIs(t, err, io.EOF)
 		require.NoError(t, response.Body.Close())
 		require.Len(t, limiter.refunds(), 1)
 	}
 }
 
-// A handler that takes the connection over, as for WebSockets, is charged, because the recorder does not see what it
-// writes.
+// A request whose handler hijacks the connection, as for WebSockets, is charged: the recorder does not see what the
+// handler writes.
 func TestHijacking(t *testing.T) {
 	t.Parallel()
 
@@ -157,7 +157,8 @@ func TestHijacking(t *testing.T) {
 	require.Empty(t, limiter.refunds())
 }
 
-// The writer beneath gets the source itself, which may be a file, and everything arrives, however long it is.
+// The server's ResponseWriter reads from the source itself, which may be a file. All of the source arrives, whatever
+// its length.
 func TestReaderFromIsUsed(t *testing.T) {
 	t.Parallel()
 
@@ -180,8 +181,8 @@ func TestReaderFromIsUsed(t *testing.T) {
 	}
 }
 
-// A client that aborts ends the handler's context, as without a limit. Over HTTP/2 the connection's other requests go
-// on.
+// If a client aborts, the handler's context ends, as without a limit. Over HTTP/2 the other requests on the connection
+// go on.
 func TestAbortedClient(t *testing.T) {
 	t.Parallel()
 
@@ -213,6 +214,6 @@ func TestAbortedClient(t *testing.T) {
 
 		require.Equal(t, http.StatusNoContent, get(t, server.Client(), server.URL+"/quick").status)
 		server.Close()
-		require.Len(t, limiter.refunds(), 1) // of the second one
+		require.Len(t, limiter.refunds(), 1) // of the second request
 	}
 }
