@@ -1,11 +1,11 @@
-// Package cleanup deletes the rows of keys that never come back.
+// Package cleanup deletes expired rows of the limiters' tables.
 //
 //	sweeper, err := cleanup.New(pool, cleanup.Config{})
 //	…
-//	go sweeper.Run(ctx) // in every process, if you like: one of them sweeps
+//	go sweeper.Run(ctx) // may run in every process: only one of them sweeps at a time
 //
-// An expired row means the same as no row, so sweeping changes no decision. It keeps the tables small. Without Go, the
-// function rate_limit_sweep does the same from pg_cron. Its comment says how.
+// An expired row means the same as no row, so sweeping changes no decision. Sweeping keeps the tables small. From
+// pg_cron, call the function rate_limit_sweep instead; its comment says how.
 package cleanup
 
 import (
@@ -33,62 +33,63 @@ import (
 )
 
 const (
-	// batchPages is the most pages that a batch reads: 0.8 MB, which takes a millisecond if they are in memory. The
-	// expired rows that it finds stay locked meanwhile. Beside a sweeper that does not pause, the p99 of calls was 1.7
-	// times as high as without one. With ten times as many pages it was 2.4 times as high.
+	// batchPages is the most pages that a batch reads: 0.8 MB, which takes a millisecond if the pages are in memory. A
+	// batch locks the expired rows that it finds. A sweeper without pauses made the p99 of calls 1.7 times as high.
+	// With ten times as many pages in a batch, it made the p99 2.4 times as high.
 	batchPages = 100
 
-	// maxPause is short enough that the sweeper keeps its pass: after 10 s without a batch, rate_limit_sweep lets
-	// another sweeper continue it.
+	// maxPause is below 10 s, because after 10 s without a batch rate_limit_sweep lets another sweeper continue the
+	// pass.
 	maxPause = 5 * time.Second
 
-	// patience ends a batch if the database does not answer. A batch takes milliseconds.
+	// patience is the longest time that a batch waits for the database. A batch takes milliseconds.
 	patience = 30 * time.Second
 )
 
 // Config says how a [Sweeper] works. The zero value is useful.
 type Config struct {
-	// Schema is the schema that the migrations were applied in.
+	// Schema is the schema that has the tables.
 	//
-	// Defaults to "": found through the connection's search_path.
+	// Defaults to "": the search_path of the connection finds the tables.
 	Schema string
 
-	// BatchSize is the most rows that one transaction deletes, from 1 to 1,000,000. A thousand take about a
+	// BatchSize is the most rows that one transaction deletes, from 1 to 1,000,000. Deleting 1,000 rows takes about a
 	// millisecond.
 	//
 	// Defaults to 1,000.
 	BatchSize int
 
-	// Share is the share of time in which a pass works, above 0 and at most 1. With a share of 0.2, it pauses for 4 ms
-	// after a batch of 1 ms. A pause lasts at most 5 seconds.
+	// Share is the share of time in which a pass works, above 0 and at most 1. With a Share of 0.2, a pass pauses for 4
+	// ms after a batch of 1 ms. A pause lasts at most 5 seconds.
 	//
 	// Defaults to 0.2.
 	Share float64
 
-	// MaxDuration bounds a pass, pauses included: after it no batch begins, except the first. The next pass continues
-	// where this one stopped. If the database does not answer, a batch ends after 30 seconds.
+	// MaxDuration bounds a pass, including its pauses. After MaxDuration no further batch begins, but every pass does
+	// one batch. The next pass continues where the pass stopped. If the database does not answer, a batch ends after 30
+	// seconds.
 	//
 	// Defaults to 10 minutes.
 	MaxDuration time.Duration
 
-	// Interval is the time from one pass of Run to the next, plus or minus a tenth, at least 1 second. Sweepers of
-	// several processes share it: if one has completed a pass within this time, the others skip theirs.
+	// Interval is the time from one pass of Run to the next, plus or minus a tenth. It is at least 1 second. If a
+	// sweeper of any process has completed a pass within Interval, all other sweepers skip their passes.
 	//
 	// Defaults to 5 minutes.
 	Interval time.Duration
 
-	// Names are the names of all limiters that still exist. For a limiter of several policies (ratelimit.All) its name
-	// is enough: rows named api/2 to api/8 belong to api. Rows of any other name are deleted, WHETHER THEY HAVE EXPIRED
-	// OR NOT. If a limiter of any application is missing here, every pass deletes the usage of its keys.
+	// Names are the names of all limiters of all applications that use the tables. Rows of any other name are deleted,
+	// WHETHER THEY HAVE EXPIRED OR NOT. So if a limiter is missing, every pass deletes the usage of its keys. For a
+	// limiter of several policies (ratelimit.All) its name is enough: rows named api/2 to api/8 belong to api.
 	//
-	// Defaults to nil: expired rows are deleted, whatever their name. That also removes the rows of an unused limiter
-	// in time. With Names they go at once.
+	// Defaults to nil: all expired rows are deleted, whatever their name. The rows of a limiter that no longer exists
+	// are then deleted after they have expired. With Names they are deleted at once.
 	Names []string
 
-	// Logger gets a line for each pass that deleted something. Run also logs when passes begin to fail, with the cause,
-	// when they work again, and when it returns an error.
+	// Logger gets a line for each pass that deleted rows. Run also logs the cause when passes begin to fail. It logs
+	// when passes work again, and when it returns an error.
 	//
-	// Defaults to slog.Default(). slog.DiscardHandler turns it off.
+	// Defaults to slog.Default(). A logger with slog.DiscardHandler drops all lines.
 	Logger *slog.Logger
 
 	// Progress is called after each batch with the number of pages done and the total number. A pass that continues an
@@ -144,35 +145,36 @@ func (c Config) validate() error {
 	return nil
 }
 
-// Result is what a pass did, or, if it failed, what it did until then.
+// Result is what a pass did. If the pass failed, it is what the pass did before the error.
 type Result struct {
 	// Scanned is how many pages of 8 kB the pass read.
 	Scanned int64
-	// Deleted is how many rows it deleted.
+	// Deleted is how many rows the pass deleted.
 	Deleted int64
-	// Batches is how many transactions it used.
+	// Batches is how many transactions the pass used.
 	Batches int
-	// Complete tells whether the pass reached the end of both tables. If not, the next pass continues there.
+	// Complete tells whether the pass reached the end of both tables. If it did not, the next pass continues where it
+	// stopped.
 	Complete bool
-	// Skipped tells that another sweeper is working, or, in Run, that another one completed a pass within
-	// Config.Interval.
+	// Skipped tells that the pass left the work to another sweeper, because that one is working. In Run it also tells
+	// that a sweeper has completed a pass within Config.Interval.
 	Skipped bool
 	// Took is how long the pass took, pauses included.
 	Took time.Duration
 }
 
 // Sweeper deletes the rows of both tables that expired at least a minute ago, by the database's clock. It reads the
-// tables in their order on disk, in batches, each in a short transaction. It skips locked rows, and works only for a
-// set share of the time. One sweeper works in a schema at a time. Where it stops, the next one continues, in any
-// process.
+// tables in their order on disk, in batches, each in a short transaction. It skips locked rows, and works only for
+// Config.Share of the time. Only one sweeper works in a schema at a time. When it stops, the next sweeper of any
+// process continues.
 //
-// It is safe for concurrent use, and needs no Close. It uses one connection of the pool during a batch, and none
-// between batches. On a single connection, its batches take turns with the calls of limiters there.
+// A Sweeper is safe for concurrent use, and needs no Close. It uses one connection of the pool during a batch, and none
+// between batches. On a single connection, its batches take turns with the calls of limiters.
 type Sweeper struct {
 	db      ratelimit.DBTX
 	config  Config
 	names   []string // row names of all limiters that still exist; nil if unknown
-	id      string   // so that a sweeper recognizes its own pass
+	id      string   // identifies the pass of this sweeper in the database
 	sweepQL string
 	working sync.Mutex // held during a pass
 	turn    *turn.Turn // taken for a batch; shared with all limiters and sweepers if db is one connection
@@ -210,8 +212,8 @@ func New(db ratelimit.DBTX, config Config) (*Sweeper, error) {
 	return s, nil
 }
 
-// Run does a pass now, and one every [Config].Interval, until the context ends. Then it returns nil. It returns early
-// only with an error that does not go away by itself: [ratelimit.ErrNotMigrated], [ratelimit.ErrNotPermitted] or
+// Run does a pass at once, and then one every [Config].Interval. When the context ends, it returns nil. It returns
+// early only with an error that somebody has to fix: [ratelimit.ErrNotMigrated], [ratelimit.ErrNotPermitted] or
 // [ratelimit.ErrPreparedStatements]. After any other error it waits for the next pass.
 func (s *Sweeper) Run(ctx context.Context) error {
 	least := s.config.Interval - s.config.Interval/10
@@ -237,7 +239,7 @@ func (s *Sweeper) Run(ctx context.Context) error {
 				failing = kind
 			}
 		}
-		// A shorter wait than least would make a sweeper skip a pass because of its own last one.
+		// After a shorter wait than least, the sweeper would skip a pass because of its own previous pass.
 		wait(ctx, least+mathrand.N(s.config.Interval/5))
 	}
 	return nil
@@ -245,9 +247,9 @@ func (s *Sweeper) Run(ctx context.Context) error {
 
 // RunOnce does one pass.
 //
-// When the context ends, so do the pass and the statement under way, which closes its connection. The error is then the
-// context's. Any other error is a [*ratelimit.StoreError]. Deleted rows stay deleted, and the next pass continues from
-// there.
+// When the context ends, the pass and its statement end too, and the statement's connection is closed. RunOnce then
+// returns the context's error. Any other error is a [*ratelimit.StoreError]. Deleted rows stay deleted, and the next
+// pass continues where this pass stopped.
 func (s *Sweeper) RunOnce(ctx context.Context) (Result, error) {
 	return s.pass(ctx, nil)
 }
@@ -316,7 +318,7 @@ func (s *Sweeper) batch(ctx context.Context, atMostEvery *time.Duration, result 
 
 // query runs the statement when it is this sweeper's turn.
 func (s *Sweeper) query(ctx context.Context, args []any, targets ...any) error {
-	if err := s.turn.Take(ctx); err != nil { // with an ended ctx, the statement would close the connection
+	if err := s.turn.Take(ctx); err != nil { // after the end of ctx, the statement would close the connection
 		return err
 	}
 	defer s.turn.Pass()
@@ -352,5 +354,5 @@ func wait(ctx context.Context, d time.Duration) {
 	}
 }
 
-// ended is the error after the end of a caller's context.
+// ended returns the error for a context that has ended with err.
 func ended(err error) error { return fmt.Errorf("ratelimit: the sweep was ended: %w", err) }

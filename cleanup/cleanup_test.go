@@ -21,7 +21,7 @@ import (
 func TestNewRefusesWhatCannotWork(t *testing.T) {
 	t.Parallel()
 
-	pool, err := pgxpool.New(t.Context(), "postgres://127.0.0.1:1/nothing") // which is not asked
+	pool, err := pgxpool.New(t.Context(), "postgres://127.0.0.1:1/nothing") // no test asks this database
 	require.NoError(t, err)
 	t.Cleanup(pool.Close)
 	for _, c := range []struct {
@@ -109,12 +109,12 @@ func TestWhatIsDeleted(t *testing.T) {
 	}
 	require.Equal(t, t0, pgtest.Scalar[time.Time](t, db.Pool, "SELECT completed_at FROM rate_limit_sweeper").UTC())
 
-	// By the database's own clock, t0 is long past.
+	// Without Test, the database's clock counts, which is long after t0.
 	result = runOnce(t, newSweeper(t, db.Pool, Config{}))
 	require.EqualValues(t, 6, result.Deleted)
 }
 
-// The rows of a limiter of several policies belong to its name.
+// The name of a limiter with several policies keeps all rows of its policies.
 func TestRowsOfSeveralPoliciesExist(t *testing.T) {
 	t.Parallel()
 
@@ -161,7 +161,7 @@ func TestRowsOfNamesThatNoLongerExist(t *testing.T) {
 	}
 }
 
-// Each batch deletes no more than it may, and has been committed when the next one begins.
+// Each batch deletes at most BatchSize rows, and is committed before the next batch begins.
 func TestBatchesAreBoundedAndCommitted(t *testing.T) {
 	t.Parallel()
 
@@ -194,7 +194,7 @@ func TestBatchesAreBoundedAndCommitted(t *testing.T) {
 	require.Zero(t, left[len(left)-1])
 }
 
-// Every pass is cut off after one batch. Between them they do what one would: every page is read once.
+// Each of these passes ends after one batch. Together they read every page once, like one complete pass.
 func TestPassThatIsCutOffGoesOnWhereItStopped(t *testing.T) {
 	t.Parallel()
 
@@ -206,14 +206,14 @@ func TestPassThatIsCutOffGoesOnWhereItStopped(t *testing.T) {
 		"kept",
 		500,
 		t0.Add(time.Hour),
-	) // or it would not be seen when one began at the start
+	) // rows that stay, so that a pass that began at the start would be noticed
 	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 500, t0.Add(-time.Hour))
 	pgtest.Fill(t, db.Pool, pgtest.Table(true), "a", 500, t0.Add(-time.Hour))
 	pages := pageCount(t, db.Pool)
 
 	var all Result
 	for i := 0; !all.Complete; i++ {
-		// Each is another process, some time after the last.
+		// Each sweeper is another process, 11 seconds after the previous one.
 		sweeper := newSweeper(
 			t,
 			db.Pool,
@@ -232,7 +232,7 @@ func TestPassThatIsCutOffGoesOnWhereItStopped(t *testing.T) {
 	require.Equal(t, Result{Scanned: pages, Deleted: 1000, Complete: true}, all)
 }
 
-// MaxDuration ends a pass in a pause too, which would last for 5 s here.
+// A pass ends before a pause that would go beyond MaxDuration. The pause would last 5 s here.
 func TestPauseIsNotBegunIfThePassEndsInIt(t *testing.T) {
 	t.Parallel()
 
@@ -259,15 +259,15 @@ func TestOneSweeperAtATime(t *testing.T) {
 		require.Equal(t, Result{Skipped: true}, result)
 	}
 
-	runOnce(t, newSweeper(t, db.Pool, Config{Test: limitertest.Frozen(t0)})) // makes the row that says whose turn it is
+	runOnce(t, newSweeper(t, db.Pool, Config{Test: limitertest.Frozen(t0)})) // makes the row of rate_limit_sweeper
 
-	// During a batch: nobody waits.
+	// During a batch, another sweeper skips its pass without waiting.
 	batch := pgtest.Begin(t, db)
 	pgtest.Exec(t, batch, "SELECT rate_limit_sweep(max_rows => 10, now => $1)", at)
 	requireSkipped(runOnce(t, other(0)))
 	require.NoError(t, batch.Rollback(t.Context()))
 
-	// Between two batches, other sweepers, the same one again, and pg_cron.
+	// Between two batches, other sweepers, the same sweeper and pg_cron skip their passes.
 	var sweeper *Sweeper
 	batches := 0
 	sweeper = newSweeper(
@@ -290,7 +290,8 @@ func TestOneSweeperAtATime(t *testing.T) {
 	require.True(t, result.Complete)
 	require.False(t, result.Skipped)
 
-	// Whoever is cut off, or dies, is waited for for 10 s, and not for a clock that has stepped back.
+	// After a pass that has not ended, other sweepers skip for 10 s. After a clock that has stepped back they do not
+	// skip.
 	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 100, t0)
 	require.EqualValues(t, 10, runOnce(t, other(0)).Deleted)
 	requireSkipped(runOnce(t, other(10*time.Second)))
@@ -298,7 +299,7 @@ func TestOneSweeperAtATime(t *testing.T) {
 	requireSkipped(runOnce(t, other(10*time.Second+time.Microsecond)))
 	require.EqualValues(t, 10, runOnce(t, other(-time.Microsecond)).Deleted)
 
-	// The first one comes back, finds that another has gone on, and leaves it to him.
+	// A sweeper stops if another sweeper has continued its pass.
 	first := newSweeper(
 		t,
 		db.Pool,
@@ -313,7 +314,7 @@ func TestOneSweeperAtATime(t *testing.T) {
 	require.False(t, result.Complete)
 }
 
-// turns gives every statement to another session, as PgBouncer does in transaction mode.
+// turns runs each statement in another session, as PgBouncer does in transaction mode.
 type turns struct {
 	ratelimit.DBTX
 	conns []*pgx.Conn
@@ -337,13 +338,13 @@ func TestEachBatchMayHaveAnotherSession(t *testing.T) {
 	require.EqualValues(t, 200, result.Deleted)
 	require.GreaterOrEqual(t, result.Batches, 20)
 
-	// Nothing is left in any of them: another one goes on at once.
+	// The sessions hold no locks, so another sweeper can begin at once.
 	require.Zero(t, pgtest.Scalar[int](t, db.Pool, `SELECT count(*) FROM pg_locks
 		WHERE locktype = 'advisory' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())`))
 	require.True(t, runOnce(t, newSweeper(t, db.Pool, Config{})).Complete)
 }
 
-// Eight sweepers at once, some of which get to work in turn: nobody fails, and every row is deleted by one of them.
+// Eight sweepers run at once and take turns. No sweeper fails, and each row is deleted once.
 func TestManySweepersAtOnce(t *testing.T) {
 	t.Parallel()
 
@@ -372,7 +373,7 @@ func TestManySweepersAtOnce(t *testing.T) {
 	require.Zero(t, rowCount(t, db.Pool, pgtest.Table(false))+rowCount(t, db.Pool, pgtest.Table(true)))
 }
 
-// A row that somebody has locked is passed over, and deleted when he has left it.
+// A sweeper skips locked rows. The last sweeper of this test waits for them instead, which shows that they are locked.
 func TestLockedRowIsPassedOver(t *testing.T) {
 	t.Parallel()
 
@@ -384,13 +385,13 @@ func TestLockedRowIsPassedOver(t *testing.T) {
 			holder := pgtest.Begin(t, db)
 			pgtest.Exec(t, holder, "SELECT FROM "+pgtest.Table(durable)+" WHERE key IN ('key 1', 'key 5') FOR UPDATE")
 
-			// The batches are full of others.
+			// The batches contain other rows instead.
 			result := runOnce(t, newSweeper(t, db.Pool, Config{BatchSize: 3, Share: 1}))
 			require.True(t, result.Complete)
 			require.EqualValues(t, 7, result.Deleted)
 			require.Equal(t, []string{"key 1", "key 5"}, keys(t, db.Pool, pgtest.Table(durable)))
 
-			// Another sweeper waits, and this test sees it.
+			// A naive sweeper waits for the locked rows, and this test notices that.
 			wait := testkit.Later(func() (any, error) { return nil, naive(context.Background(), db.Pool, t0) })
 			pgtest.WaitUntilBlocked(t, db.Pool, 1)
 			require.NoError(t, holder.Rollback(t.Context()))
@@ -408,7 +409,7 @@ func TestSweepFromSQL(t *testing.T) {
 	pgtest.Fill(t, db.Pool, pgtest.Table(true), "a", 1000, t0)
 	pages := pageCount(t, db.Pool)
 
-	// By pages: each is read once, in order.
+	// With max_pages => 1, each call reads one page, in order.
 	for page := int64(1); page <= pages; page++ {
 		var skipped, complete bool
 		var scanned, deleted, done, total int64
@@ -423,15 +424,15 @@ func TestSweepFromSQL(t *testing.T) {
 	}
 	require.Zero(t, rowCount(t, db.Pool, pgtest.Table(false))+rowCount(t, db.Pool, pgtest.Table(true)))
 
-	// A table that has become smaller than the place where the last pass stopped.
+	// The table has become smaller than the page where the last pass stopped.
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_sweeper SET durable = true, next_page = 1000000")
 	pgtest.Exec(t, db.Pool, "TRUNCATE rate_limit_durable")
 	require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT complete AND scanned = 0 FROM rate_limit_sweep()"))
-	// And somebody has emptied the table that says where.
+	// Somebody has emptied the table that says where the last pass stopped.
 	pgtest.Exec(t, db.Pool, "TRUNCATE rate_limit_sweeper")
 	require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT complete FROM rate_limit_sweep()"))
 
-	// Its commit does not wait for the disk.
+	// The commit of a sweep does not wait for the disk.
 	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, "SET LOCAL synchronous_commit = on")
 	pgtest.Exec(t, tx, "SELECT rate_limit_sweep()")
@@ -442,12 +443,12 @@ func TestSweepFromSQL(t *testing.T) {
 		_, err := db.Pool.Exec(t.Context(), "SELECT rate_limit_sweep("+arguments+")")
 		require.ErrorContains(t, err, "SQLSTATE 22023", arguments)
 	}
-	// A NULL among the names spares rows rather than deleting them.
+	// With a NULL among the names, no row is deleted because of its name.
 	pgtest.Fill(t, db.Pool, pgtest.Table(false), "live", 1, time.Now().Add(time.Hour))
 	require.Zero(t, pgtest.Scalar[int](t, db.Pool, "SELECT deleted FROM rate_limit_sweep(names => ARRAY['a', NULL])"))
 }
 
-// An application may have set other defaults for its sessions.
+// An application may have set another default_transaction_isolation.
 func TestIsolationLevels(t *testing.T) {
 	t.Parallel()
 

@@ -20,11 +20,12 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// spared is the part of rate_limit_sweep that controls replace.
+// spared is the margin in the text of rate_limit_sweep. Tests that make a mistake on purpose replace it.
 const spared = "interval '1 minute'"
 
-// The same random traffic goes to two databases. One is swept, at random moments, and the other never is: every
-// caller is told the same by both. The clock goes back, too, by as much as a minute behind the latest sweep.
+// The same random traffic goes to two databases. One database is swept at random moments, and the other is never swept.
+// Both databases give every caller the same results. The clock also goes back, by up to a minute before the latest
+// sweep.
 func TestSweepingChangesNoDecision(t *testing.T) {
 	t.Parallel()
 
@@ -39,7 +40,7 @@ func TestSweepingChangesNoDecision(t *testing.T) {
 	require.Greater(t, deleted, int64(100))
 }
 
-// The same test sees a sweeper that is a moment too early, and one that does not reckon with clocks that go back.
+// The comparison notices a sweeper that is 1 µs too early, and a sweeper with a margin below one minute.
 func TestSweepingTooEarlyChangesDecisions(t *testing.T) {
 	t.Parallel()
 
@@ -58,8 +59,8 @@ func TestSweepingTooEarlyChangesDecisions(t *testing.T) {
 	}
 }
 
-// play plays a random story to both databases, under a name of its own, and tells how many rows were swept. It
-// ends at the first call that is told something else by the one than by the other.
+// play sends the same random calls of a limiter to both databases, and returns how many rows were swept. It returns an
+// error at the first call for which the databases give different results.
 func play(t *testing.T, swept, kept *pgtest.DB, name string, seed uint64) (deleted int64, err error) {
 	t.Helper()
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -100,7 +101,7 @@ func play(t *testing.T, swept, kept *pgtest.DB, name string, seed uint64) (delet
 			clock = clock.Add(-time.Duration(r.Int64N(int64(span)) / 1000 * 1000))
 		case 2:
 			clock = latest.Add(-margin)
-		case 3: // an edge: when a row expires, when it may be swept, and a microsecond before and after
+		case 3: // when a row expires or may be swept, or 1 µs before or after
 			if len(expiries) > 0 {
 				clock = expiries[r.IntN(len(expiries))].Add(time.Duration(r.IntN(3)-1) * time.Microsecond)
 				if r.IntN(2) == 0 {
@@ -161,8 +162,8 @@ func play(t *testing.T, swept, kept *pgtest.DB, name string, seed uint64) (delet
 	return deleted, nil
 }
 
-// A clock that steps back by more than the minute: what was swept before is as good as new, once, and what is
-// decided afterwards stands.
+// The clock steps back by more than a minute after a sweep. A key whose row was swept is as good as new once. Later
+// takes count as usual.
 func TestClockStepsFarBackAfterASweep(t *testing.T) {
 	t.Parallel()
 
@@ -197,8 +198,8 @@ func TestClockStepsFarBackAfterASweep(t *testing.T) {
 	}
 }
 
-// The sweeper has deleted the row, and not yet committed, when somebody asks for its key: he waits, and then finds
-// either no row or the expired one, which is the same.
+// A sweeper has deleted a row but not committed, when a request for its key comes. The request waits, and then finds
+// either no row or the expired row, which means the same.
 func TestRowVanishesWhileADecisionWaits(t *testing.T) {
 	t.Parallel()
 
@@ -249,8 +250,8 @@ func TestRowVanishesWhileADecisionWaits(t *testing.T) {
 	}
 }
 
-// A request for several keys has seen that "a" has no row. While it waits for somebody else who makes one, the
-// rows behind it are swept, and one of them is made again.
+// A request for several keys waits for another transaction that inserts the row of key "a". Meanwhile the rows of the
+// other keys are swept, and one of these rows is inserted again.
 func TestRowsVanishBetweenLookAndInsert(t *testing.T) {
 	t.Parallel()
 
@@ -306,8 +307,8 @@ func TestRowsVanishBetweenLookAndInsert(t *testing.T) {
 	}
 }
 
-// A row has expired, and somebody who takes from it has not committed yet when the sweeper comes by. What he takes
-// is kept; a sweeper that waits for him and does not look again takes it away.
+// A transaction takes from a key whose row has expired, and a sweep runs before it commits. The sweep keeps the row. A
+// naive sweeper, which waits for the transaction and does not check the row again, deletes it.
 func TestWhatIsTakenBesideASweepIsKept(t *testing.T) {
 	t.Parallel()
 
@@ -364,7 +365,7 @@ func sweepOnce(db *pgtest.DB, at time.Time) error {
 	return err
 }
 
-// 16 writers on keys that expire all the time, and a sweeper at full speed that spares nothing that has expired.
+// 16 callers use keys that expire all the time, while a sweeper without pauses deletes rows as soon as they expire.
 func TestFullSpeed(t *testing.T) {
 	t.Parallel()
 
@@ -387,7 +388,7 @@ func TestFullSpeed(t *testing.T) {
 	}
 }
 
-// The same test sees a sweeper that deletes what has not expired.
+// checkWindows notices a sweeper that deletes rows before they expire.
 func TestFullSpeedSeesALostWindow(t *testing.T) {
 	t.Parallel()
 
@@ -402,7 +403,7 @@ const (
 	fastWindow = 20 * time.Millisecond
 )
 
-// atFullSpeed returns how many rows were swept, and what the writers were told, by key.
+// atFullSpeed returns how many rows were swept, and the results of the callers by key.
 func atFullSpeed(t *testing.T, db *pgtest.DB, durable bool) (swept int64, told map[string][]ratelimit.Result) {
 	t.Helper()
 	const writers, calls, keys = 16, 250, 5
@@ -416,8 +417,8 @@ func atFullSpeed(t *testing.T, db *pgtest.DB, durable bool) (swept int64, told m
 	}
 	clock := pgtest.Connect(t, db)
 	sweeper := newSweeper(t, pools[0], Config{BatchSize: 2, Share: 1, Test: ratelimit.TestConfig{
-		// The database's own clock and the minute that is spared, but for the 10 ms by which the clock of a
-		// decision may be older than the locks it has, and as much again.
+		// The sweeper's clock is one margin ahead of the database's clock, minus 20 ms. The clock of a decision may be
+		// 10 ms older than its locks.
 		Now: func() (now time.Time) {
 			_ = clock.QueryRow(context.Background(), "SELECT clock_timestamp()").Scan(&now)
 			return now.Add(margin - 20*time.Millisecond)
@@ -441,8 +442,8 @@ func atFullSpeed(t *testing.T, db *pgtest.DB, durable bool) (swept int64, told m
 			Name: "a", Policy: ratelimit.FixedWindow{Limit: fastLimit, Window: fastWindow}, Durable: durable,
 			NoDenialCache: true,
 		})
-		// Most calls are for few keys, whose windows fill; the others for keys that rest for a while, so that they
-		// can be swept. However the two share the machine, some must have been.
+		// Most calls are for 5 keys, whose windows become full. One call of 4 is for one of 200 keys, whose rows expire
+		// and are swept. The calls go on until 10 rows have been swept.
 		for call := 0; (call < calls || deleted.Load() < 10) && call < 100*calls && err == nil; call++ {
 			key := fmt.Sprint("key ", (i+call)%keys)
 			if call%4 == 0 {
@@ -461,7 +462,7 @@ func atFullSpeed(t *testing.T, db *pgtest.DB, durable bool) (swept int64, told m
 	_, err := sweeps()
 	require.NoError(t, errors.Join(append(errs, err)...))
 
-	// What a session has counted is known when it has ended.
+	// The statistics of a session are complete when it has ended.
 	for _, pool := range pools {
 		pool.Close()
 	}
@@ -472,8 +473,8 @@ func atFullSpeed(t *testing.T, db *pgtest.DB, durable bool) (swept int64, told m
 	return deleted.Load(), told
 }
 
-// checkWindows checks what callers were told by fixed windows: each window has admitted no more than the limit,
-// and exactly the limit if it has denied anybody; and none has begun before the one before it had ended.
+// checkWindows checks the results of fixed windows. A window admits at most the limit, and exactly the limit if it
+// denies a request. No window begins before the previous window of its key has ended.
 func checkWindows(told map[string][]ratelimit.Result) error {
 	for key, results := range told {
 		type window struct{ granted, denied int }

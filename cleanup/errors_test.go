@@ -16,7 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// requireKind checks an error of RunOnce, and that Run returns it too if waiting does not mend it.
+// requireKind requires an error of RunOnce. It requires that Run returns the same error, if waiting does not help.
 func requireKind(t *testing.T, db ratelimit.DBTX, config Config, kind error, says string) {
 	t.Helper()
 	sweeper := newSweeper(t, db, config)
@@ -42,7 +42,7 @@ func TestNotMigrated(t *testing.T) {
 	requireKind(t, db.Pool, Config{Schema: "nowhere"}, ratelimit.ErrNotMigrated, "Config.Schema")
 	require.True(t, runOnce(t, newSweeper(t, db.Pool, Config{})).Complete)
 
-	// An older release has migrated it.
+	// An older release has migrated this database.
 	require.NoError(t, migrations.DownTo(t.Context(), db.Pool, 1))
 	requireKind(t, db.Pool, Config{}, ratelimit.ErrNotMigrated, "call migrations.Up")
 }
@@ -54,14 +54,14 @@ func TestNotPermitted(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "REVOKE ALL ON ALL FUNCTIONS IN SCHEMA public FROM CURRENT_USER")
 	superuser := pgtest.Scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user")
 	pool := db.OwnerPool(t, func(config *pgxpool.Config) {
-		if superuser { // to whom everything is permitted
+		if superuser { // has all rights
 			config.ConnConfig.RuntimeParams["role"] = "pg_monitor"
 		}
 	})
 	requireKind(t, pool, Config{}, ratelimit.ErrNotPermitted, "GRANT")
 	requireKind(t, pool, Config{Schema: "pg_toast"}, ratelimit.ErrNotPermitted, "USAGE")
 
-	// EXECUTE on the function is all that it takes: the tables stay closed.
+	// A sweeper's role needs only EXECUTE on the function, and no right on the tables.
 	if !superuser {
 		return
 	}
@@ -100,7 +100,7 @@ func TestUnreachable(t *testing.T) {
 	require.NotContains(t, err.Error(), "secret")
 }
 
-// Somebody alters a table. The sweeper does not wait for him for long, and what it has done before is kept.
+// If a table is locked, a sweep ends at its lock_timeout. Its earlier batches stay committed.
 func TestTableThatIsLocked(t *testing.T) {
 	t.Parallel()
 
@@ -113,7 +113,7 @@ func TestTableThatIsLocked(t *testing.T) {
 	require.ErrorIs(t, err, ratelimit.ErrTimeout)
 	var pgErr *pgconn.PgError
 	require.ErrorAs(t, err, &pgErr)
-	require.Equal(t, "55P03", pgErr.Code) // it was the server that gave up
+	require.Equal(t, "55P03", pgErr.Code) // lock_timeout of the server
 	require.EqualValues(t, 3, result.Deleted)
 	require.Equal(t, 1, result.Batches)
 	require.NoError(t, somebody.Rollback(t.Context()))

@@ -11,7 +11,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cleanup"
 )
 
-// In every process of an application: one of them sweeps, every five minutes.
+// Every process of an application runs this. Every five minutes one of the processes sweeps.
 func ExampleSweeper_Run() {
 	var (
 		ctx  context.Context
@@ -28,7 +28,7 @@ func ExampleSweeper_Run() {
 	}()
 }
 
-// One pass, as from cron.
+// A program that cron starts does one pass.
 func ExampleSweeper_RunOnce() {
 	var pool *pgxpool.Pool
 	sweeper, err := cleanup.New(pool, cleanup.Config{})

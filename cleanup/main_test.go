@@ -15,10 +15,10 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// margin is how long rate_limit_sweep spares a row that has expired.
+// margin is how long rate_limit_sweep keeps a row after it has expired.
 const margin = time.Minute
 
-// t0 is a time of the tests' clocks.
+// t0 is the time at which clocks of tests begin.
 var t0 = time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
 
 func newSweeper(t *testing.T, db ratelimit.DBTX, config Config) *Sweeper {
@@ -36,7 +36,7 @@ func runOnce(t *testing.T, sweeper *Sweeper) Result {
 	return result
 }
 
-// policies are one of each kind, with a limit of 10, as good as new after an hour or two.
+// policies returns a policy of each kind with a limit of 10. A key is as good as new after one or two hours.
 func policies() map[string]ratelimit.Policy {
 	return map[string]ratelimit.Policy{
 		"fixed window":   ratelimit.FixedWindow{Limit: 10, Window: time.Hour},
@@ -62,7 +62,7 @@ func rowCount(t *testing.T, db pgtest.Querier, table string) int64 {
 	return pgtest.Scalar[int64](t, db, "SELECT count(*) FROM "+table)
 }
 
-// pageCount is how many pages both tables have.
+// pageCount returns how many pages both tables have.
 func pageCount(t *testing.T, db pgtest.Querier) int64 {
 	t.Helper()
 	return pgtest.Scalar[int64](
@@ -73,8 +73,8 @@ func pageCount(t *testing.T, db pgtest.Querier) int64 {
 	)
 }
 
-// naive is a sweeper as one would write it in a minute, for tests to prove themselves on. It deletes by key what a
-// look without a lock has found to expire by that time, and waits for rows that are locked.
+// naive is a simple sweeper with a mistake that tests must notice. It finds the keys of expired rows without locking
+// them, waits for locked rows, and deletes by key.
 func naive(ctx context.Context, db pgtest.Executor, expired time.Time) error {
 	for _, durable := range []bool{false, true} {
 		if _, err := db.Exec(ctx, fmt.Sprintf(`

@@ -10,8 +10,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// A session plans the function when the tables are next to empty, and keeps the plans while they grow to 1,000
-// pages of which the planner knows nothing. A batch of a page must still read a page.
+// A session plans the function while the tables are almost empty. It keeps the plans while a table grows to 1,000
+// pages, which the statistics do not show. A batch of one page must still read only one page.
 func TestPlansDependOnNoStatistics(t *testing.T) {
 	t.Parallel()
 	for _, durable := range []bool{false, true} {
@@ -27,7 +27,7 @@ func TestPlansDependOnNoStatistics(t *testing.T) {
 	}
 }
 
-// The same test sees what happens without the setting that the function has against it.
+// Without the planner setting of the function, a batch reads the whole table.
 func TestPlansWithoutTheirSettingScanTheTable(t *testing.T) {
 	t.Parallel()
 	conn := pgtest.Connect(t, pgtest.New(t))
@@ -37,7 +37,8 @@ func TestPlansWithoutTheirSettingScanTheTable(t *testing.T) {
 	require.Greater(t, scans.Rows, int64(30_000))
 }
 
-// scansOfAGrownTable is what five batches of one page read, on a session that had planned them before the table grew.
+// scansOfAGrownTable returns what five batches of one page read, in a session that has planned them before the table
+// grew.
 func scansOfAGrownTable(t *testing.T, conn *pgx.Conn, durable bool, mode string) pgtest.Scans {
 	t.Helper()
 	table := pgtest.Table(durable)

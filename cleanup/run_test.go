@@ -46,7 +46,7 @@ func TestOneLineForEachPassThatDeletedSomething(t *testing.T) {
 	}
 }
 
-// failing fails the first calls.
+// failing is a database whose first calls fail.
 type failing struct {
 	ratelimit.DBTX
 	mu   sync.Mutex
@@ -71,7 +71,7 @@ func (f *failing) Query(ctx context.Context, sql string, args ...any) (pgx.Rows,
 	return f.DBTX.Query(ctx, sql, args...)
 }
 
-// Run does a pass at once and then one in each interval, whatever becomes of the one before, until its context ends.
+// Run does a pass at once, and then one in each interval until its context ends, even if a pass fails.
 func TestRun(t *testing.T) {
 	t.Parallel()
 
@@ -101,7 +101,7 @@ func TestRun(t *testing.T) {
 	}
 }
 
-// Whatever the number of processes, the tables are read once in an interval.
+// Sweepers of several processes together do one pass in each interval.
 func TestSweepersShareTheInterval(t *testing.T) {
 	t.Parallel()
 
@@ -124,13 +124,13 @@ func TestSweepersShareTheInterval(t *testing.T) {
 	require.True(t, pass(t0.Add(interval+time.Microsecond)).Complete)
 	require.True(t, pass(t0).Complete, "a clock that has stepped back stops nobody")
 
-	// A pass that was cut off is gone on with at once.
+	// A pass that has not reached the end is continued at once.
 	pgtest.Fill(t, db.Pool, pgtest.Table(true), "a", 3, t0)
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_sweeper SET durable = true")
 	require.True(t, pass(t0).Complete)
 	require.True(t, pass(t0).Skipped)
 
-	// RunOnce is for whoever wants a pass now.
+	// RunOnce does a pass even within the interval.
 	require.True(t, runOnce(t, newSweeper(t, db.Pool, Config{Test: limitertest.Frozen(t0)})).Complete)
 }
 
@@ -159,7 +159,7 @@ func TestRunLeavesTheIntervalToTheirPasses(t *testing.T) {
 	require.Equal(t, completed, pgtest.Scalar[time.Time](t, db.Pool, "SELECT completed_at FROM rate_limit_sweeper"))
 }
 
-// With a share of a tenth, each batch but the last is followed by a pause nine times as long.
+// With a Share of 0.1, each batch except the last is followed by a pause that is nine times as long.
 func TestShareOfTime(t *testing.T) {
 	t.Parallel()
 
@@ -177,7 +177,7 @@ func TestShareOfTime(t *testing.T) {
 	require.Greater(t, result.Took, asked*99/10)
 }
 
-// stopwatch takes the time of each query.
+// stopwatch measures the time of each query.
 type stopwatch struct {
 	ratelimit.DBTX
 	mu   sync.Mutex
@@ -209,7 +209,8 @@ func (r timedRows) Close() {
 	r.watch.took = append(r.watch.took, time.Since(r.began))
 }
 
-// turnTracer counts the statements of a connection, and those that begin or end while nobody has the connection's turn.
+// turnTracer counts the statements of a connection. withoutTurn counts the statements that begin or end while no caller
+// has the connection's turn.
 type turnTracer struct{ statements, withoutTurn atomic.Int64 }
 
 func (t *turnTracer) look(conn *pgx.Conn) {
@@ -239,7 +240,7 @@ func TestSweeperOnASharedConnectionTakesTurns(t *testing.T) {
 	pooled, err := pool.Acquire(t.Context())
 	require.NoError(t, err)
 	t.Cleanup(pooled.Release)
-	tracer.withoutTurn.Store(0) // what opens a connection has no turn
+	tracer.withoutTurn.Store(0) // drops the statements that opened the connection
 	limiter := limitertest.New(t, pooled.Conn(), ratelimit.Config{
 		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1 << 20, Window: time.Hour},
 	})
@@ -262,8 +263,8 @@ func TestSweeperOnASharedConnectionTakesTurns(t *testing.T) {
 	}
 }
 
-// Run ends with an error that waiting does not mend. Whoever has started it with go, and drops the error, finds it in
-// the log, which defaults to that of the process.
+// Run ends with an error that waiting does not fix. It also logs the error, because a caller that starts Run with go
+// drops the error. The Logger defaults to slog.Default.
 //
 //nolint:paralleltest // it replaces slog.Default
 func TestRunLogsWhyItEnds(t *testing.T) {

@@ -13,20 +13,20 @@ import (
 	"github.com/pgratelimit/ratelimit/httplimit"
 )
 
-// Each address may fail to log in 5 times in a quarter of an hour. Other calls are not limited.
+// Each address may fail to log in 5 times in a quarter of an hour. Other methods are not limited.
 func Example() {
 	var pool *pgxpool.Pool
 	limiter, err := ratelimit.New(pool, ratelimit.Config{
 		Name:      "login",
 		Policy:    ratelimit.SlidingWindow{Limit: 5, Window: 15 * time.Minute},
-		OnFailure: ratelimit.FailClosed(), // no log-ins while Postgres is away
+		OnFailure: ratelimit.FailClosed(), // no log-ins while Postgres is unreachable
 	})
 	if err != nil {
 		log.Fatal(err)
 	}
 	server := newServer(limiter)
 	defer server.Stop()
-	// Register the services, and serve.
+	// Register the services here, and serve.
 }
 
 func newServer(limiter httplimit.Limiter) *grpc.Server {
@@ -37,7 +37,7 @@ func newServer(limiter httplimit.Limiter) *grpc.Server {
 			if fullMethod == "/shop.Account/LogIn" {
 				return 1
 			}
-			return 0 // other calls are not limited
+			return 0 // other methods are not limited
 		},
 	})
 	if err != nil {

@@ -1,23 +1,23 @@
-// Package grpclimit puts a limit of package ratelimit in front of a gRPC server. It is a separate module, so that other
-// programs do not depend on gRPC.
+// Package grpclimit puts a limit of package ratelimit in front of a gRPC server. It is a separate module, so that
+// programs without it do not depend on gRPC.
 //
-// [New] turns a limiter into interceptors, one for unary calls and one for streams. A stream is decided once, when it
-// opens. Its messages do not count.
+// [New] turns a limiter into interceptors, one for unary calls and one for streams. A stream counts as one call, when
+// it opens. Its messages do not count.
 //
-// [Config].Key says who is charged for a call. The keys are those of package httplimit, because a gRPC call is an HTTP
-// request: its path is the full method, and its header is the metadata. [httplimit.ByIP] is the address of the peer, or
-// of the client behind the proxies that you name. [httplimit.ByHeader] is a value of the metadata. [ByFunc] is anything
-// else. [httplimit.Join] and [httplimit.HMAC] make keys of other keys.
+// [Config].Key finds the key that a call takes from. The keys are those of package httplimit, because a gRPC call is an
+// HTTP request: its path is the full method, and its header is the metadata. [httplimit.ByIP] uses the address of the
+// peer, or of the client behind trusted proxies. [httplimit.ByHeader] uses a value of the metadata. [ByFunc] uses any
+// function. [httplimit.Join] and [httplimit.HMAC] make keys of other keys.
 //
-// An allowed call reaches the handler. Every other call gets one of these codes:
+// An allowed call reaches the handler. All other calls get one of these codes:
 //
-//   - ResourceExhausted: the call is denied. Its RetryInfo says when the same call is allowed if nobody else takes
+//   - ResourceExhausted: the call is denied. RetryInfo says when the same call is allowed if nobody else takes
 //     anything.
-//   - Unavailable: there is no decision, because Postgres is away or a transaction holds the key. There is a RetryInfo
-//     if the retry time is known. The limiter's OnFailure may let calls through while Postgres is away, see
-//     [ratelimit.Config].
+//   - Unavailable: the limiter could not decide, because Postgres is unreachable or a transaction has locked the key's
+//     row. RetryInfo has the retry time if it is known. The limiter's OnFailure may allow calls while Postgres is
+//     unreachable: see [ratelimit.Config].
 //   - InvalidArgument: the call has no usable key, or a cost that can never be taken.
-//   - Canceled or DeadlineExceeded: the call's context ended before there was a decision.
+//   - Canceled or DeadlineExceeded: the call's context ended before the decision.
 package grpclimit
 
 import (
@@ -44,57 +44,58 @@ import (
 
 // Config says how calls are limited. Key is required.
 type Config struct {
-	// Key says who is charged for a call: httplimit.ByIP, httplimit.ByHeader, ByFunc, or several of them in
+	// Key finds the key that a call takes from: httplimit.ByIP, httplimit.ByHeader, ByFunc, or several of them in
 	// httplimit.Join. A call without a key is rejected with InvalidArgument. Peers on a Unix socket have no address:
-	// for a proxy there, see httplimit.TrustUnixSocket.
+	// for a proxy on a Unix socket, see httplimit.TrustUnixSocket.
 	Key httplimit.Key
 
-	// Tier returns the limiter of a call, if it is not New's; see [httplimit.Config].
+	// Tier returns the limiter of a call, or nil for the limiter that New was given: see [httplimit.Config].
 	//
-	// Defaults to New's limiter for all calls.
+	// Defaults to the limiter that New was given, for all calls.
 	Tier func(ctx context.Context, fullMethod string) httplimit.Limiter
 
-	// Cost is what a call takes. A call with cost 0 passes without asking the limiter, which suits health checks. A
-	// cost below 0, or above the whole limit, is rejected with InvalidArgument.
+	// Cost returns what a call takes. A call with cost 0, such as a health check, passes without asking the limiter. A
+	// call with a cost below 0, or above the whole limit, is rejected with InvalidArgument.
 	//
-	// Defaults to 1 for each.
+	// Defaults to 1 for each call.
 	Cost func(ctx context.Context, fullMethod string) int64
 
-	// Charge decides, by the code of the outcome, whether the call is charged: ChargeFailures, or any function. The
-	// cost is taken first and given back when the handler is done, as far as it still counts: see
-	// [ratelimit.Limiter.Refund].
+	// Charge tells whether a call that ends with this code is charged: ChargeFailures, or any function. Each call takes
+	// its cost before the handler runs. If Charge returns false, the cost is given back after the handler has returned,
+	// if it still counts: see [ratelimit.Limiter.Refund].
 	//
-	// In doubt the cost stays taken: if the handler panics, or if the client left or the deadline passed before it
-	// returns. The code is that of the handler and of the interceptors behind this one. So put interceptors that change
-	// codes behind it.
+	// In doubt the call is charged: if the handler panics, or if the call's context has ended when the handler returns.
+	// Charge sees the code of the handler and of the interceptors after this one. So chain interceptors that change
+	// codes after this one.
 	//
-	// If Postgres is away, the cost cannot be given back and stays counted. So does a cost that a FallbackLocal took.
+	// While Postgres is unreachable, costs cannot be given back and stay counted. A cost that FallbackLocal took stays
+	// counted too.
 	//
 	// Defaults to charging every call.
 	Charge func(codes.Code) bool
 
-	// Logger gets the lines of [httplimit.Config].Logger, which begin with httplimit.
+	// Logger gets the lines of [httplimit.Config].Logger. They begin with httplimit.
 	//
-	// Defaults to slog.Default(). slog.DiscardHandler turns it off.
+	// Defaults to slog.Default(). A logger with slog.DiscardHandler drops all lines.
 	Logger *slog.Logger
 }
 
-// ChargeFailures is a Config.Charge for logins and everything else that must not be guessed. A call is charged unless
-// its code is OK.
+// ChargeFailures is a Config.Charge that charges a call unless its code is OK. It is for passwords and other secrets
+// that clients could guess.
 func ChargeFailures(code codes.Code) bool { return code != codes.OK }
 
-// ByFunc is any key. find returns it, or an error if the call has none. A key is at most 512 bytes of UTF-8 without
-// NUL, or any bytes inside httplimit.HMAC. Return an error for a call without a key, not some common key: all such
-// calls would share one limit.
+// ByFunc uses the key that find returns. A key is at most 512 bytes of UTF-8 without NUL. Inside httplimit.HMAC it may
+// be any bytes. For a call without a key, find must return an error. If it returned a constant instead, all such calls
+// would share one limit.
 func ByFunc(find func(ctx context.Context, fullMethod string) (string, error)) httplimit.Key {
 	if find == nil {
-		return httplimit.ByFunc(nil) // which New refuses
+		return httplimit.ByFunc(nil) // New refuses this
 	}
 	return httplimit.ByFunc(func(r *http.Request) (string, error) { return find(r.Context(), r.URL.Path) })
 }
 
-// Interceptors apply one limit, in [grpc.ChainUnaryInterceptor] and [grpc.ChainStreamInterceptor]. They are safe for
-// concurrent use.
+// Interceptors apply a limit. Pass them to [grpc.ChainUnaryInterceptor] and [grpc.ChainStreamInterceptor]. They are
+// safe for concurrent use.
 type Interceptors struct {
 	limit func(http.Handler) http.Handler
 }
@@ -104,8 +105,9 @@ var (
 	_ grpc.StreamServerInterceptor = (*Interceptors)(nil).Stream
 )
 
-// New returns the interceptors. It returns a [*ratelimit.ConfigError] for a configuration that cannot work. It refuses
-// a limiter without an OnFailure, because you have to choose what happens while Postgres is away.
+// New returns interceptors for a limiter. It returns a [*ratelimit.ConfigError] for a configuration that cannot work.
+// It refuses a limiter without OnFailure, because the application must choose what happens while Postgres is
+// unreachable.
 func New(limiter httplimit.Limiter, config Config) (*Interceptors, error) {
 	if l, ok := limiter.(*ratelimit.Limiter); limiter == nil || ok && l == nil {
 		return nil, errors.New("grpclimit: the limiter is nil")
@@ -142,7 +144,7 @@ func New(limiter httplimit.Limiter, config Config) (*Interceptors, error) {
 	return &Interceptors{limit}, nil
 }
 
-// printable replaces characters that httplimit refuses in a policy's name.
+// printable replaces a character that httplimit refuses in the name of a policy.
 func printable(c rune) rune {
 	if c < ' ' || c > '~' || c == '"' || c == '\\' {
 		return '?'
@@ -168,9 +170,9 @@ func (i *Interceptors) Stream(
 	return i.pass(stream.Context(), info.FullMethod, func() error { return handler(server, stream) })
 }
 
-// pass gives a call to httplimit as an HTTP request, and returns its outcome.
+// pass passes a call to httplimit as an HTTP request, and returns the error that the client gets.
 func (i *Interceptors) pass(ctx context.Context, fullMethod string, handle func() error) error {
-	// This outcome remains if httplimit gives no answer, which happens only if the client has left.
+	// This error stays if httplimit writes no answer, which happens only if the client has left.
 	c := &call{handle: handle, outcome: status.FromContextError(context.Canceled).Err()}
 	if stream := grpc.ServerTransportStreamFromContext(ctx); stream != nil && reflect.ValueOf(stream).Comparable() {
 		c.stream = stream
@@ -187,7 +189,7 @@ func request(ctx context.Context, fullMethod string) *http.Request {
 	}
 	r := &http.Request{
 		Method: http.MethodPost, URL: &url.URL{Path: fullMethod}, Header: header, Body: http.NoBody,
-		RemoteAddr: "unknown", // httplimit would take an empty one for a Unix socket
+		RemoteAddr: "unknown", // an empty RemoteAddr would count as a Unix socket
 	}
 	switch p, ok := peer.FromContext(ctx); {
 	case !ok || p.Addr == nil:
@@ -199,24 +201,25 @@ func request(ctx context.Context, fullMethod string) *http.Request {
 	return r.WithContext(ctx)
 }
 
-// call is a gRPC call as httplimit sees it: both the handler and the writer of the response.
+// call is a gRPC call in the form that httplimit needs: it is the handler and the ResponseWriter.
 type call struct {
-	stream  any          // nil if it is not known
+	stream  any          // identifies the call; nil if it is unknown
 	handle  func() error // the rest of the chain
-	outcome error        // what the client gets
+	outcome error        // the error that the client gets, or nil
 	header  http.Header
 }
 
-// statusOK is the HTTP status for the code OK; other codes are added to it. httplimit ignores a status below 200.
+// statusOK is the HTTP status for the code OK. The status for another code is statusOK plus the code. httplimit ignores
+// a status below 200.
 const statusOK = 200
 
-// ServeHTTP handles an allowed call. It reports the outcome as a status, for Config.Charge.
+// ServeHTTP handles an allowed call. It writes the code as an HTTP status, for Config.Charge.
 func (c *call) ServeHTTP(w http.ResponseWriter, _ *http.Request) {
 	c.outcome = c.handle()
 	w.WriteHeader(statusOK + int(codeOf(c.outcome)))
 }
 
-// codeOf is the code that a gRPC server sends for a handler's error.
+// codeOf returns the code that a gRPC server sends for a handler's error.
 func codeOf(err error) codes.Code {
 	if own, ok := status.FromError(err); ok {
 		return own.Code()
@@ -224,7 +227,7 @@ func codeOf(err error) codes.Code {
 	return status.FromContextError(err).Code()
 }
 
-// reject sets the outcome of a call that does not reach the handler.
+// reject sets the error of a call that does not reach the handler.
 func reject(w http.ResponseWriter, r *http.Request, rejection httplimit.Rejection) {
 	c := w.(*call)
 	if err := r.Context().Err(); err != nil && rejection.Err != nil {
@@ -250,10 +253,10 @@ func reject(w http.ResponseWriter, r *http.Request, rejection httplimit.Rejectio
 	c.outcome = answer.Err()
 }
 
-// CallOfGRPC identifies the call to httplimit, because each interceptor makes a new request.
+// CallOfGRPC returns a value that identifies the call to httplimit, because each interceptor makes a new HTTP request.
 func (c *call) CallOfGRPC() any { return c.stream }
 
-// Header, Write and WriteHeader belong to a response that nobody reads.
+// Header, Write and WriteHeader write an HTTP response that nobody reads.
 
 func (c *call) Header() http.Header {
 	if c.header == nil {

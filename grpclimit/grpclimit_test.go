@@ -30,10 +30,10 @@ import (
 	"github.com/pgratelimit/ratelimit/ratelimittest"
 )
 
-// The time stands still, so retry times are exact.
+// noon is the time of the tests' clocks. It stands still, so retry times are exact.
 var noon = time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
 
-// twoAnHour is a limiter of two calls an hour.
+// twoAnHour returns a limiter of two calls an hour.
 func twoAnHour(t *testing.T, db ratelimit.DBTX) patient {
 	t.Helper()
 	return patient{limitertest.New(t, db, ratelimit.Config{
@@ -53,7 +53,7 @@ func onBoth(t *testing.T, test func(t *testing.T, db ratelimit.DBTX)) {
 	})
 }
 
-// The server that docs/cookbook.md shows: failures are charged, and successes are not.
+// The server in docs/cookbook.md charges failed calls, and does not charge successful calls.
 func TestRecipe(t *testing.T) {
 	t.Parallel()
 
@@ -75,7 +75,7 @@ func TestRecipe(t *testing.T) {
 	})
 }
 
-// watchFor sends texts through one stream, and returns what comes back, with the end.
+// watchFor sends texts through one stream, and returns the answers and how the stream ended.
 func watchFor(t *testing.T, conn *grpc.ClientConn, texts ...string) (got []string) {
 	t.Helper()
 	stream, err := conn.NewStream(t.Context(), &description.Streams[0], watch)
@@ -101,7 +101,7 @@ func watchFor(t *testing.T, conn *grpc.ClientConn, texts ...string) (got []strin
 	}
 }
 
-// A stream is decided about when it opens, however many messages it has. Its outcome is that of its handler.
+// A stream is decided when it opens, however many messages it has. It ends with the code of its handler.
 func TestStream(t *testing.T) {
 	t.Parallel()
 
@@ -124,14 +124,14 @@ func TestStream(t *testing.T) {
 	})
 }
 
-// refusing is a database that is not there.
+// refusing is a database that refuses connections.
 type refusing struct{}
 
 func (refusing) Query(context.Context, string, ...any) (pgx.Rows, error) {
 	return nil, &pgconn.PgError{Code: "57P03", SeverityUnlocalized: "FATAL"}
 }
 
-// While nobody can decide, a call passes only if OnFailure lets it.
+// While the database cannot decide, a call passes only if OnFailure allows it.
 func TestWithoutADecision(t *testing.T) {
 	t.Parallel()
 
@@ -141,7 +141,7 @@ func TestWithoutADecision(t *testing.T) {
 		retry     bool
 	}{
 		"return error": {ratelimit.ReturnError(), codes.Unavailable, false},
-		"fail open":    {ratelimit.FailOpen(), codes.Unauthenticated, false}, // by the handler
+		"fail open":    {ratelimit.FailOpen(), codes.Unauthenticated, false}, // the code of the handler
 		"fail closed":  {ratelimit.FailClosed(), codes.Unavailable, true},
 		"fall back":    {ratelimit.FallbackLocal(1), codes.Unauthenticated, false},
 	} {
@@ -160,7 +160,7 @@ func TestWithoutADecision(t *testing.T) {
 	}
 }
 
-// A key that somebody's transaction holds is decided by nobody, whatever OnFailure says.
+// A call for a key whose row a transaction has locked gets Unavailable, whatever OnFailure says.
 func TestHeldKey(t *testing.T) {
 	t.Parallel()
 
@@ -183,7 +183,7 @@ func TestHeldKey(t *testing.T) {
 	require.NoError(t, call(ctx, conn, right))
 }
 
-// What a limiter answers, as codes.
+// Each answer of a limiter has its gRPC code.
 func TestCodes(t *testing.T) {
 	t.Parallel()
 
@@ -257,7 +257,7 @@ func TestKeys(t *testing.T) {
 	for name, test := range map[string]struct {
 		key      httplimit.Key
 		metadata []string
-		want     string // "" if there is none
+		want     string // "" if the call has no key
 	}{
 		"peer":              {key: httplimit.ByIP(), want: "127.0.0.1"},
 		"peer that forges":  {key: httplimit.ByIP(), metadata: []string{"x-forwarded-for", "192.0.2.1"}, want: "127.0.0.1"},
@@ -305,7 +305,7 @@ func TestKeys(t *testing.T) {
 	}
 }
 
-// Behind a proxy, the client's address is the key, if the proxy is named. If not, somebody is told, once.
+// Behind a trusted proxy, the key is the client's address. Behind a proxy that is not trusted, the log has one line.
 func TestProxies(t *testing.T) {
 	t.Parallel()
 
@@ -326,7 +326,8 @@ func TestProxies(t *testing.T) {
 	require.NotContains(t, lines[0], "2001:db8")
 }
 
-// A call that is charged twice for the same key is told of once: by the same interceptors, or by two alike.
+// The log has one line if a call is charged twice for the same key, by the same interceptors or by two with the same
+// limiter.
 func TestChainedTwice(t *testing.T) {
 	t.Parallel()
 
@@ -347,7 +348,7 @@ func TestChainedTwice(t *testing.T) {
 		{one, one, "passes this middleware twice, and is charged twice: mount it once"},
 		{interceptorsOf(limiter), alike, "the same limiter and find the same key, and is charged twice: mount one of them"},
 	} {
-		// What is between them may change the context and the metadata.
+		// An interceptor between these two may change the context and the metadata.
 		unary := func(ctx context.Context, r any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
 			ctx, cancel := context.WithTimeout(ctx, time.Minute)
 			defer cancel()
@@ -377,7 +378,7 @@ func TestChainedTwice(t *testing.T) {
 	}
 }
 
-// A proxy at a Unix socket is trusted if the application says so. If not, the log says what to do.
+// A proxy on a Unix socket is trusted with TrustUnixSocket. Without TrustUnixSocket, the log says what to do.
 func TestUnixSocket(t *testing.T) {
 	t.Parallel()
 
@@ -415,7 +416,7 @@ func TestUnixSocket(t *testing.T) {
 	require.Equal(t, codes.InvalidArgument, status.Code(err))
 }
 
-// The tier of a call has its own limiter, which also gets back what it gave.
+// The limiter of a call's tier decides the call, and gets its refund.
 func TestTier(t *testing.T) {
 	t.Parallel()
 
@@ -457,12 +458,12 @@ func TestCost(t *testing.T) {
 	require.Equal(t, []int64{3, 3}, limiter.costs)
 }
 
-// always is one key for all calls.
+// always returns a Key that finds the same key for all calls.
 func always() httplimit.Key {
 	return grpclimit.ByFunc(func(context.Context, string) (string, error) { return "key", nil })
 }
 
-// The cost comes back by the code that the client gets, and not in doubt.
+// The code that the client gets decides whether the cost is given back. In doubt the cost is not given back.
 func TestCharge(t *testing.T) {
 	t.Parallel()
 
@@ -472,8 +473,8 @@ func TestCharge(t *testing.T) {
 	wrapped := fmt.Errorf("more: %w", status.Error(codes.NotFound, ""))
 	for name, test := range map[string]struct {
 		charge  func(codes.Code) bool
-		err     error // of the handler
-		left    bool  // the client has left by then
+		err     error // the handler's error
+		left    bool  // the client leaves before the handler returns
 		refunds int
 	}{
 		"success":             {charge: grpclimit.ChargeFailures, refunds: 1},
@@ -501,7 +502,7 @@ func TestCharge(t *testing.T) {
 				return "response", test.err
 			})
 			require.Equal(t, "response", response)
-			require.Equal(t, test.err, err) // as it is
+			require.Equal(t, test.err, err) // unchanged
 			require.Equal(t, test.refunds, limiter.refunded)
 		})
 	}
@@ -538,7 +539,7 @@ func TestConfigurationsThatCannotWork(t *testing.T) {
 		require.Nil(t, limit)
 	}
 
-	// Any name of a limiter will do.
+	// New accepts a limiter with any name.
 	_, err := grpclimit.New(&fakeLimiter{name: "Anmeldung für \"alle\""}, grpclimit.Config{Key: always()})
 	require.NoError(t, err)
 }

@@ -23,17 +23,17 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// The methods of the tests' service. What they answer depends on the text that they are sent. Both are as a generator
-// would write them.
+// These are the methods of the tests' service, in the form that protoc generates. A method's answer depends on the text
+// of the request.
 const (
 	logIn = "/shop.Account/LogIn" // unary
-	watch = "/shop.Account/Watch" // answers each message with the same
+	watch = "/shop.Account/Watch" // a stream that answers each message with the same text
 )
 
-// right is the text that succeeds. Every other gets Unauthenticated, as an error of the handler.
+// right is the text that succeeds. For every other text, the handler returns Unauthenticated.
 const right = "right"
 
-// account is the service.
+// account implements the service.
 type account struct{}
 
 func (account) answer(text string) error {
@@ -71,7 +71,7 @@ var description = grpc.ServiceDesc{
 			for {
 				message := &wrapperspb.StringValue{}
 				if err := stream.RecvMsg(message); err != nil {
-					return nil // the client has sent its last
+					return nil // the client has sent its last message
 				}
 				if err := service.(account).answer(message.GetValue()); err != nil {
 					return err
@@ -84,7 +84,7 @@ var description = grpc.ServiceDesc{
 	}},
 }
 
-// connect serves the service, and returns a client's connection to it.
+// connect starts the service on server, and returns a client's connection to it.
 func connect(t *testing.T, server *grpc.Server) *grpc.ClientConn {
 	t.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
@@ -107,7 +107,7 @@ func connectOver(t *testing.T, server *grpc.Server, listener net.Listener, targe
 	return conn
 }
 
-// limited is a connection to a server behind a limiter.
+// limited returns a connection to a server behind a limiter.
 func limited(t *testing.T, limiter httplimit.Limiter, config grpclimit.Config) *grpc.ClientConn {
 	t.Helper()
 	return connect(t, limitedServer(t, limiter, config))
@@ -125,7 +125,7 @@ func call(ctx context.Context, conn *grpc.ClientConn, text string) error {
 	return conn.Invoke(ctx, logIn, wrapperspb.String(text), &wrapperspb.StringValue{})
 }
 
-// codesOf are the codes of so many calls of LogIn.
+// codesOf calls LogIn with each text, and returns the codes.
 func codesOf(t *testing.T, conn *grpc.ClientConn, texts ...string) (got []codes.Code) {
 	t.Helper()
 	for _, text := range texts {
@@ -134,7 +134,7 @@ func codesOf(t *testing.T, conn *grpc.ClientConn, texts ...string) (got []codes.
 	return got
 }
 
-// retryDelay is the time in the RetryInfo of an error; 0 if there is none.
+// retryDelay returns the time in the RetryInfo of an error, or 0 without a RetryInfo.
 func retryDelay(t *testing.T, err error) time.Duration {
 	t.Helper()
 	answer, ok := status.FromError(err)
@@ -149,16 +149,16 @@ func retryDelay(t *testing.T, err error) time.Duration {
 	return 0
 }
 
-// patient has a call wait for its refund, however long that takes.
+// patient is a limiter whose refunds never time out.
 type patient struct{ *ratelimit.Limiter }
 
 func (p patient) Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Balance, error) {
 	return p.Limiter.Refund(context.WithoutCancel(ctx), result)
 }
 
-// fakeLimiter answers as it is told, and remembers what it was asked.
+// fakeLimiter returns a prepared result, and records its calls.
 type fakeLimiter struct {
-	name   string // by default login
+	name   string // defaults to login
 	result ratelimit.Result
 	err    error
 
@@ -192,5 +192,5 @@ func (f *fakeLimiter) Refund(context.Context, ratelimit.Result) (ratelimit.Balan
 	return ratelimit.Balance{}, nil
 }
 
-// allowing is a limiter that allows everything.
+// allowing returns a limiter that allows everything.
 func allowing() *fakeLimiter { return &fakeLimiter{result: ratelimit.Result{Allowed: true, Limit: 10}} }

@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// script is half of a migration, in the form that another tool runs.
+// script returns the Up or Down half of a migration, as SQL that another tool runs.
 func script(t *testing.T, version int64, down bool) string {
 	t.Helper()
 	files, err := fs.Glob(migrations.FS, fmt.Sprintf("%05d_*.sql", version))
@@ -53,7 +53,7 @@ func requireApplied(t *testing.T, pool *pgxpool.Pool, version int64) {
 	require.Equal(t, version, appliedVersion(t, pool))
 }
 
-// ours is the catalog of a schema, without the version table of the plain goose command.
+// ours returns the catalog of a schema, without the version table of the plain goose command.
 func ours(t *testing.T, pool *pgxpool.Pool, schema string) map[string]string {
 	t.Helper()
 	all := pgtest.Catalog(t, pool, schema)
@@ -61,7 +61,7 @@ func ours(t *testing.T, pool *pgxpool.Pool, schema string) map[string]string {
 	return all
 }
 
-// Up continues from any origin of the tables and functions, and Down and goose can go back.
+// Up continues after whatever tool has made the tables and functions. Down and goose can roll back afterwards.
 func TestUpAdoptsWhatAnotherToolHasMade(t *testing.T) {
 	t.Parallel()
 
@@ -95,7 +95,7 @@ func TestUpAdoptsWhatAnotherToolHasMade(t *testing.T) {
 
 				for _, up := range []bool{true, false} {
 					pool := pgtest.Empty(t).InSchema(t, oddSchema)
-					if version > 0 || name != "goose with its own table" { // for this tool, 0 means all
+					if version > 0 || name != "goose with its own table" { // for this tool, version 0 means all migrations
 						apply(t, pool, version)
 					}
 					want := version
@@ -144,7 +144,7 @@ func TestUpByARoleThatAdoptsNothing(t *testing.T) {
 		}
 	}
 	require.NotContains(t, fmt.Sprint(pgtest.Objects(t, db.Pool, "limits")), "rate_limit_goose_version")
-	// A superuser has the rights, but the objects would then have two owners.
+	// A superuser has the rights to migrate, but then the objects would have two owners.
 	require.ErrorContains(t, migrations.Down(t.Context(), superuser),
 		"rate_limit_version belongs to another role: run this as pg_monitor")
 	require.NotContains(t, fmt.Sprint(pgtest.Objects(t, db.Pool, "limits")), "rate_limit_goose_version")
@@ -226,7 +226,7 @@ func TestHalfAppliedMigrations(t *testing.T) {
 	db := pgtest.Empty(t)
 	var schema string
 	var pool *pgxpool.Pool
-	begin := func(done ...string) { // in another schema
+	begin := func(done ...string) { // runs statements of a migration in a new schema
 		schema = fmt.Sprintf("after_%d", len(done))
 		pool = db.InSchema(t, schema)
 		for _, sql := range done {
@@ -337,7 +337,7 @@ func TestDownAndUpMendADamagedSchema(t *testing.T) {
 	} {
 		for _, adopted := range []bool{true, false} {
 			if !adopted && strings.Contains(sql, "rate_limit_version") {
-				continue // nothing says which migrations are there
+				continue // rate_limit_version is missing, so nothing says which migrations are applied
 			}
 			db := pgtest.New(t)
 			pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_durable (prefix, key) VALUES ('a', 'b')")

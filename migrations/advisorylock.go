@@ -21,12 +21,12 @@ const (
 	lockPatience = time.Second
 )
 
-// takeLock waits until the transaction holds the lock, or until the context ends. So only one process migrates at a
-// time. A session lock would not work. A pooler in transaction mode may take it in one session of Postgres and release
-// it in another. Then the first session keeps it.
+// takeLock waits until the transaction holds the advisory lock, or until the context ends. So only one process migrates
+// at a time. A lock of the session would not work with a pooler in transaction mode: the pooler may lock in one session
+// and unlock in another, and then the first session keeps the lock.
 //
-// takeLock polls instead of waiting inside Postgres. There, statement_timeout would end the wait, and the snapshot of
-// the waiting statement would delay CREATE INDEX CONCURRENTLY.
+// takeLock polls instead of waiting inside Postgres. A wait inside Postgres would end at statement_timeout, and the
+// snapshot of the waiting statement would delay CREATE INDEX CONCURRENTLY.
 func takeLock(ctx context.Context, tx pgx.Tx) error {
 	ticker := time.NewTicker(lockPoll)
 	defer ticker.Stop()

@@ -83,7 +83,7 @@ func TestManyAtOnce(t *testing.T) {
 		}
 		for i, command := range commands {
 			require.NoError(t, command.Wait(), outputs[i].String())
-			for line := range strings.Lines(outputs[i].String()) { // on a slow machine they wait longer
+			for line := range strings.Lines(outputs[i].String()) { // processes on a slow machine may log that they wait
 				require.Contains(t, line, "waiting for a lock", "Up prints or logs")
 			}
 		}
@@ -105,7 +105,8 @@ func TestUpWaitsForTheLock(t *testing.T) {
 	defer cancel()
 	waits := make(chan error, 1)
 	go func() { waits <- migrations.Up(ctx, db.Pool) }()
-	// attempts prepare the statement and read the first answer; from the third on, it knows that the lock is taken
+	// The first two attempts prepare the statement and read its first answer. After the third attempt, Up knows that
+	// the lock is taken.
 	asked := map[time.Time]bool{}
 	require.Eventually(t, func() bool {
 		var at time.Time
@@ -134,7 +135,7 @@ func TestUpWaitsForTheLock(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, <-up)
 
-	// If there is nothing to do, nobody waits.
+	// If no migration is missing, Up does not wait for the lock.
 	_, err = other.Exec(t.Context(), "SELECT pg_advisory_lock($1)", migrations.LockID)
 	require.NoError(t, err)
 	require.NoError(t, migrations.Up(t.Context(), db.Pool))
@@ -142,7 +143,7 @@ func TestUpWaitsForTheLock(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// After a second, a waiting migration says who holds its lock. By default, this goes to the log.
+// After a second, a waiting migration says who holds its lock.
 func TestNobodyWaitsInSilence(t *testing.T) {
 	t.Parallel()
 
@@ -211,7 +212,7 @@ func TestNobodyWaitsInSilence(t *testing.T) {
 	}
 }
 
-// Without another receiver, the message goes to the log.
+// By default, the message about the lock goes to slog.Default.
 //
 //nolint:paralleltest // it replaces slog.Default
 func TestTheLogSaysWhoHasTheLock(t *testing.T) {
@@ -228,7 +229,7 @@ func TestTheLogSaysWhoHasTheLock(t *testing.T) {
 	require.NoError(t, <-done)
 }
 
-// Behind a pooler that changes the session with each transaction, migrations leave no lock behind.
+// Behind a pooler that changes the session with each transaction, migrations keep no lock.
 func TestMigrationsThroughPgBouncer(t *testing.T) {
 	t.Parallel()
 
@@ -236,7 +237,7 @@ func TestMigrationsThroughPgBouncer(t *testing.T) {
 	config, err := pgxpool.ParseConfig(pgtest.PgBouncer(t, db, "transaction", 20))
 	require.NoError(t, err)
 	config.ConnConfig.DefaultQueryExecMode = pgx.QueryExecModeExec
-	for range 3 { // the session changes between them
+	for range 3 { // each in another session
 		start := make(chan struct{})
 		errs := make(chan error, 6)
 		for range cap(errs) {

@@ -31,7 +31,7 @@ func TestNextToTheApplicationsOwnGoose(t *testing.T) {
 	_, err = application.UpByOne(t.Context())
 	require.NoError(t, err)
 
-	// They may run at the same time as ours.
+	// The application's migrations and ours may run at the same time.
 	db := stdlib.OpenDBFromPool(pool)
 	t.Cleanup(func() { require.NoError(t, db.Close()) })
 	conn, err := db.Conn(t.Context())
@@ -78,7 +78,7 @@ func TestWithTheGooseCommandsDefaultTable(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, target, current)
 
-	// If goose applied only some, Up continues after them.
+	// If goose has applied only some of the migrations, Up applies the rest.
 	require.NoError(t, migrations.DownTo(t.Context(), pool, 0))
 	pgtest.Exec(t, pool, "DROP TABLE goose_db_version, rate_limit_goose_version")
 	_, err = newProvider(t, pool, migrations.FS, goose.DefaultTablename).UpTo(t.Context(), 2)
@@ -87,7 +87,7 @@ func TestWithTheGooseCommandsDefaultTable(t *testing.T) {
 	requireApplied(t, pool, latest(t))
 }
 
-// newProvider returns goose as its own command or an application would use it.
+// newProvider returns goose as the goose command or an application uses it.
 func newProvider(t *testing.T, pool *pgxpool.Pool, files fs.FS, table string) *goose.Provider {
 	t.Helper()
 	db := stdlib.OpenDBFromPool(pool)

@@ -1,4 +1,5 @@
-// Package migrations uses goose to migrate a database to the schema that this version of the module needs, and back.
+// Package migrations creates and updates the tables and functions that this version of the module needs. Its files are
+// goose migrations.
 //
 //	pool, err := pgxpool.New(ctx, os.Getenv("DATABASE_URL"))
 //	…
@@ -14,31 +15,32 @@
 //
 //	goose -dir migrations -table rate_limit_goose_version postgres "$DATABASE_URL" up
 //
-// With that table you can use both ways on the same database. Without it, goose uses the table goose_db_version. That
-// works only if nothing else in the database uses goose_db_version: an application's own migrations have the same
-// numbers, so goose would believe that ours are applied. The functions of this package never read goose_db_version.
+// With -table rate_limit_goose_version, you can use the command and this package on the same database. Without -table,
+// goose uses the table goose_db_version. That works only if nothing else in the database uses goose_db_version: an
+// application's migrations have the same numbers, so goose would believe that ours are applied. The functions of this
+// package never read goose_db_version.
 //
 // # After another tool
 //
 // Another tool may have created the tables and functions, for example with the output of "pgratelimit migrate print",
 // or goose with another table. If they are exactly what our migrations make, Up adopts them: it writes the version
-// table, and continues from there. Otherwise nothing changes, and the error lists the differences. Grants, comments and
-// autovacuum settings may differ. Down rolls back what another tool applied, even if it is damaged. The role has to own
-// all of these objects.
+// table, and continues from there. Otherwise Up changes nothing, and its error lists the differences. Grants, comments
+// and autovacuum settings may differ. Down rolls back what another tool has applied, even if objects are missing or
+// changed. The role must own all of these objects.
 //
 // # If others may create in the schema
 //
-// Then use the functions of this package. goose writes to any table with the name of its version table, and so runs
-// that table's triggers.
+// Use the functions of this package, and not goose. goose writes to any table with the name of its version table, and
+// so runs the triggers of that table.
 //
 // # With a connection pooler
 //
-// Migrate on a direct connection if you can. If you use a pooler in transaction mode, set search_path for the role or
-// the database, if you need one, and set DefaultQueryExecMode to QueryExecModeExec.
+// Migrate on a direct connection if you can. With a pooler in transaction mode, set DefaultQueryExecMode to
+// QueryExecModeExec. If you need a search_path, set it for the role or the database.
 //
 // # Waiting for a lock
 //
-// After waiting for a lock for a second, a migration logs to slog.Default() who holds it, and since when.
+// A migration that has waited for a lock for a second logs to slog.Default() who holds the lock, and since when.
 package migrations
 
 import (
@@ -61,7 +63,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// FS has the migrations in goose's format: files in its root, with names like 00001_verb_object.sql.
+// FS has the migrations in goose's format, as files with names like 00001_verb_object.sql.
 //
 //go:embed *.sql
 var FS embed.FS
@@ -83,27 +85,29 @@ type Migration struct {
 	// Applied tells whether the database has the migration.
 	Applied bool
 
-	// AppliedAt is when it was applied or adopted, by the database's clock. It is the zero time if the migration is not
-	// applied, if another tool applied it, or if this role may not read the version table.
+	// AppliedAt is when the migration was applied or adopted, by the database's clock. It is the zero time if the
+	// migration is not applied, if another tool applied it, or if this role may not read the version table.
 	AppliedAt time.Time
 }
 
-// Up applies all missing migrations, each in its own transaction. If none is missing, it writes nothing and does not
-// wait. It finds that out with a few small queries that any role may run. So an application may call Up with its own
-// role at every start. If a migration is missing that this role may not apply, the error names it and says who may.
+// Up applies all missing migrations, each in a separate transaction. If no migration is missing, Up writes nothing and
+// waits for no lock. It finds that out with small queries that any role may run, so an application may call Up with its
+// own role at every start. If this role may not apply a missing migration, the error names the migration and a role
+// that may.
 //
-// If another tool applied them, and this role owns the objects, Up adopts them first, or says what differs.
+// If another tool has applied migrations, and this role owns their objects, Up adopts them first. If it cannot, its
+// error says what differs.
 //
-// Up returns an error if a stranger could have made the version table, or the function that returns the version. A role
-// that has this role's rights is not a stranger. For the table, the schema's owner is not a stranger either, unless
-// this role is a superuser. For the function, the owners of the schema and of the database are not strangers.
+// Up returns an error if a stranger could have made the version table or the function rate_limit_version. A role with
+// this role's rights is not a stranger. The owners of the schema and of the database are not strangers for the
+// function. The owner of the schema is not a stranger for the table, unless this role is a superuser.
 //
-// A proxy for shards has no tables to migrate. There, Up does nothing if the functions are those of this release.
-// Otherwise it returns an error. Down and Status always do so on a proxy. Migrate each shard instead.
+// A proxy for shards has no tables to migrate. On a proxy, Up does nothing if the functions are those of this release,
+// and otherwise returns an error. Down and Status always return an error on a proxy. Migrate each shard instead.
 //
-// Up may be called twice, and by several processes at once: one works, and the others wait for an advisory lock until
-// their context ends. They log who holds it. If a migration fails or the context ends, the earlier migrations stay
-// applied, and the next call continues after them. One connection of the pool is enough.
+// Several processes may call Up at once: one of them migrates, and the others wait for an advisory lock until their
+// context ends. They log who holds the lock. If a migration fails or the context ends, the earlier migrations stay
+// applied, and the next call continues after them. Up needs one connection of the pool.
 func Up(ctx context.Context, pool DB) error {
 	return wrap("up", acquire(ctx, pool, func(conn *pgx.Conn) error {
 		all, in, err := status(ctx, conn)
@@ -140,7 +144,7 @@ func Up(ctx context.Context, pool DB) error {
 			next := int64(0)
 			err := in.step(ctx, conn, func(tx pgx.Tx, applied []Migration) error {
 				for _, migration := range all {
-					// Some may already be applied, perhaps by another process while this one waited.
+					// Another process may have applied migrations while this one waited.
 					if !slices.ContainsFunc(applied, func(m Migration) bool { return m.Version == migration.Version }) {
 						next = migration.Version
 						return in.run(ctx, tx, next, true)
@@ -158,14 +162,14 @@ func Up(ctx context.Context, pool DB) error {
 	}))
 }
 
-// latest is the highest version.
+// latest returns the version of the last migration.
 func latest() int64 {
 	files, _ := fs.Glob(FS, "*.sql") // the pattern is valid
 	return int64(len(files))
 }
 
-// adopt makes the version table record the version of rate_limit_version. Before Up, the schema must be exactly what
-// the migrations up to that version make. Before Down, it may be damaged.
+// adopt makes the version table record the version of rate_limit_version. If build is true (for Up), the schema must be
+// exactly what the migrations up to this version make. If build is false (for Down), it may be damaged.
 func (s schema) adopt(ctx context.Context, conn *pgx.Conn, build bool) error {
 	return s.step(ctx, conn, func(tx pgx.Tx, applied []Migration) error {
 		now, err := look(ctx, tx)
@@ -177,7 +181,7 @@ func (s schema) adopt(ctx context.Context, conn *pgx.Conn, build bool) error {
 		}
 		says := now.says()
 		if says > 0 && !now.goneAstray(applied) {
-			return nil // another process did it while this one waited
+			return nil // another process has adopted while this one waited
 		}
 		if !build {
 			if !now.owned {
@@ -209,23 +213,23 @@ func (s schema) adopt(ctx context.Context, conn *pgx.Conn, build bool) error {
 	})
 }
 
-// record makes the version table record exactly the migrations up to a version.
+// record makes the version table record exactly the migrations up to version.
 func (s schema) record(ctx context.Context, tx pgx.Tx, version int64) error {
 	_, err := tx.Exec(ctx, fmt.Sprintf(recordSQL, s.quoted(), version), pgx.QueryExecModeSimpleProtocol)
 	return err
 }
 
-// Down rolls back the last applied migration, as "goose down" does. If none is applied, it does nothing. A second call
-// rolls back another one. DownTo(ctx, pool, 0) rolls back all migrations.
+// Down rolls back the last applied migration, as "goose down" does. If no migration is applied, it does nothing.
+// DownTo(ctx, pool, 0) rolls back all migrations.
 //
-// A rollback drops the migration's objects. Rolling back the first migration drops the tables, with all counts. It is
-// no error if some objects are already missing.
+// A rollback drops the objects that the migration made. The rollback of the first migration drops the tables with all
+// counts. Objects that are already missing cause no error.
 func Down(ctx context.Context, pool DB) error { return down(ctx, pool, "down", 0, true) }
 
-// DownTo rolls back all migrations above a version, beginning with the last. Version 0 means all of them. It may be
-// called twice.
+// DownTo rolls back all migrations above a version, the last one first. Version 0 means all migrations. A second call
+// does nothing.
 //
-// Like the goose command, it keeps the version table, with only the row of version 0. To remove that too, run DROP
+// Like the goose command, DownTo keeps the version table, with only the row of version 0. To remove the table, run DROP
 // TABLE rate_limit_goose_version afterwards.
 func DownTo(ctx context.Context, pool DB, version int64) error {
 	return down(ctx, pool, fmt.Sprintf("down to %d", version), version, false)
@@ -265,8 +269,8 @@ func down(ctx context.Context, pool DB, operation string, to int64, once bool) e
 	}))
 }
 
-// Status returns all migrations, ordered by version. It only reads. It works without the version table, and waits for
-// no lock.
+// Status returns all migrations, ordered by version. It writes nothing, and waits for no lock of another migration. It
+// works without the version table.
 func Status(ctx context.Context, pool DB) ([]Migration, error) {
 	var all []Migration
 	err := acquire(ctx, pool, func(conn *pgx.Conn) (err error) {
@@ -279,9 +283,9 @@ func Status(ctx context.Context, pool DB) ([]Migration, error) {
 	return all, nil
 }
 
-// transaction runs do in a transaction without JIT compilation. If a statement waits for a lock, lockholders says who
-// holds it. If enable_nestloop is off, Postgres estimates its catalog queries as expensive, and would compile them for
-// seconds.
+// transaction runs do in a transaction without JIT compilation. With enable_nestloop off, Postgres estimates the
+// catalog queries as expensive, and would compile them for seconds. If a statement waits for a lock, lockholders says
+// who holds the lock.
 //
 // The transaction is read committed, regardless of the pool's default, so that each statement sees all earlier commits.
 func transaction(ctx context.Context, conn *pgx.Conn, mode pgx.TxAccessMode, do func(tx pgx.Tx) error) error {
@@ -302,10 +306,10 @@ func acquire(ctx context.Context, pool DB, do func(*pgx.Conn) error) error {
 	if pg.IsNil(pool) {
 		return errors.New("the pool is nil")
 	}
-	return pg.Cause(pg.Use(ctx, pool, do)) // errors have the same kinds as a limiter's
+	return pg.Cause(pg.Use(ctx, pool, do)) // gives errors the same kinds as those of a limiter
 }
 
-// wrap says where an error comes from, and how to fix it if the caller can.
+// wrap adds the operation to an error, and says how to fix the error if the caller can.
 func wrap(operation string, err error) error {
 	if err == nil {
 		return nil

@@ -159,7 +159,7 @@ func TestOneByOne(t *testing.T) {
 			source.Path,
 		)
 
-		// Up again, and down.
+		// Each migration can be applied again after it was rolled back.
 		_, err := provider.UpByOne(t.Context())
 		require.NoError(t, err)
 		require.Empty(t, pgtest.Differences(states[i+1], pgtest.Catalog(t, pool, "public")))
@@ -173,7 +173,7 @@ func TestInAnySchema(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.Empty(t)
-	require.NoError(t, migrations.Up(t.Context(), db.Pool)) // the others' search_path also has public, but later
+	require.NoError(t, migrations.Up(t.Context(), db.Pool)) // in public, which comes later in the search_path of the pools below
 
 	for _, schema := range []string{"limits", "Limits", oddSchema} {
 		pool := db.InSchema(t, schema)
@@ -242,7 +242,7 @@ func TestFunctionsSeeTheirSchemaOnly(t *testing.T) {
 	}
 }
 
-// latest is the version of the last migration.
+// latest returns the version of the last migration.
 func latest(t *testing.T) int64 {
 	t.Helper()
 	files, err := fs.Glob(migrations.FS, "*.sql")
@@ -252,7 +252,7 @@ func latest(t *testing.T) int64 {
 	return version
 }
 
-// appliedVersion is the last version recorded in the database.
+// appliedVersion returns the last version that the version table records.
 func appliedVersion(t *testing.T, pool *pgxpool.Pool) int64 {
 	t.Helper()
 	var version int64
@@ -263,7 +263,7 @@ func appliedVersion(t *testing.T, pool *pgxpool.Pool) int64 {
 	return version
 }
 
-// Before the first release there were five other migrations. A database with those is not touched.
+// Before the first release there were five other migrations. Up does not change a database that has them.
 func TestUpOnMigrationsFromBeforeTheFirstRelease(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)

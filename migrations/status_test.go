@@ -29,7 +29,7 @@ func (*recorder) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData
 func TestStatus(t *testing.T) {
 	t.Parallel()
 
-	// The time zone is far from UTC, where goose mistakes local times for UTC.
+	// The session's time zone is far from UTC. In such a session goose reads local times as UTC.
 	db := pgtest.Empty(t)
 	pool := db.OwnerPool(
 		t,

@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// An attack is what a role with the right to create in the schema can do. All attacks run attack(), which records the
-// rights that it had.
+// These attacks need only the right to create in the schema. All of them run attack(), which records the rights that it
+// had.
 const (
 	attackSQL = `
 		CREATE TABLE ran (who text); GRANT INSERT ON ran TO PUBLIC; GRANT CREATE ON SCHEMA public TO pg_monitor;
@@ -34,7 +34,7 @@ const (
 		SELECT v AS id, v::bigint AS version_id, public.attack() AS is_applied, localtimestamp AS tstamp FROM generate_series(0, %d) AS v`
 )
 
-// begin makes a stranger do something in a transaction that stays open.
+// begin runs SQL of a stranger in a transaction that stays open.
 func begin(t *testing.T, db *pgtest.DB, schema, sql string) pgx.Tx {
 	t.Helper()
 	tx, err := db.Pool.Begin(t.Context())
@@ -44,7 +44,7 @@ func begin(t *testing.T, db *pgtest.DB, schema, sql string) pgx.Tx {
 	return tx
 }
 
-// whileBlocked runs something in the background until it waits for a lock of another transaction.
+// whileBlocked starts run in the background, and returns when it waits for a lock of another transaction.
 func whileBlocked(t *testing.T, db *pgtest.DB, run func() error) (done chan error) {
 	t.Helper()
 	done = make(chan error, 1)
@@ -74,7 +74,7 @@ func requireNothingRan(t *testing.T, db *pgtest.DB) {
 	require.Empty(t, ran, "the attack ran with the rights of these")
 }
 
-// A version table that appears while Up runs is trusted no more than an earlier one.
+// Up does not trust a stranger's version table, even if it appears while Up runs.
 func TestVersionTableThatAppearsMeanwhile(t *testing.T) {
 	t.Parallel()
 
@@ -102,7 +102,7 @@ func TestVersionTableThatIsReplacedMeanwhile(t *testing.T) {
 		},
 	} {
 		for kind, attack := range map[string]string{"table": attackTable, "view": attackView} {
-			for _, late := range []bool{false, true} { // after the first check, while Up waits for the advisory lock
+			for _, late := range []bool{false, true} { // late: after the first check, while Up waits for the advisory lock
 				if late && name == "status" {
 					continue
 				}
@@ -112,7 +112,7 @@ func TestVersionTableThatIsReplacedMeanwhile(t *testing.T) {
 					db := pgtest.Empty(t)
 					pool := db.OwnerPool(t, func(config *pgxpool.Config) {
 						config.ConnConfig.RuntimeParams["search_path"] = "limits"
-						// Old snapshots do not show new tables.
+						// A snapshot of repeatable read does not show new tables.
 						config.ConnConfig.RuntimeParams["default_transaction_isolation"] = "repeatable read"
 					})
 					pgtest.Exec(t, db.Pool, attackSQL+"; CREATE SCHEMA limits AUTHORIZATION pg_monitor")
@@ -281,7 +281,7 @@ func TestUpByARoleWithoutRights(t *testing.T) {
 	}
 }
 
-// The functions name their schema in comments too, where a line break would turn the rest into code.
+// Comments of the functions contain the schema's name. After a line break in the name, the rest would be code.
 func TestSchemaWithALineBreak(t *testing.T) {
 	t.Parallel()
 
@@ -291,7 +291,7 @@ func TestSchemaWithALineBreak(t *testing.T) {
 	require.ErrorContains(t, migrations.Up(t.Context(), pool), "the name of the schema has a line break")
 }
 
-// A role that may create in the schema could have put a version table there, with triggers that a superuser would run.
+// A role that may create in the schema could create a version table with triggers, which a superuser would run.
 func TestVersionTableOfAStranger(t *testing.T) {
 	t.Parallel()
 
@@ -413,6 +413,6 @@ func TestMigratingAmongDecoys(t *testing.T) {
 		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "limits, public" },
 	)
 	_, err := pool.Exec(t.Context(), "SELECT format('%s', 'rate_limit'::text)")
-	require.ErrorContains(t, err, "decoy limits.format(") // this shows that they work
+	require.ErrorContains(t, err, "decoy limits.format(") // the decoys work
 	run(pool)
 }

@@ -1,5 +1,5 @@
-// Package observe has an observer of limiters that logs. An observer for OpenTelemetry is in the module
-// github.com/pgratelimit/ratelimit/otelratelimit, because of its dependencies.
+// Package observe has an observer that logs what limiters do. The module github.com/pgratelimit/ratelimit/otelratelimit
+// has an observer for OpenTelemetry.
 package observe
 
 import (
@@ -10,8 +10,8 @@ import (
 )
 
 // Slog returns an observer that logs each decision, statement and lease to logger, at the level Debug. A statement for
-// several limiters has limiter="". Behind a proxy, a statement has the attribute shard, except for shard 0. The client
-// itself logs outages, to [ratelimit.ClientConfig].Logger.
+// several limiters has limiter="". Behind a proxy for shards, a statement has the attribute shard, except for shard 0.
+// The observer does not log outages: the client logs them to [ratelimit.ClientConfig].Logger.
 func Slog(logger *slog.Logger) *ratelimit.Observer {
 	return &ratelimit.Observer{
 		Decision: func(e ratelimit.DecisionEvent) {
@@ -43,7 +43,7 @@ func Slog(logger *slog.Logger) *ratelimit.Observer {
 	}
 }
 
-// debug checks the level first, because building a line costs more than the check.
+// debug logs at the level Debug. It checks the level first, because building a line costs more than the check.
 func debug(logger *slog.Logger, message string, err error, attributes ...slog.Attr) {
 	ctx := context.Background()
 	if !logger.Enabled(ctx, slog.LevelDebug) {

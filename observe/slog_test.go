@@ -52,7 +52,7 @@ level=DEBUG msg="ratelimit: lease" limiter=login taken=3 returned=2 stranded=1
 `, "\n"), logged(slog.LevelDebug))
 }
 
-// At the default level there is nothing, whatever the number of calls. The client itself logs outages, once.
+// At slog's default level the observer logs nothing. The client logs an outage once.
 func TestSlogAtTheDefaultLevel(t *testing.T) {
 	t.Parallel()
 	require.Empty(t, logged(slog.LevelInfo))

@@ -1,7 +1,8 @@
-// Package otelratelimit makes OpenTelemetry metrics: [New] of what limiters do, [ObserveTables] of the size of their
-// tables and the age of the last sweep. It is a separate module, so that other programs do not depend on OpenTelemetry.
+// Package otelratelimit makes OpenTelemetry metrics. [New] measures what limiters do. [ObserveTables] measures the size
+// of their tables and the age of the last sweep. The package is a separate module, so that programs without it do not
+// depend on OpenTelemetry.
 //
-// The folder deploy has alerts for Prometheus and a dashboard for Grafana that use these metrics.
+// The folder deploy has Prometheus alerts and a Grafana dashboard for these metrics.
 package otelratelimit
 
 import (
@@ -14,25 +15,25 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// New returns an observer of a client and all its limiters that records to instruments of meter. All instruments except
-// the last have the attribute limiter, the limiter's name:
+// New returns an observer for a client, which records what all its limiters do. All these instruments except the last
+// one have the attribute limiter, which is the limiter's name:
 //
-//   - ratelimit.decision.duration, a histogram in seconds, which also counts the decisions, with outcome (allowed,
-//     denied, error), source (see [ratelimit.Source]), shadow (allowed, denied) if a policy of mode shadow was decided
-//     too, and, for an error, error.type (see [ratelimit.ErrorKind]);
+//   - ratelimit.decision.duration, a histogram in seconds whose count is the number of decisions. Its attributes are
+//     outcome (allowed, denied, error) and source (see [ratelimit.Source]); shadow (allowed, denied) if a row of mode
+//     shadow was decided; and error.type (see [ratelimit.ErrorKind]) for an error;
 //   - ratelimit.statement.duration, a histogram in seconds, with error.type;
-//   - ratelimit.statement.size and ratelimit.statement.queued, histograms: how many calls shared a statement, and how
-//     many had to wait for the next one;
+//   - ratelimit.statement.size, a histogram of how many calls shared a statement;
+//   - ratelimit.statement.queued, a histogram of how many calls had to wait for a later statement;
 //   - ratelimit.lease.units, a counter of units in leases (see [ratelimit.LeaseEvent]), with fate (taken, returned,
 //     stranded);
-//   - ratelimit.breaker.open, a gauge with limits (see [ratelimit.BreakerEvent]): 1 while decisions are made without
-//     Postgres, else 0. Behind a proxy for shards it has shard, except for shard 0.
+//   - ratelimit.breaker.open, a gauge with limits (see [ratelimit.BreakerEvent]): 1 while Postgres is not asked,
+//     otherwise 0. Behind a proxy for shards it has the attribute shard, except for shard 0.
 //
-// A statement for several limiters has the empty string as its limiter. A breaker belongs to a client. So an
-// application with several clients needs an observer with its own meter for each. Otherwise each client would overwrite
-// the others' breaker state.
+// A statement for several limiters has the empty string as its limiter. Each client has separate breakers. So an
+// application with several clients needs an observer with a separate meter for each client. Otherwise the clients would
+// overwrite each other's ratelimit.breaker.open.
 //
-// No measurement has a key, so the number of time series does not grow with users.
+// No measurement has a key, so the number of time series does not grow with the number of users.
 func New(meter metric.Meter) (*ratelimit.Observer, error) {
 	seconds := metric.WithExplicitBucketBoundaries(
 		0.00001, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -96,7 +97,7 @@ func New(meter metric.Meter) (*ratelimit.Observer, error) {
 	}, nil
 }
 
-// with returns the attributes of a measurement, plus the kind of err if there is one.
+// with returns the attributes of a measurement. If err is not nil, it adds error.type.
 func with(err error, attributes ...attribute.KeyValue) metric.MeasurementOption {
 	if err != nil {
 		attributes = append(attributes, attribute.String("error.type", ratelimit.ErrorKind(err)))

@@ -29,7 +29,7 @@ func newReader(t *testing.T) (*sdk.ManualReader, *ratelimit.Observer) {
 	return reader, observer
 }
 
-// collect returns what each instrument holds, and its unit.
+// collect returns the data and the unit of each instrument.
 func collect(t *testing.T, reader sdk.Reader) (data map[string]metricdata.Aggregation, units map[string]string) {
 	t.Helper()
 	var all metricdata.ResourceMetrics
@@ -89,7 +89,7 @@ func TestMetrics(t *testing.T) {
 	o.Decision(ratelimit.DecisionEvent{Limiter: "mail", Err: &ratelimit.KeyError{}, Latency: time.Second})
 	o.Statement(ratelimit.StatementEvent{Limiter: "login", Size: 5, Queued: 7, Latency: time.Second})
 	o.Statement(ratelimit.StatementEvent{Limiter: "login", Size: 3, Latency: time.Second, Err: ratelimit.ErrTimeout})
-	o.Statement(ratelimit.StatementEvent{Size: 40, Queued: 2, Latency: 2 * time.Second}) // of several limiters
+	o.Statement(ratelimit.StatementEvent{Size: 40, Queued: 2, Latency: 2 * time.Second}) // for several limiters
 	o.Lease(ratelimit.LeaseEvent{Limiter: "login", Taken: 100, Stranded: 1})
 	o.Lease(ratelimit.LeaseEvent{Limiter: "login", Taken: 20})
 	o.Lease(ratelimit.LeaseEvent{Limiter: "login", Returned: 30})
@@ -134,7 +134,7 @@ func TestMetrics(t *testing.T) {
 	}, data["ratelimit.lease.units"], metricdatatest.IgnoreTimestamp())
 }
 
-// requireOpen requires what the breaker of durable limiters is said to be.
+// requireOpen requires a value of ratelimit.breaker.open for durable limiters.
 func requireOpen(t *testing.T, reader sdk.Reader, want int64, ofShards ...metricdata.DataPoint[int64]) {
 	t.Helper()
 	data, _ := collect(t, reader)
@@ -143,7 +143,7 @@ func requireOpen(t *testing.T, reader sdk.Reader, want int64, ofShards ...metric
 	}, data["ratelimit.breaker.open"], metricdatatest.IgnoreTimestamp())
 }
 
-// A limiter on Postgres, observed: the counts are those of its calls.
+// For a limiter on Postgres, the metrics count its calls.
 func TestMetricsOfALimiter(t *testing.T) {
 	t.Parallel()
 	reader, o := newReader(t)

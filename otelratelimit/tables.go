@@ -18,30 +18,30 @@ import (
 )
 
 // patience is how long a collection waits for Postgres. It is well below Prometheus's scrape timeout of 10 seconds, so
-// that the limiters' own metrics arrive even in an outage.
+// that other metrics arrive even in an outage.
 const patience = 2 * time.Second
 
 //go:embed tables.sql
 var tablesQL string
 
-// ObserveTables queries the limiters' tables and the state of sweeping whenever meter's metrics are collected, until
-// Unregister is called. It sees every sweep: by package cleanup, pg_cron or the command.
+// ObserveTables reads the size of the limiters' tables and the state of sweeps whenever meter's metrics are collected,
+// until Unregister is called. It includes all sweeps: by package cleanup, pg_cron or the command.
 //
 //   - ratelimit.table.size, a gauge in bytes, with indexes;
-//   - ratelimit.table.rows, a gauge: how many rows there are, by Postgres's estimate;
+//   - ratelimit.table.rows, a gauge of the number of rows, as Postgres estimates it;
 //   - ratelimit.table.deleted, a counter of rows that were deleted, by sweeps and resets;
-//   - ratelimit.sweep.age, a gauge in seconds: how long ago a sweep last reached the end of both tables. It is missing
-//     before the first one.
+//   - ratelimit.sweep.age, a gauge of the seconds since a sweep last reached the end of both tables. It is missing
+//     before the first sweep.
 //
 // The first three have the attribute table, which is ephemeral or durable. All processes of an application may call
-// this. They report the same.
+// ObserveTables. They report the same values.
 //
 // db is a *pgxpool.Pool, or a *sql.DB in sqldb.Pool. Its role needs USAGE on the schema, and SELECT on the table
-// rate_limit_sweeper. schema is the schema that the migrations were applied in, or "" to find it through the
-// connection's search_path.
+// rate_limit_sweeper. schema is the schema that has the tables, or "" for the schema that the connection's search_path
+// finds.
 //
-// A collection sends one statement, which reads no rows of limiters, and waits for Postgres for at most two seconds. If
-// it fails, OpenTelemetry gets the error, and the collection lacks the metrics above.
+// A collection sends one statement, which reads no rows of limiters. It waits for Postgres for at most two seconds. If
+// the statement fails, OpenTelemetry gets the error, and the collection lacks the metrics above.
 func ObserveTables(meter metric.Meter, db ratelimit.DBTX, schema string) (metric.Registration, error) {
 	switch db := db.(type) {
 	case nil, *pgx.Conn, interface{ Conn() *pgx.Conn }:
@@ -74,14 +74,14 @@ func ObserveTables(meter metric.Meter, db ratelimit.DBTX, schema string) (metric
 			o.ObserveInt64(rows, t.Rows, table)
 			o.ObserveInt64(deleted, t.Deleted, table)
 			if t.SweepAge != nil {
-				o.ObserveFloat64(age, *t.SweepAge) // the same in both rows
+				o.ObserveFloat64(age, *t.SweepAge) // both rows have the same age
 			}
 		}
 		return nil
 	}, size, rows, deleted, age)
 }
 
-// table is a row of tables.sql.
+// table is a row of the result of tables.sql.
 type table struct {
 	Name                string
 	Size, Rows, Deleted int64
@@ -107,7 +107,7 @@ func askTables(ctx context.Context, db ratelimit.DBTX, statement string) ([]tabl
 	switch db.(type) {
 	case *pgxpool.Pool, pg.Pool:
 		err = pg.Use(ctx, db, func(conn *pgx.Conn) error { return ask(conn) })
-	default: // a pool in the application's own type
+	default: // a pool of another type
 		err = ask(db)
 	}
 	if refused, ok := errors.AsType[*pgconn.PgError](err); ok && refused.Code == "42501" {

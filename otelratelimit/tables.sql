@@ -1,5 +1,6 @@
--- The size of each table, its live rows, how many rows were ever deleted, and how long ago a sweep last reached the end
--- of both tables, in seconds. Nothing but rate_limit_sweeper, which has one row, is read: the rest are statistics.
+-- The size of each table, its live rows, how many rows were ever deleted, and the seconds since a sweep last reached
+-- the end of both tables. The only table that is read is rate_limit_sweeper, which has one row. The rest are
+-- statistics.
 SELECT t.name,
     pg_catalog.pg_total_relation_size(t.id),
     pg_catalog.pg_stat_get_live_tuples(t.id),

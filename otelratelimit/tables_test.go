@@ -24,7 +24,7 @@ import (
 	"github.com/pgratelimit/ratelimit/sqldb"
 )
 
-// observeTables returns what a collection gives: numbers by name and table, and the error.
+// observeTables returns a function that collects the metrics of tables. The keys are name and table.
 func observeTables(t *testing.T, db ratelimit.DBTX, schema string) (collect func() (map[string]float64, error)) {
 	t.Helper()
 	reader := sdk.NewManualReader()
@@ -70,7 +70,7 @@ func TestTables(t *testing.T) {
 	pgtest.Fill(t, db.Pool, pgtest.Table(false), "b", 200, time.Now().Add(time.Hour))
 	pgtest.Fill(t, db.Pool, pgtest.Table(true), "a", 30, time.Now().Add(-time.Hour))
 	collect := observeTables(t, db.Pool, "")
-	// A session's statistics are those of all a second later.
+	// Postgres shows the statistics of a session to all sessions a second later.
 	requireSoon := func(want map[string]float64) map[string]float64 {
 		t.Helper()
 		var found map[string]float64
@@ -109,7 +109,7 @@ func TestTables(t *testing.T) {
 	require.Less(t, found["ratelimit.sweep.age "], testkit.Amply.Seconds())
 
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_sweeper SET completed_at = clock_timestamp() - interval '2 days'")
-	// Whoever may create in a schema of search_path can have nothing called.
+	// A role that may create in a schema of search_path cannot make the statement call its functions.
 	pgtest.Exec(t, db.Pool, `CREATE FUNCTION decoy(oid, regtype) RETURNS boolean LANGUAGE plpgsql
 		AS 'BEGIN RAISE EXCEPTION $$decoy$$; END'`)
 	pgtest.Exec(t, db.Pool, "CREATE OPERATOR = (LEFTARG = oid, RIGHTARG = regtype, FUNCTION = decoy)")
@@ -118,14 +118,14 @@ func TestTables(t *testing.T) {
 	require.InDelta(t, 2*24*3600, found["ratelimit.sweep.age "], testkit.Amply.Seconds())
 }
 
-// In a schema of any name, by a role that may do no more than it must, and with database/sql.
+// ObserveTables works in a schema of any name, with a role that has only the required rights, and with database/sql.
 func TestTablesInASchema(t *testing.T) {
 	t.Parallel()
 
 	const schema = `it's "mine"`
 	db := pgtest.Empty(t)
 	if !pgtest.Scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user") {
-		t.Skip("foreign roles: the URL of the server has to name a superuser") // as on servers that the tests start
+		t.Skip("foreign roles: the URL of the server has to name a superuser") // the servers that tests start do so
 	}
 	require.NoError(t, migrations.Up(t.Context(), db.InSchema(t, schema)))
 	quoted := pgx.Identifier{schema}.Sanitize()
@@ -154,7 +154,8 @@ func TestTablesInASchema(t *testing.T) {
 	require.ErrorContains(t, err, "ask for the tables of the limiters")
 }
 
-// A client_encoding in which the server would read another name of the schema is told of, as limiters tell of it.
+// If the server would read another schema name because of client_encoding, ObserveTables and limiters return the same
+// error.
 func TestTablesInASchemaThatTheEncodingGarbles(t *testing.T) {
 	t.Parallel()
 
@@ -173,7 +174,7 @@ func TestTablesInASchemaThatTheEncodingGarbles(t *testing.T) {
 		t.Cleanup(func() { require.NoError(t, std.Close()) })
 		for _, db := range []ratelimit.DBTX{pool, sqldb.Pool(std), struct{ ratelimit.DBTX }{pool}} {
 			_, err := observeTables(t, db, "été")()
-			_, wrapped := db.(struct{ ratelimit.DBTX }) // which does not show its connection
+			_, wrapped := db.(struct{ ratelimit.DBTX }) // hides its connection
 			switch {
 			case text == "":
 				require.NoError(t, err, "%T", db)
@@ -187,7 +188,7 @@ func TestTablesInASchemaThatTheEncodingGarbles(t *testing.T) {
 	}
 }
 
-// Postgres that does not answer holds a collection up for two seconds, and the other metrics are there.
+// If Postgres does not answer, a collection takes two seconds, and contains the other metrics.
 func TestTablesDuringAnOutage(t *testing.T) {
 	t.Parallel()
 

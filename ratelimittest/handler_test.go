@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/ratelimittest"
 )
 
-// newHandler is part of an application, which passes its *pgxpool.Pool.
+// newHandler is part of the application. In production its db is a *pgxpool.Pool.
 func newHandler(db ratelimit.DBTX) (http.Handler, error) {
 	limiter, err := ratelimit.New(db, ratelimit.Config{
 		Name:      "address",
@@ -36,7 +36,7 @@ func newHandler(db ratelimit.DBTX) (http.Handler, error) {
 
 func TestHandler(t *testing.T) {
 	t.Parallel()
-	synctest.Test(t, func(t *testing.T) { // where time passes at once
+	synctest.Test(t, func(t *testing.T) { // the clock of synctest does not wait
 		handler, err := newHandler(ratelimittest.NewDB())
 		require.NoError(t, err)
 		ask := func() int {
@@ -48,12 +48,12 @@ func TestHandler(t *testing.T) {
 			require.Equal(t, http.StatusNotFound, ask())
 		}
 		require.Equal(t, http.StatusTooManyRequests, ask())
-		<-time.After(66 * time.Second) // as Retry-After says
+		<-time.After(66 * time.Second) // the time in Retry-After
 		require.Equal(t, http.StatusNotFound, ask())
 	})
 }
 
-// away is a database that cannot be reached.
+// away is a database that is unreachable.
 type away struct{}
 
 func (away) Query(context.Context, string, ...any) (pgx.Rows, error) {

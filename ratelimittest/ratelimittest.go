@@ -5,15 +5,15 @@
 //		Policy: ratelimit.SlidingWindow{Limit: 10, Window: time.Minute},
 //	})
 //
-// The limiter answers as on Postgres: the results, the errors, Wait, Refund, Grant, AllowAll and everything else. Only
-// calls in the caller's transaction, as by WithTx, are refused. There is nothing to migrate and nothing to sweep.
+// The limiter behaves as on Postgres: the results, the errors, Wait, Refund, Grant, AllowAll and everything else. Only
+// calls in a transaction (WithTx) are refused. The database needs no migrations and no sweeper.
 //
-// The clock is this process's. In a bubble of testing/synctest it is the bubble's, so a minute's wait takes no time.
-// [ratelimit.TestConfig] replaces it by the test's own clock. Time zone data come from this process; the package
-// time/tzdata adds them.
+// The clock is the clock of this process. In a bubble of testing/synctest it is the clock of the bubble, so a wait of a
+// minute takes no time. [ratelimit.TestConfig] replaces the clock. Time zone data are those of this process; import
+// time/tzdata to add them.
 //
-// Never use it in production. Nothing is shared with other processes, nothing survives a restart, and keys are never
-// forgotten.
+// Never use the database in production. It shares nothing with other processes, loses everything at a restart, and
+// never deletes keys.
 package ratelimittest
 
 import (

@@ -21,7 +21,7 @@ func tenAMinute() ratelimit.Config {
 	return ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: time.Minute}}
 }
 
-// Limiters on one database share their keys, and those on another one do not.
+// Limiters on the same database share their keys. Limiters on different databases do not.
 func TestKeysAreThoseOfTheDatabase(t *testing.T) {
 	t.Parallel()
 
@@ -37,7 +37,8 @@ func TestKeysAreThoseOfTheDatabase(t *testing.T) {
 	}
 }
 
-// In a bubble, whoever waits is served at the true time, in order, and a denial is remembered no longer than it holds.
+// In a bubble of synctest, callers of Wait are served in order at the exact time. A denial is not remembered after its
+// retry time.
 func TestTimeOfABubble(t *testing.T) {
 	t.Parallel()
 
@@ -92,7 +93,7 @@ func TestMiddleware(t *testing.T) {
 	require.Equal(t, http.StatusOK, ask().Code)
 }
 
-// What is not a limiter's says that there is no SQL.
+// All other queries return an error that says that the database has no SQL.
 func TestOthersAreRefused(t *testing.T) {
 	t.Parallel()
 

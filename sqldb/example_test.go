@@ -37,7 +37,7 @@ func Example() {
 		if err != nil {
 			return err
 		}
-		defer func() { _ = tx.Rollback() }() // does nothing after the commit
+		defer func() { _ = tx.Rollback() }() // has no effect after Commit
 		if _, err := tx.ExecContext(ctx, `INSERT INTO orders (customer) VALUES ('acme')`); err != nil {
 			return err
 		}

@@ -12,11 +12,11 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// query converts the result of database/sql to pgx.Rows.
+// query converts a result of database/sql to pgx.Rows.
 func query(found *sql.Rows, err error) (pgx.Rows, error) {
 	switch {
 	case errors.Is(err, sql.ErrTxDone):
-		return nil, pg.NewError(err, pg.ErrSetup) // not an outage
+		return nil, pg.NewError(err, pg.ErrSetup) // this is no outage
 	case err != nil:
 		if refused := pg.Unencoded(err); refused != nil {
 			return nil, refused
@@ -25,13 +25,13 @@ func query(found *sql.Rows, err error) (pgx.Rows, error) {
 	}
 	columns, err := found.Columns()
 	if err != nil {
-		_ = found.Close() // the first error says more
+		_ = found.Close() // the error above says more
 		return nil, err
 	}
 	return &rows{Rows: found, columns: columns, types: pgtype.NewMap()}, nil
 }
 
-// rows implements the part of pgx.Rows that limiters and sweepers need.
+// rows implements the methods of pgx.Rows that limiters and sweepers call.
 type rows struct {
 	*sql.Rows
 	columns []string
@@ -41,7 +41,7 @@ type rows struct {
 
 var _ pgx.Rows = (*rows)(nil)
 
-func (r *rows) Close() { _ = r.Rows.Close() } // Err returns its error
+func (r *rows) Close() { _ = r.Rows.Close() } // Err returns the error of Close
 
 func (r *rows) Err() error { return errors.Join(r.err, r.Rows.Err()) }
 
@@ -54,7 +54,7 @@ func (r *rows) FieldDescriptions() []pgconn.FieldDescription {
 	return fields
 }
 
-// Scan reads arrays too, which database/sql cannot.
+// Scan also reads arrays, which database/sql cannot do.
 func (r *rows) Scan(targets ...any) error {
 	into := make([]any, len(targets))
 	for i, target := range targets {

@@ -1,4 +1,4 @@
-// Package sqldb lets an application that uses database/sql keep its *sql.DB, if pgx's driver stdlib opened it:
+// Package sqldb makes a *sql.DB or *sql.Tx usable by limiters. pgx's driver stdlib must have opened the *sql.DB:
 //
 //	db, err := sql.Open("pgx", os.Getenv("DATABASE_URL"))
 //	…
@@ -10,8 +10,8 @@
 //	result, err := limiter.WithTx(sqldb.Tx(tx)).Allow(ctx, "user:123")
 //	err = tx.Commit()
 //
-// Everything works as with a *pgxpool.Pool: concurrent calls share statements, a limiter uses at most two connections,
-// and Durable, SynchronousCommit, OnFailure and the errors mean the same. All of pgx's modes of execution work.
+// Everything works as with a *pgxpool.Pool: concurrent calls share statements, a client uses few connections, and all
+// settings and errors mean the same. All of pgx's modes of execution work.
 package sqldb
 
 import (
@@ -29,9 +29,9 @@ import (
 )
 
 // Pool makes a *sql.DB usable by a limiter, a client, a sweeper or package migrations. pgx's package stdlib must have
-// opened the *sql.DB: sql.Open("pgx", …), stdlib.OpenDB or stdlib.OpenDBFromPool. With any other driver, or one that
-// wraps it, calls return [ratelimit.ErrSetup]. All Pools of a *sql.DB are equal. The caller still configures and closes
-// the *sql.DB.
+// opened the *sql.DB: sql.Open("pgx", …), stdlib.OpenDB or stdlib.OpenDBFromPool. With another driver, or a driver that
+// wraps stdlib, calls return [ratelimit.ErrSetup]. All Pools of the same *sql.DB are equal. The caller still configures
+// and closes the *sql.DB.
 func Pool(db *sql.DB) ratelimit.DBTX {
 	if db == nil {
 		return nil
@@ -43,8 +43,8 @@ type pool struct{ db *sql.DB }
 
 var _ pg.Pool = pool{}
 
-// Use gives a limiter the pgx.Conn itself, because database/sql hides whether a statement was sent, and sends some
-// statements twice.
+// Use calls use with a pgx.Conn of the pool. Limiters need the pgx.Conn, because database/sql hides whether a statement
+// was sent, and sends some statements twice.
 func (p pool) Use(ctx context.Context, use func(*pgx.Conn) error) error {
 	conn, err := p.db.Conn(ctx)
 	if err != nil {
@@ -61,7 +61,7 @@ func (p pool) Use(ctx context.Context, use func(*pgx.Conn) error) error {
 		}
 		used = use(c.Conn())
 		if c.Conn().IsClosed() {
-			return driver.ErrBadConn // the pool then drops the connection
+			return driver.ErrBadConn // makes the pool drop the connection
 		}
 		return nil
 	}); err != nil && !errors.Is(err, driver.ErrBadConn) {
@@ -70,16 +70,16 @@ func (p pool) Use(ctx context.Context, use func(*pgx.Conn) error) error {
 	return used
 }
 
-// Query is for sweepers.
+// Query sends a statement of a sweeper.
 func (p pool) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
 	return query(p.db.QueryContext(ctx, sql, args...))
 }
 
-// Tx makes a *sql.Tx usable in [ratelimit.Limiter.WithTx]. Its driver must be pgx's, or one that wraps it and passes
-// arguments on unchanged.
+// Tx makes a *sql.Tx usable in [ratelimit.Limiter.WithTx]. Its driver must be pgx's stdlib, or a driver that wraps
+// stdlib and does not change arguments.
 //
-// The result is only for the limiter: methods of pgx.Tx other than Query, Commit and Rollback panic. Commit or roll
-// back the *sql.Tx itself.
+// Pass the result only to WithTx: all methods of pgx.Tx except Query, Commit and Rollback panic. Commit or roll back
+// the *sql.Tx itself.
 func Tx(tx *sql.Tx) pgx.Tx {
 	if tx == nil {
 		return nil
@@ -87,7 +87,7 @@ func Tx(tx *sql.Tx) pgx.Tx {
 	return transaction{tx: tx}
 }
 
-// transaction is a value, so that two for one *sql.Tx are equal: AllowAll requires requests of one transaction.
+// transaction is a pgx.Tx for a *sql.Tx. Two transactions for the same *sql.Tx are equal, which AllowAll needs.
 type transaction struct {
 	pgx.Tx // nil
 	tx     *sql.Tx
@@ -96,7 +96,7 @@ type transaction struct {
 func (t transaction) Commit(context.Context) error   { return t.tx.Commit() }
 func (t transaction) Rollback(context.Context) error { return t.tx.Rollback() }
 
-// Conn returns nil: database/sql does not lend the connection of a transaction.
+// Conn returns nil, because database/sql does not expose the connection of a transaction.
 func (transaction) Conn() *pgx.Conn { return nil }
 
 func (t transaction) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {

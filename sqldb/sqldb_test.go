@@ -30,7 +30,7 @@ const year = 365 * 24 * time.Hour
 
 var now = time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 
-// open returns a *sql.DB of a database, whose configuration may be changed first.
+// open returns a *sql.DB of a database. configure may change its configuration first.
 func open(t *testing.T, db *pgtest.DB, configure func(*pgx.ConnConfig)) *sql.DB {
 	t.Helper()
 	config, err := pgx.ParseConfig(db.URL)
@@ -71,7 +71,7 @@ func policies() map[string]ratelimit.Policy {
 	}
 }
 
-// told is what a call has returned, without what a result remembers.
+// told is what a call has returned, without the unexported fields of a result.
 type told struct {
 	result ratelimit.Result
 	err    error
@@ -83,7 +83,7 @@ func tell(result ratelimit.Result, err error) told {
 	return told{result, err}
 }
 
-// A limiter on a *sql.DB answers as one on a pool of pgx does, whatever is asked, also in a transaction.
+// A limiter on a *sql.DB and a limiter on a *pgxpool.Pool return the same results, also in transactions.
 func TestAnswersAreThoseOfAPool(t *testing.T) {
 	t.Parallel()
 
@@ -155,7 +155,7 @@ func TestAnswersAreThoseOfAPool(t *testing.T) {
 	})
 }
 
-// What is taken in a transaction is kept or given back with it, of several limits too.
+// A commit keeps what was taken in the transaction, and a rollback gives it back, for AllowAll too.
 func TestSQLTransactionKeepsOrGivesBack(t *testing.T) {
 	t.Parallel()
 
@@ -183,7 +183,7 @@ func TestSQLTransactionKeepsOrGivesBack(t *testing.T) {
 				require.EqualValues(t, 10-3*i, left(l, "key"))
 				require.EqualValues(t, 10-3*i, left(other, "key"))
 			}
-			// A limiter of a transaction, which a test may roll back.
+			// A client may be made on a transaction, which a test may roll back.
 			tx, err := db.BeginTx(t.Context(), &sql.TxOptions{Isolation: sql.LevelSerializable})
 			require.NoError(t, err)
 			within := limitertest.New(t, sqldb.Tx(tx), ratelimit.Config{Name: name, Policy: policy})
@@ -197,7 +197,8 @@ func TestSQLTransactionKeepsOrGivesBack(t *testing.T) {
 	})
 }
 
-// Callers of several processes are admitted exactly the limit, and no client has more than its two connections.
+// Callers of several processes are admitted exactly the limit. No client uses more than two connections, plus one for
+// held keys.
 func TestSQLDBIsExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
 
@@ -219,12 +220,12 @@ func TestSQLDBIsExactUnderConcurrency(t *testing.T) {
 			}
 		})
 		require.EqualValues(t, 100, granted.Load())
-		require.LessOrEqual(t, first.Stats().OpenConnections, 3) // two, and one if the key was held
+		require.LessOrEqual(t, first.Stats().OpenConnections, 3) // two, plus one if the row was locked
 		require.LessOrEqual(t, second.Stats().OpenConnections, 3)
 	})
 }
 
-// The limiter's own transactions have its settings, and those of the session stay as they were.
+// Transactions of the limiter have its settings. The settings of the session do not change.
 func TestSQLDBSettings(t *testing.T) {
 	t.Parallel()
 
@@ -258,7 +259,7 @@ func TestSQLDBSettings(t *testing.T) {
 	})
 }
 
-// The callers of a key that a transaction holds are told so, and other keys are decided beside it.
+// Calls for a key whose row a transaction has locked return ErrKeyHeld. Other keys are decided meanwhile.
 func TestSQLDBHeldKey(t *testing.T) {
 	t.Parallel()
 
@@ -273,8 +274,8 @@ func TestSQLDBHeldKey(t *testing.T) {
 		_, err = holder.WithTx(sqldb.Tx(tx)).Allow(t.Context(), "held")
 		require.NoError(t, err)
 
-		config.OnFailure = ratelimit.FailOpen()                          // which does not answer for it
-		clientConfig := ratelimit.ClientConfig{Timeout: 8 * time.Second} // as a slow machine needs time to find out who holds it
+		config.OnFailure = ratelimit.FailOpen()                          // does not answer ErrKeyHeld
+		clientConfig := ratelimit.ClientConfig{Timeout: 8 * time.Second} // slow machines need time to find the holder
 		l := limitertest.New(t, sqldb.Pool(db), config, clientConfig)
 		_, err = l.Allow(t.Context(), "held")
 		require.ErrorIs(t, err, ratelimit.ErrKeyHeld)
@@ -284,7 +285,7 @@ func TestSQLDBHeldKey(t *testing.T) {
 	})
 }
 
-// What only a person can mend is no outage, and what was never sent has surely not counted.
+// An error that only a person can fix is no outage. A request that was not sent has surely not counted.
 func TestSQLDBErrors(t *testing.T) {
 	t.Parallel()
 
@@ -305,7 +306,7 @@ func TestSQLDBErrors(t *testing.T) {
 	odd := stdlib.OpenDB(*connConfig, stdlib.OptionAfterConnect(otherCodec))
 	defer odd.Close()
 
-	// Another driver.
+	// The *sql.DB has another driver.
 	stranger := sql.OpenDB(strangers{})
 	defer stranger.Close()
 	err = ask(stranger, testkit.Amply)
@@ -313,7 +314,7 @@ func TestSQLDBErrors(t *testing.T) {
 	require.ErrorContains(t, err, "sqldb_test.strangers")
 	require.ErrorContains(t, migrations.Up(t.Context(), sqldb.Pool(stranger)), "sqldb_test.strangers")
 
-	// Arguments that cannot be sent.
+	// The arguments cannot be sent.
 	err = ask(odd, testkit.Amply)
 	limitertest.RequireKinds(t, err, ratelimit.ErrSetup)
 	require.NotContains(t, err.Error(), "secret")
@@ -325,12 +326,12 @@ func TestSQLDBErrors(t *testing.T) {
 	require.NotContains(t, err.Error(), "secret")
 	require.NoError(t, tx.Rollback())
 
-	// A transaction that has ended.
+	// The transaction has ended.
 	_, err = l.WithTx(sqldb.Tx(tx)).Allow(t.Context(), "key")
 	limitertest.RequireKinds(t, err, ratelimit.ErrSetup)
 	require.ErrorIs(t, err, sql.ErrTxDone)
 
-	// No connection is free, nobody answers, the pool was closed.
+	// No connection is free, the server does not answer, or the pool is closed.
 	busy := open(t, on, nil)
 	busy.SetMaxOpenConns(1)
 	conn, err := busy.Conn(t.Context())
@@ -343,16 +344,16 @@ func TestSQLDBErrors(t *testing.T) {
 	require.NoError(t, closed.Close())
 	limitertest.RequireKinds(t, ask(closed, testkit.Amply), ratelimit.ErrUnavailable)
 
-	// A connection that the server has ended meanwhile.
+	// The server has ended the connection.
 	ended := open(t, on, nil)
 	ended.SetMaxOpenConns(1)
 	require.NoError(t, ask(ended, testkit.Amply))
 	pgtest.Exec(t, on.Pool, `SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity
 		WHERE datname = current_database() AND pid <> pg_backend_pid()`)
-	_ = ask(ended, testkit.Amply) // perhaps an error, of a connection that was not checked
+	_ = ask(ended, testkit.Amply) // may return an error, if database/sql did not check the connection
 	require.NoError(t, ask(ended, testkit.Amply))
 
-	// Nothing.
+	// The *sql.DB or *sql.Tx is nil.
 	var refused *ratelimit.ConfigError
 	_, err = ratelimit.New(sqldb.Pool(nil), config)
 	require.ErrorAs(t, err, &refused)
@@ -370,7 +371,7 @@ func (s strangers) Connect(context.Context) (driver.Conn, error) { return s, nil
 func (s strangers) Driver() driver.Driver                        { return nil }
 func (s strangers) Close() error                                 { return nil }
 
-// Two limiters of one name on the same *sql.DB refund each other's results, as on a pool.
+// Two limiters with the same name on the same *sql.DB refund each other's results.
 func TestPoolsOfOneDBAreTheSame(t *testing.T) {
 	t.Parallel()
 
@@ -386,7 +387,7 @@ func TestPoolsOfOneDBAreTheSame(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// The migrations go up and down by a *sql.DB, and the sweeper sweeps, in every mode.
+// Migrations and sweepers work on a *sql.DB in every mode of execution.
 func TestSQLDBMigrationsAndSweeper(t *testing.T) {
 	t.Parallel()
 

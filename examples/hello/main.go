@@ -27,7 +27,7 @@ func main() {
 	limiter, err := ratelimit.New(pool, ratelimit.Config{
 		Name:      "address",
 		Policy:    ratelimit.SlidingWindow{Limit: 10, Window: time.Minute},
-		OnFailure: ratelimit.FailOpen(), // allow requests while Postgres is away
+		OnFailure: ratelimit.FailOpen(), // allow requests while Postgres is unreachable
 	})
 	if err != nil {
 		log.Fatal(err)

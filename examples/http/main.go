@@ -1,5 +1,5 @@
-// A small API with three limits. Each address may make 100 requests a minute, and each user 20. Each address may fail
-// to log in 5 times in 15 minutes.
+// A small API with three limits. Each address may make 100 requests a minute, and each user may make 20. Each address
+// may fail to log in 5 times in 15 minutes.
 package main
 
 import (
@@ -67,8 +67,8 @@ func newAPI(pool *pgxpool.Pool) (http.Handler, error) {
 	return perAddress(mux), nil
 }
 
-// limit returns a middleware with its own limiter. httplimit.New requires OnFailure, which says what happens while
-// Postgres is away.
+// limit returns a middleware with a new limiter. httplimit.New requires OnFailure, which says what happens while
+// Postgres is unreachable.
 func limit(
 	client *ratelimit.Client, config ratelimit.Config, web httplimit.Config,
 ) (func(http.Handler) http.Handler, error) {
@@ -91,7 +91,7 @@ func login(w http.ResponseWriter, r *http.Request) {
 
 type userKey struct{}
 
-// authenticate is a placeholder for the application's own authentication.
+// authenticate is a placeholder for the application's authentication.
 func authenticate(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		cookie, err := r.Cookie("user")

@@ -44,7 +44,7 @@ func TestAPI(t *testing.T) {
 	require.Equal(t, []string{`"address";q=100;w=60`, `"login";q=5;w=900`}, denied.Header().Values("RateLimit-Policy"))
 	require.Equal(t, http.StatusNoContent, ask("192.0.2.2", http.MethodPost, "/login", right).Code)
 
-	// The limits refill meanwhile, so a few more may be allowed.
+	// The buckets refill during the test, so a few more requests may be allowed.
 	untilDenied := func(client string) (admitted int, policy string) {
 		for ; ; admitted++ {
 			answer := ask(client, http.MethodGet, "/hello", "")

@@ -1,4 +1,4 @@
-// Limits on several database servers. Each key is on one of them, and all promises hold for it as on a single server.
+// Limits on several database servers. Each key is on one server, which keeps its limit exactly.
 //
 //	DATABASE_URLS="postgres://one/app postgres://two/app" go run ./examples/servers user:123
 package main
@@ -45,8 +45,7 @@ func main() {
 	fmt.Println(result.Allowed, result.Remaining)
 }
 
-// newLimiters returns a limiter for each server. They are independent, so if a server is away, only its own limiter
-// stops.
+// newLimiters returns a limiter for each server. If a server is unreachable, only its limiter stops.
 func newLimiters(pools []*pgxpool.Pool) (limiters []*ratelimit.Limiter, err error) {
 	for _, pool := range pools {
 		limiter, err := ratelimit.New(pool, ratelimit.Config{
@@ -64,8 +63,8 @@ func newLimiters(pools []*pgxpool.Pool) (limiters []*ratelimit.Limiter, err erro
 	return limiters, nil
 }
 
-// limiterOf returns the limiter for a key. The result must be the same in all processes, so all need the same servers
-// in the same order.
+// limiterOf returns the limiter for a key. All processes must find the same limiter, so they need the same servers in
+// the same order.
 func limiterOf(limiters []*ratelimit.Limiter, key string) *ratelimit.Limiter {
 	hash := sha256.Sum256([]byte(key))
 	return limiters[binary.BigEndian.Uint64(hash[:8])%uint64(len(limiters))]

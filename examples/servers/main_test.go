@@ -16,8 +16,8 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// Two processes decide the keys of two databases. Each key gets its limit, and the limiter that lost its database stops
-// no other.
+// Two processes decide the keys of two databases. Each key gets exactly its limit. If a database stops, the other
+// limiter works.
 func TestServers(t *testing.T) {
 	t.Parallel()
 	databases := []*pgtest.DB{pgtest.New(t), pgtest.New(t)}
@@ -68,7 +68,7 @@ func TestServers(t *testing.T) {
 	}
 }
 
-// The keys are spread evenly. If the number of servers doubles, each key either stays or moves to a new server.
+// Keys are spread evenly. If the number of servers doubles, each key stays or moves to a new server.
 func TestKeysSpread(t *testing.T) {
 	t.Parallel()
 	const keys = 100_000
@@ -93,7 +93,7 @@ func TestKeysSpread(t *testing.T) {
 	require.InDelta(t, keys/2, moved, keys/2*0.02)
 }
 
-// serverOf is the index of a key's limiter.
+// serverOf returns the index of a key's limiter.
 func serverOf(limiters []*ratelimit.Limiter, key string) int {
 	for i, limiter := range limiters {
 		if limiterOf(limiters, key) == limiter {

@@ -7,12 +7,12 @@ CREATE TABLE orders (
     item     text NOT NULL
 );
 
--- The trigger runs with the rights of the role that inserts, so that role needs EXECUTE on rate_limit_allow: GRANT
--- EXECUTE ON FUNCTION rate_limit_allow TO shop;
+-- The trigger runs with the rights of the role that inserts, so this role needs EXECUTE on the function: GRANT EXECUTE
+-- ON FUNCTION rate_limit_allow TO shop;
 --
--- A refused INSERT or a rolled-back transaction takes nothing. From the INSERT until the end of the transaction, other
--- orders of the same customer wait. Transactions that insert for several customers can deadlock, unless all of them use
--- the same order of customers.
+-- A refused INSERT or a rolled-back transaction takes nothing. Other orders of the same customer wait until the
+-- transaction of the INSERT ends. Transactions that insert for several customers must all use the same order of
+-- customers, because they could deadlock otherwise.
 CREATE FUNCTION limit_orders()
 RETURNS trigger
 LANGUAGE plpgsql
