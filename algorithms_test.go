@@ -16,7 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// Each row of the table of algorithms has everything that an algorithm needs.
+// Each row of algorithm.All has a policy, files, and a function in the database.
 func TestEveryAlgorithmIsComplete(t *testing.T) {
 	t.Parallel()
 
@@ -34,7 +34,7 @@ func TestEveryAlgorithmIsComplete(t *testing.T) {
 		require.True(t, ok)
 		require.Equal(t, a, byWord)
 
-		// Its policy.
+		// The algorithm has a policy.
 		all, err := algorithm.Parse(a.Example)
 		require.NoError(t, err)
 		require.Len(t, all, 1)
@@ -48,7 +48,7 @@ func TestEveryAlgorithmIsComplete(t *testing.T) {
 		require.Equal(t, policy, parsed)
 		require.Len(t, engine.ArgumentsOf(all[0]), len(a.Arguments))
 
-		// Its files.
+		// The algorithm has files.
 		require.Contains(t, read(a.File+".go"), "package ratelimit\n")
 		require.Contains(t, read("internal/model/"+a.File+".go"), "var _ Rules = ")
 		require.Contains(t, read("internal/model/"+a.File+"_test.go"), "func Test")
@@ -59,7 +59,7 @@ func TestEveryAlgorithmIsComplete(t *testing.T) {
 		require.Contains(t, read("sql/all.sql"), fmt.Sprintf("WHEN %d THEN _rate_limit_", a.Code))
 		require.Contains(t, read("sql/policy.sql"), "words[1] = '"+a.Word+"'")
 
-		// Its function.
+		// The algorithm has a function in the database.
 		arguments := ""
 		for _, argument := range a.Arguments {
 			kind := "bigint"

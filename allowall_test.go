@@ -41,7 +41,7 @@ func TestAllowAllTakesFromAllOrFromNone(t *testing.T) {
 	require.NoError(t, err)
 	require.True(t, second.Allowed)
 
-	// Now the bucket is empty. The other limits have room, and nothing is taken from them.
+	// The bucket is empty now. The other limits have room, but a denied request takes nothing from them.
 	denied, err := ratelimit.AllowAll(t.Context(), requests...)
 	require.NoError(t, err)
 	require.False(t, denied.Allowed)
@@ -49,7 +49,7 @@ func TestAllowAllTakesFromAllOrFromNone(t *testing.T) {
 		require.False(t, denied.Each[i].Allowed, "nothing was taken")
 		require.Equal(t, refused, denied.Each[i].RetryAfter > 0)
 	}
-	require.Equal(t, 2*24*time.Hour, denied.RetryAfter) // for two tokens
+	require.Equal(t, 2*24*time.Hour, denied.RetryAfter) // the time until two tokens have flowed in
 	require.Equal(t, denied.RetryAfter, denied.Each[1].RetryAfter)
 	for i, want := range []int64{3, 0, 1} {
 		require.Equal(t, want, denied.Each[i].Remaining)
@@ -196,8 +196,8 @@ func TestRequestsThatCannotBeAsked(t *testing.T) {
 	require.Empty(t, pgtest.StoredRows(t, db.Pool, true))
 }
 
-// Many callers ask at once on four pools. Exactly as many calls are admitted as the smallest limit allows, and every
-// limit has counted exactly those.
+// Many callers ask at once on four pools. Exactly as many calls are admitted as the smallest limit allows, and each
+// limit counts exactly these calls.
 func TestAllowAllIsExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
 
@@ -232,7 +232,7 @@ func TestAllowAllIsExactUnderConcurrency(t *testing.T) {
 		require.Equal(t, n, limitertest.Taken(t, db.Pool, processes[0].b.Config(), fmt.Sprint("{all}user ", user)))
 		total += n
 	}
-	require.EqualValues(t, everybody, total) // without that limit it would be 10 × 25 = 250
+	require.EqualValues(t, everybody, total) // without the limit for everybody, total would be 10 × 25 = 250
 	require.EqualValues(t, everybody, limitertest.Taken(t, db.Pool, processes[0].c.Config(), "all"))
 	var addresses int64
 	for i := range 7 {
@@ -263,7 +263,7 @@ func TestAllowAllInATransaction(t *testing.T) {
 		require.EqualValues(t, 3, limitertest.Taken(t, db.Pool, c.Config(), "z"))
 	}
 
-	// This also works with a single connection.
+	// AllowAll also works on a single connection.
 	tx := pgtest.Begin(t, db)
 	a, b, _ = limitertest.ThreeLimits(t, tx, 5, 5, 5)
 	results, err := ratelimit.AllowAll(t.Context(), a.Request("x", 4), b.Request("y", 4))
@@ -272,7 +272,7 @@ func TestAllowAllInATransaction(t *testing.T) {
 	require.NoError(t, tx.Rollback(t.Context()))
 }
 
-// AllowAll commits synchronously if one of its durable limiters asks for that.
+// AllowAll commits synchronously if one of its limiters has SynchronousCommit.
 func TestAllowAllWaitsForTheLogIfOneLimiterDoes(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")

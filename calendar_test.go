@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// If the server does not know a time zone, each caller that uses it gets an error with its name at once. Other calls in
-// the same statements get no error.
+// If the server does not know a time zone, each caller that uses this zone gets an error with the zone's name at once.
+// Other calls in the same statements get no error.
 func TestUnknownTimeZone(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -57,12 +57,12 @@ func TestUnknownTimeZone(t *testing.T) {
 		}
 	})
 	for name, call := range limitertest.Calls(bad, "key") {
-		if !strings.Contains(name, "Reset") { // Reset needs no window
+		if !strings.Contains(name, "Reset") { // Reset needs no time zone
 			requireUnknown(call())
 		}
 	}
 	_, err := limitertest.Under(good, ratelimit.CalendarWindow{Limit: 1000, Unit: ratelimit.CalendarMonth, Zone: "Mars/Phobos"}).Allow(t.Context(), "0")
-	requireUnknown(err) // even though the key's window is known
+	requireUnknown(err) // although the row of the key has a window
 	require.Equal(t, int64(0), pgtest.Scalar[int64](t, db.Pool,
 		"SELECT count(*) FROM rate_limit_ephemeral WHERE prefix = 'bad'"))
 	require.Equal(t, int64(32*5), pgtest.Scalar[int64](t, db.Pool, // AllowAll admitted this many requests of good
@@ -72,7 +72,7 @@ func TestUnknownTimeZone(t *testing.T) {
 	require.ErrorContains(t, err, `"Mars/Phobos"`)
 }
 
-// In memory, this process has to know the time zone.
+// A limiter in memory returns an error for a time zone that this process does not know.
 func TestUnknownTimeZoneInMemory(t *testing.T) {
 	t.Parallel()
 	client := limitertest.NewClient(t, &memdb.DB{}, ratelimit.ClientConfig{})

@@ -44,8 +44,8 @@ type ClientConfig struct {
 	// DenialMaxAge is how long this process remembers a denial; a shorter RetryAfter ends it sooner. Until then it
 	// denies requests of the same cost or more without asking the database. Defaults to 1 second;
 	// [Config].NoDenialCache turns it off. A take, refund, grant or reset by the limiter ends the key's denial, also
-	// for limiters made by With. A refund, grant or reset by others may be noticed DenialMaxAge later; with [Policies],
-	// at once.
+	// for limiters made by With. A refund, grant or reset by others may be noticed DenialMaxAge later, or sooner with
+	// [Policies].
 	DenialMaxAge time.Duration
 	// Logger gets a line with the cause when the database stops deciding, and a line when it decides again. It gets no
 	// line for each call, and no key. Defaults to slog.Default().

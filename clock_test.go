@@ -13,9 +13,9 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// The application's clock decides nothing. It only measures the time between two readings in one process, which is
-// monotonic. A reading leaves the process only as the time of a decision that was made without the database. A test
-// cannot set the clock of a Go program without setting the machine's, so this one reads the source.
+// No decision of the database depends on the application's clock. The application only measures the time between two
+// readings in one process, which is monotonic. A reading is returned only as the time of a decision without the
+// database. A test cannot change the clock of a Go program, so this test reads the source.
 func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 	t.Parallel()
 

@@ -63,7 +63,7 @@ func TestExactlyLimitAreAdmitted(t *testing.T) {
 	})
 }
 
-// Costs of all sizes for one key never add up to more than Limit. No cost is refused that still fits.
+// Costs of all sizes for one key never add up to more than Limit. A cost that still fits is never refused.
 func TestCostsAddUpToTheLimit(t *testing.T) {
 	t.Parallel()
 
@@ -88,9 +88,9 @@ func TestCostsAddUpToTheLimit(t *testing.T) {
 		})
 		require.NoError(t, errors.Join(errs...))
 		require.Equal(t, granted, limitertest.Taken(t, db.Pool, config, "key"))
-		require.Greater(t, granted, int64(limit-9)) // or the largest cost would still fit
+		require.Greater(t, granted, int64(limit-9)) // if less were granted, the largest cost would still fit
 
-		// The rest of the limit can still be taken, and nothing more.
+		// The rest of the limit can still be taken, but no unit more.
 		result, err := limiters[0].AllowN(t.Context(), "key", limit-granted)
 		require.NoError(t, err)
 		require.Zero(t, result.Remaining)
@@ -151,8 +151,8 @@ func TestRowDeletedAndMadeAgainWhileWeWaitForIt(t *testing.T) {
 	})
 }
 
-// Another process deletes rows at full speed. Only the counts in those rows are lost: between two sweeps at most Limit
-// are admitted, and no call fails.
+// Another process deletes rows at full speed. Only the counts in the deleted rows are lost: between two deletions of a
+// row at most Limit are admitted, and no call fails.
 func TestSweeperAtFullSpeed(t *testing.T) {
 	t.Parallel()
 
@@ -168,7 +168,7 @@ func TestSweeperAtFullSpeed(t *testing.T) {
 	ctx, stop := context.WithCancel(t.Context())
 	sweeps := testkit.Later(func() (sweeps int64, err error) {
 		for i := 0; ctx.Err() == nil; i++ {
-			// The sweeper takes one row at a time. If it held one row and waited for another, it would deadlock
+			// The process deletes one row at a time. If it locked one row and waited for another, it could deadlock
 			// with a batch.
 			key := fmt.Sprint(i % keys)
 			tag, err := db.Of(key).Pool.Exec(

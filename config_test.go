@@ -28,13 +28,13 @@ func unusedPool(t *testing.T) *pgxpool.Pool {
 	return pool
 }
 
-// tagged is an application's own DBTX.
+// tagged is a DBTX type of an application.
 type tagged struct {
 	*pgxpool.Pool
 	tags any
 }
 
-// Databases are compared with ==, which panics for values of some types.
+// New refuses a database that cannot be compared, because Refund compares databases with ==.
 func TestNewRefusesADatabaseThatCannotBeCompared(t *testing.T) {
 	t.Parallel()
 	pool := unusedPool(t)
@@ -63,7 +63,7 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 	for name, c := range map[string]struct {
 		config ratelimit.Config
 		field  string
-		words  string // the message must say this, too
+		words  string // the message must contain this
 	}{
 		"nothing":                      {ratelimit.Config{}, "Name", "required"},
 		"no name":                      {ratelimit.Config{Policy: good}, "Name", "required"},
@@ -132,14 +132,14 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 	}
 }
 
-// The error of NewClient names the wrong field, and says how to mend it.
+// The error of NewClient names the wrong field, and says how to fix it.
 func TestNewClientRefusesBadConfigurations(t *testing.T) {
 	t.Parallel()
 
 	for name, c := range map[string]struct {
 		config ratelimit.ClientConfig
 		field  string
-		words  string // the message must say this, too
+		words  string // the message must contain this
 	}{
 		"a schema with NUL":           {ratelimit.ClientConfig{Schema: "a\x00"}, "Schema", "NUL"},
 		"a schema with a line break":  {ratelimit.ClientConfig{Schema: "a\nb"}, "Schema", "line break"},
@@ -167,7 +167,7 @@ func TestNewClientRefusesBadConfigurations(t *testing.T) {
 	}
 }
 
-// A nil connection or transaction is refused when it is passed, so it causes no panic later.
+// A nil connection or transaction is refused when it is passed, and does not panic later.
 func TestNilIsRefused(t *testing.T) {
 	t.Parallel()
 
@@ -196,7 +196,7 @@ func TestNilIsRefused(t *testing.T) {
 	}
 }
 
-// withConn, withPgConn and hidden stand for an application's own DBTX around a single connection.
+// withConn, withPgConn and hidden are DBTX types of an application that wrap a single connection.
 type withConn struct {
 	ratelimit.DBTX
 
@@ -215,8 +215,8 @@ func (w withPgConn) PgConn() *pgconn.PgConn { return w.conn }
 
 type hidden struct{ ratelimit.DBTX }
 
-// A wrapper hides that all calls would share one connection, even at the same time. If it lends the connection, New
-// refuses it; otherwise a call fails when the connection is in use.
+// With a wrapper around a connection, concurrent calls would use the same connection. New refuses a wrapper whose
+// connection it can find. With any other wrapper, a call fails while the connection is in use.
 func TestWrappedConnectionIsRefused(t *testing.T) {
 	t.Parallel()
 
@@ -267,7 +267,7 @@ func TestWrappedConnectionIsRefused(t *testing.T) {
 	}
 }
 
-// New refuses options that a single connection cannot provide, if the caller depends on them.
+// New refuses SynchronousCommit on a single connection, because it would have no effect.
 func TestNewRefusesSynchronousCommitOfAConnection(t *testing.T) {
 	t.Parallel()
 
@@ -321,7 +321,7 @@ func TestDefaults(t *testing.T) {
 	require.Equal(t, deadline.Default/4, limitertest.Engine(limiter).Batcher.Held.Patience())
 }
 
-// A lock_timeout of 0 would wait for ever, and one above 2^31 - 1 is an error.
+// A lock_timeout of 0 would wait forever, and a lock_timeout above 2^31 - 1 ms is an error.
 func TestLockTimeout(t *testing.T) {
 	t.Parallel()
 

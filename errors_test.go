@@ -30,7 +30,7 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// The text of a sentinel says that it comes from this package, even without a wrapping error.
+// The text of each sentinel begins with ratelimit.
 func TestSentinelsSayWhoseTheyAre(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
@@ -86,12 +86,12 @@ func TestInvalidKeys(t *testing.T) {
 		{"personal \xff", "UTF-8"},
 		{"\xed\xa0\x80 personal", "UTF-8"},     // a surrogate
 		{"personal \xf4\x90\x80\x80", "UTF-8"}, // beyond Unicode
-		{"\xc0\x80", "UTF-8"},                  // another NUL
+		{"\xc0\x80", "UTF-8"},                  // an overlong encoding of NUL
 	} {
 		all := limitertest.Calls(limiter, c.key)
 		all["AllowTx"] = func() error { _, err := limiter.WithTx(tx).Allow(t.Context(), c.key); return err }
 		all["AllowNTx"] = func() error { _, err := limiter.WithTx(tx).AllowN(t.Context(), c.key, 1); return err }
-		delete(all, "Refund") // it uses the key of its take
+		delete(all, "Refund") // Refund has no argument for a key
 		all["GrantTx"] = func() error { _, err := limiter.WithTx(tx).Grant(t.Context(), c.key, 1); return err }
 		all["ResetTx"] = func() error { return limiter.WithTx(tx).Reset(t.Context(), c.key) }
 		for name, call := range all {
@@ -179,7 +179,7 @@ func TestNotMigrated(t *testing.T) {
 			err := call()
 			limitertest.RequireKinds(t, err, ratelimit.ErrNotMigrated)
 			require.Contains(t, err.Error(), "call migrations.Up(ctx, pool), or run 'pgratelimit migrate up'")
-			require.NotContains(t, err.Error(), "goose") // goose would need a table other than its default
+			require.NotContains(t, err.Error(), "goose") // goose would need -table, so the text must not recommend goose
 		}
 	}
 	require.Zero(t, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM pg_class WHERE relname ~ 'rate_limit'"))
@@ -207,7 +207,7 @@ func TestMigratedAndRolledBack(t *testing.T) {
 		require.NoError(t, call(), name)
 	}
 	require.NoError(t, migrations.DownTo(t.Context(), db.Pool, 0))
-	// also on connections that have the statement prepared
+	// Connections that have prepared the statement return the same error.
 	for _, call := range limitertest.Calls(limiter, "personal") {
 		limitertest.RequireKinds(t, call(), ratelimit.ErrNotMigrated)
 	}
@@ -231,7 +231,7 @@ func TestVersionOfTheSchema(t *testing.T) {
 		db.Pool,
 		ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year}},
 	)
-	// A newer schema works if it has all functions that are called.
+	// A newer schema works if it has all functions that this release calls.
 	version := func(n int) {
 		pgtest.Exec(
 			t,
@@ -279,7 +279,7 @@ func TestNotPermitted(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "REVOKE ALL ON ALL FUNCTIONS IN SCHEMA public FROM CURRENT_USER")
 	superuser := pgtest.Scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user")
 	pool := db.OwnerPool(t, func(config *pgxpool.Config) {
-		if superuser { // a superuser is allowed everything
+		if superuser { // a superuser has all rights
 			config.ConnConfig.RuntimeParams["role"] = "pg_monitor"
 		}
 	})
@@ -382,10 +382,10 @@ func TestStoreErrors(t *testing.T) {
 		}
 	}
 	for _, sent := range []bool{false, true} {
-		// sent by Postgres
+		// Postgres sends these errors.
 		tests = append(tests, test{code: "08P01", severity: "ERROR", sent: sent, want: []error{ratelimit.ErrPreparedStatements}})
 	}
-	// While connecting, the server refuses a setting that it does not know or a value that is invalid.
+	// While connecting, a server refuses unknown settings and invalid values.
 	for i := range tests {
 		if c := &tests[i]; !c.sent && c.code != "42501" &&
 			(strings.HasPrefix(c.code, "42") || strings.HasPrefix(c.code, "22")) {
@@ -393,7 +393,7 @@ func TestStoreErrors(t *testing.T) {
 		}
 	}
 	tests = append(
-		tests, // sent by PgBouncer
+		tests, // PgBouncer sends these errors
 		test{
 			code:     "08P01",
 			severity: "FATAL",
@@ -401,7 +401,7 @@ func TestStoreErrors(t *testing.T) {
 			want:     []error{ratelimit.ErrUnavailable},
 		},
 		test{code: "08P01", severity: "FATAL", sent: true, want: []error{ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown}},
-		// the server cannot convert this client_encoding
+		// The server cannot convert this client_encoding.
 		test{code: "0A000", severity: "FATAL", sent: false, want: []error{ratelimit.ErrSetup}},
 	)
 	for _, c := range tests {

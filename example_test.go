@@ -13,7 +13,7 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// 1,000 in each hour; the hour begins with a key's first request.
+// 1,000 in each hour. The hour begins with a key's first request.
 func ExampleFixedWindow() {
 	var pool *pgxpool.Pool
 	limiter, err := ratelimit.New(pool, ratelimit.Config{
@@ -55,7 +55,7 @@ func ExampleTokenBucket() {
 	fmt.Println(result.Allowed, err)
 }
 
-// 5 in any hour, exactly: nobody gets a sixth code within any 60 minutes.
+// 5 in any hour, exactly: nobody gets a sixth code within 60 minutes.
 func ExampleSlidingLog() {
 	var pool *pgxpool.Pool
 	limiter, err := ratelimit.New(pool, ratelimit.Config{
@@ -69,7 +69,7 @@ func ExampleSlidingLog() {
 	fmt.Println(result.Allowed, result.RetryAfter, err)
 }
 
-// 1,000 a month, as the contract says: from the first of a month in Berlin to the last.
+// 1,000 in each calendar month in Berlin.
 func ExampleCalendarWindow() {
 	var pool *pgxpool.Pool
 	limiter, err := ratelimit.New(pool, ratelimit.Config{
@@ -92,7 +92,7 @@ func ExampleLimiter_WithTx() {
 	)
 	limiter, err := ratelimit.New(pool, ratelimit.Config{
 		Name:    "orders",
-		Policy:  ratelimit.FixedWindow{Limit: 100, Window: 24 * time.Hour}, // from a customer's first order on
+		Policy:  ratelimit.FixedWindow{Limit: 100, Window: 24 * time.Hour}, // begins with a customer's first order
 		Durable: true,
 	})
 	if err != nil {
@@ -104,7 +104,7 @@ func ExampleLimiter_WithTx() {
 		if _, err := tx.Exec(ctx, `INSERT INTO orders (customer) VALUES ('acme')`); err != nil {
 			return err
 		}
-		// As late as possible: from here to the commit, others who ask for this key wait.
+		// Call Allow as late as possible, because other calls for this key wait until the commit.
 		result, err = limiter.WithTx(tx).Allow(ctx, "customer:acme")
 		if err == nil && !result.Allowed {
 			err = errQuota // rolls the order back
@@ -146,14 +146,14 @@ func ExampleLimiter_AllowN() {
 	}
 }
 
-// Customers of different tiers have different policies for the same keys.
+// Customers in different tiers have different policies for the same keys.
 func ExampleLimiter_With() {
 	var (
 		free   *ratelimit.Limiter // TokenBucket{Capacity: 10, Refill: 10, Every: time.Minute}
 		paying = true
 		err    error
 	)
-	// Usage still counts after a change of tier, and tokens stay in their bucket.
+	// After a change of tier, usage still counts, and tokens stay in the bucket.
 	limiter := free
 	if paying {
 		limiter, err = free.With(ratelimit.TokenBucket{Capacity: 1000, Refill: 1000, Every: time.Minute})
@@ -176,7 +176,7 @@ func ExampleLimiter_Wait() {
 	}
 }
 
-// While Postgres is away, each of four processes admits a quarter.
+// While Postgres is unreachable, each of four processes admits a quarter of the limit.
 func ExampleFallbackLocal() {
 	var pool *pgxpool.Pool
 	client, err := ratelimit.NewClient(pool, ratelimit.ClientConfig{
@@ -233,7 +233,7 @@ func ExampleLimiter_RefundN() {
 	}
 }
 
-// A customer has bought 500 more. They count once the purchase is committed.
+// A customer has bought 500 more orders. They count when the purchase is committed.
 func ExampleLimiter_Grant() {
 	var (
 		ctx     context.Context
@@ -310,7 +310,7 @@ func ExamplePolicies() {
 	fmt.Println(result.Allowed, result.Limit)
 }
 
-// The limit serves many calls, so each process takes some units ahead.
+// The limit serves many calls, so each process takes units in advance.
 func ExampleLease() {
 	var (
 		ctx  context.Context // ends with the application
@@ -333,13 +333,13 @@ func ExampleLease() {
 		log.Fatal(err)
 	}
 	fmt.Println(result.Allowed, "by the", result.Source)
-	// optional, before the application ends
+	// Before the application ends, it may give back its leases.
 	if err := client.ReturnLeases(context.Background()); err != nil {
 		log.Print("what was taken ahead counts as used: ", err)
 	}
 }
 
-// A request counts for its address, its user and the whole service, or for none of them.
+// A request takes from the limits of its address, its user and the whole service, or from none of them.
 func ExampleAllowAll() {
 	var (
 		ctx                          = context.Background()
@@ -358,7 +358,7 @@ func ExampleAllowAll() {
 	}
 }
 
-// Ten a second, and 3,000 in ten minutes.
+// 10 a second, and 3,000 in ten minutes.
 func ExampleAll() {
 	var pool *pgxpool.Pool
 	limiter, err := ratelimit.New(pool, ratelimit.Config{

@@ -12,10 +12,10 @@ var (
 	ErrAcrossShards = errAcrossShards
 )
 
-// OwnConns is the number of connections in an OwnPool.
+// OwnConns is the most connections of an OwnPool.
 const OwnConns = ownConns
 
-// These functions have tests of their own.
+// Tests call these functions directly.
 var (
 	PolicyForms    = policyForms
 	ValidatePolicy = validatePolicy

@@ -46,7 +46,7 @@ func TestLeaseConfig(t *testing.T) {
 	require.Equal(t, &ratelimit.Lease{MaxShare: 1.0 / 2048, MaxLength: 30 * time.Second}, l.Config().Lease)
 }
 
-// leasePolicies are policies with limits large enough for leases.
+// leasePolicies returns policies whose limits are large enough for leases.
 func leasePolicies(limit int64) map[string]ratelimit.Policy {
 	return map[string]ratelimit.Policy{
 		"fixed":    ratelimit.FixedWindow{Limit: limit, Window: time.Hour},
@@ -57,7 +57,7 @@ func leasePolicies(limit int64) map[string]ratelimit.Policy {
 	}
 }
 
-// Several processes take from one key until nothing is left. Unused units of leases come back, so together the
+// Several processes take from one key until nothing is left. Unused units of leases are given back, so together the
 // processes get exactly the limit.
 func TestLeasesAddUpToTheLimit(t *testing.T) {
 	t.Parallel()

@@ -133,7 +133,7 @@ func TestSchema(t *testing.T) {
 			require.Equal(t, want, result.Remaining)
 		}
 
-		// A missing key returns nothing, and no part of the name is run as SQL.
+		// No part of a schema's name is run as SQL.
 		for _, schema := range []string{
 			"", "public", "nowhere", `limits; of "us", $1`, `rate_limit_"; DROP SCHEMA rate_limit_ CASCADE; --`, `x'); DROP SCHEMA rate_limit_ CASCADE; --`,
 		} {

@@ -88,7 +88,7 @@ func TestObserver(t *testing.T) {
 	})
 }
 
-// The events count the calls in a statement, and the calls that wait for the next one.
+// StatementEvents count the calls in a statement, and the calls that wait for a later statement.
 func TestObserverOfBatches(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -103,7 +103,7 @@ func TestObserverOfBatches(t *testing.T) {
 			MaxInFlight: 1,
 			MaxBatch:    10,
 			Observer: &ratelimit.Observer{
-				Statement: func(e ratelimit.StatementEvent) { batches = append(batches, e) }, // the only hook
+				Statement: func(e ratelimit.StatementEvent) { batches = append(batches, e) }, // no other function is set
 			},
 		})
 		for i := range 26 {
@@ -220,7 +220,7 @@ func TestObserverOfSeveralLimits(t *testing.T) {
 	}
 }
 
-// A Wait reports each of its statements, but reports what it takes only once.
+// Wait reports each of its statements, but each unit that it takes is in only one event.
 func TestObserverOfWaiters(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

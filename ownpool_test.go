@@ -28,8 +28,8 @@ func poolOfSize(t *testing.T, db *pgtest.DB, n int32) *pgxpool.Pool {
 	return db.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = n })
 }
 
-// Allow is called inside a transaction that has the pool's last connection, so it waits for a second one in vain. The
-// error blames the pool, not Postgres. OnFailure answers it.
+// Allow is called inside a transaction that has the pool's last connection, so it never gets a second connection. Its
+// error is ErrPoolExhausted, or OnFailure answers.
 func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -80,7 +80,7 @@ func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 				require.NotContains(t, log.String(), "away")
 				require.NotContains(t, log.String(), "personal")
 
-				// WithTx, the right call here, needs no second connection.
+				// WithTx needs no second connection.
 				patient := limitertest.New(t, pool, ratelimit.Config{
 					Name: "test", Policy: limitertest.Hourly,
 				})
@@ -98,7 +98,7 @@ func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 	}
 }
 
-// Calls that wait behind statements without a connection also get an error about the pool.
+// Calls that wait behind a statement that gets no connection return ErrPoolExhausted too.
 func TestCallsBehindAnExhaustedPool(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -121,7 +121,7 @@ func TestCallsBehindAnExhaustedPool(t *testing.T) {
 	require.Len(t, log.Lines(), 1)
 }
 
-// A slow hook delays a new connection. The error must not say that others use up the pool.
+// A slow hook delays a new connection. The error must not say that the pool is exhausted.
 func TestSlowConnectionIsNoExhaustedPool(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.New(t).NewPool(t, func(c *pgxpool.Config) {
@@ -138,8 +138,8 @@ func TestSlowConnectionIsNoExhaustedPool(t *testing.T) {
 	limitertest.RequireKinds(t, err, ratelimit.ErrTimeout)
 }
 
-// Postgres freezes under connections that are about to be used. They use up the pool, but the application does not hold
-// them.
+// Postgres freezes while the limiter is getting a connection. All connections of the pool are then in use, but not by
+// the application, so the error is not ErrPoolExhausted.
 func TestFrozenServerIsNoExhaustedPool(t *testing.T) {
 	t.Parallel()
 	server := pgtest.Server(t, pgserver.Config{})
@@ -170,13 +170,13 @@ func TestFrozenServerIsNoExhaustedPool(t *testing.T) {
 	limitertest.Acquire(t, pinging).Release()
 	require.NoError(t, server.Freeze())
 	defer func() { require.NoError(t, server.Thaw()) }()
-	// pgxpool pings an idle connection before it hands it out. This pool has only that one.
+	// pgxpool pings an idle connection before it returns it. This pool has only one connection.
 	_, err = limitertest.New(t, pinging, ratelimit.Config{
 		Name: "test", Policy: limitertest.Hourly,
 	}, ratelimit.ClientConfig{Timeout: 100 * time.Millisecond, Logger: log.Logger()}).Allow(t.Context(), "personal")
 	limitertest.RequireKinds(t, err, ratelimit.ErrTimeout)
 	require.Len(t, log.Lines(), 1)
-	for range 10 { // later calls find only connections that are being closed
+	for range 10 { // later calls find only connections that pgxpool is closing
 		errs := make([]error, 64)
 		testkit.Together(len(errs), func(i int) { _, errs[i] = l.Allow(context.Background(), fmt.Sprint("personal ", i)) })
 		for _, err := range errs {
@@ -189,8 +189,8 @@ func TestFrozenServerIsNoExhaustedPool(t *testing.T) {
 	require.Contains(t, lines[0], "Postgres is away or slow")
 }
 
-// 200 transactions on a pool of 4 call Allow without WithTx. With the limiter's own connections, the database decides
-// each call, and exactly the limit is admitted.
+// 200 transactions on a pool of 4 call Allow without WithTx. With an OwnPool, the database decides each call, and
+// exactly the limit is admitted.
 func TestOwnPoolDecidesWhileThePoolIsExhausted(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")

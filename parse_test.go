@@ -72,7 +72,7 @@ func TestPolicyTextThatIsNotAccepted(t *testing.T) {
 	}
 }
 
-// The forms in the error message are really accepted.
+// ParsePolicy accepts the forms that its errors show.
 func TestThePolicyFormsAreAccepted(t *testing.T) {
 	t.Parallel()
 

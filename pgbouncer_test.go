@@ -70,8 +70,8 @@ func TestPgBouncer(t *testing.T) {
 	}
 }
 
-// By default pgx prepares statements, which fails with PgBouncer: it may pass on a connection that already has a
-// statement of that name, or one that lacks it. The error names the setting that helps.
+// By default pgx prepares statements. This fails with PgBouncer, because a connection may already have a statement of
+// the same name, or may lack the prepared statement. The error names the setting that helps.
 func TestPgBouncerWithoutPreparedStatements(t *testing.T) {
 	t.Parallel()
 
@@ -100,7 +100,7 @@ func TestPgBouncerWithoutPreparedStatements(t *testing.T) {
 		pgtest.Exec(t, db.Pool, "SELECT pg_terminate_backend($1, 10000)", server)
 		testkit.WaitUntil(t, func() bool {
 			err = first()
-			return !errors.Is(err, ratelimit.ErrUnavailable) // until PgBouncer has noticed
+			return !errors.Is(err, ratelimit.ErrUnavailable) // until PgBouncer has noticed the end of the connection
 		})
 		limitertest.RequireKinds(t, err, ratelimit.ErrPreparedStatements)
 		require.Contains(t, err.Error(), "26000") // no statement of that name exists
@@ -108,8 +108,8 @@ func TestPgBouncerWithoutPreparedStatements(t *testing.T) {
 	}
 }
 
-// The settings of a limiter's transaction end with it, and do not reach the next client of the same connection. If a
-// function makes these settings for the session, the test catches it.
+// The settings of a limiter's transaction end with the transaction, and do not reach the next client of the same
+// connection. The test fails if a function makes these settings for the session.
 func TestPgBouncerHandsNoSettingsOn(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
@@ -153,14 +153,14 @@ func TestPgBouncerHandsNoSettingsOn(t *testing.T) {
 				require.Equal(t, before, after)
 			}
 		}
-		if broken != "" { // the settings of the last call that made them remain
+		if broken != "" { // the settings of the last broken call remain
 			require.Regexp(t, "^(10s|5s|25ms), ", after, broken) // 5 s for each row of a policy of two
 		}
 	}
 }
 
-// A server dies behind PgBouncer. PgBouncer's error has its own text and the SQLSTATE of a protocol violation. The
-// calls under way may have counted.
+// A server dies behind PgBouncer. PgBouncer's error has another text than Postgres's, and the SQLSTATE of a protocol
+// violation. The calls under way may have counted.
 func TestPgBouncerLosesItsServer(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -183,7 +183,7 @@ func TestPgBouncerLosesItsServer(t *testing.T) {
 	_, err = limiter.Allow(t.Context(), "personal")
 	require.NoError(t, err)
 	limitertest.Hold(t, db, config, "personal")
-	// the call then waits in a single statement; without a transaction, in one after another
+	// In a transaction the call waits in one statement. Outside a transaction it would send several statements.
 	tx, err := bounced.Begin(t.Context())
 	require.NoError(t, err)
 	wait := testkit.Later(func() (ratelimit.Result, error) { return limiter.WithTx(tx).Allow(context.Background(), "personal") })

@@ -18,7 +18,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// Each waiting caller hears of a change once, and does not ask again repeatedly.
+// The function of staleness returns true once after a change, so a waiting caller asks again only once.
 func TestStalenessIsToldOnce(t *testing.T) {
 	t.Parallel()
 
@@ -42,7 +42,7 @@ func TestStalenessIsToldOnce(t *testing.T) {
 	}
 }
 
-// All methods use the row with the highest precedence.
+// All methods obey the row with the highest precedence.
 func TestPoliciesDecide(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -98,7 +98,7 @@ func TestPoliciesDecide(t *testing.T) {
 		denied, err := l.Allow(t.Context(), key)
 		require.NoError(t, err)
 		require.False(t, denied.Allowed)
-		testkit.WaitUntil(t, func() bool { // this process also hears of the grant, and drops the denial once
+		testkit.WaitUntil(t, func() bool { // until this process has heard of the grant, and forgotten the denial
 			denied, err = l.Allow(t.Context(), key)
 			require.NoError(t, err)
 			return denied.Source == ratelimit.SourceCachedDenial
@@ -182,7 +182,8 @@ func TestPoliciesDecide(t *testing.T) {
 	require.ErrorIs(t, limitertest.ErrorOf(ratelimit.AllowAll(t.Context(), l.Request("customer:42", 41))), ratelimit.ErrCostExceedsLimit)
 }
 
-// A row counts until its end, and then the row before it counts again. Limiters from With share its policy.
+// A row is in force until its end, and then the previous row is in force again. This holds for limiters made by With
+// too.
 func TestPoliciesBeginAndEnd(t *testing.T) {
 	t.Parallel()
 
@@ -202,7 +203,7 @@ func TestPoliciesBeginAndEnd(t *testing.T) {
 		('api', 'key', 'fixed 50/1h', '-infinity', 'infinity', 'test'),
 		('api', 'key', 'fixed 60/1h', now() + interval '1 hour', 'infinity', 'test')`)
 	limitertest.WaitUntilKnown(t, p, db.Pool)
-	var limits []int64 // not all of those below if this process is too slow to see each
+	var limits []int64 // a slow process may miss some of the limits below
 	testkit.WaitUntil(t, func() bool {
 		if now := limit(); len(limits) == 0 || limits[len(limits)-1] != now {
 			limits = append(limits, now)
@@ -235,7 +236,7 @@ func TestPoliciesBeginAndEnd(t *testing.T) {
 	require.Zero(t, p.Status().Rows)
 }
 
-// Rows with the same text share a policy, but each limiter counts for itself.
+// Rows with the same text share a policy in memory, but each limiter counts separately.
 func TestLimitersThatShareAPolicy(t *testing.T) {
 	t.Parallel()
 
@@ -255,7 +256,7 @@ func TestLimitersThatShareAPolicy(t *testing.T) {
 	}
 }
 
-// A limiter with policies sends no more statements than one without.
+// A limiter with Policies sends no more statements than a limiter without Policies.
 func TestPoliciesCostNoStatement(t *testing.T) {
 	t.Parallel()
 
@@ -273,8 +274,8 @@ func TestPoliciesCostNoStatement(t *testing.T) {
 	require.Equal(t, 20, counted.Count())
 }
 
-// A row is skipped if this release cannot read it, or if its policy is of another kind. The next row in the precedence
-// then counts.
+// A row is skipped if this release cannot read it, or if its policy is of another kind. The row with the next
+// precedence is then in force.
 func TestPoliciesThatCannotBeObeyed(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -300,7 +301,7 @@ func TestPoliciesThatCannotBeObeyed(t *testing.T) {
 	expect(map[string]int64{"secret": 20, "a": 30, "b": 30})
 	require.Zero(t, p.Status().Unreadable)
 
-	// A newer release or a superuser might write such rows.
+	// A newer release or a superuser can write rows that this release cannot read.
 	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, "ALTER TABLE rate_limit_policy DISABLE TRIGGER rate_limit_policy_check")
 	pgtest.Exec(t, tx, "UPDATE rate_limit_policy SET policy = 'leaky 30/1h' WHERE key_prefix = 'a'")
@@ -326,7 +327,7 @@ func TestPoliciesThatCannotBeObeyed(t *testing.T) {
 	require.Len(t, journal.Lines(), 3, lines)
 }
 
-// Until the rows have been read, no call is admitted, because the key may be banned.
+// Until the first rows have been read, no call is admitted, because its key may be banned.
 func TestPoliciesBeforeTheyAreRead(t *testing.T) {
 	t.Parallel()
 
@@ -357,7 +358,7 @@ func TestPoliciesBeforeTheyAreRead(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, ratelimit.SourceFailedClosed, explanation.State.Source)
 
-	// As soon as the cause is known, errors name it.
+	// Errors contain the cause as soon as it is known.
 	empty := pgtest.Empty(t)
 	p = limitertest.RunningPolicies(t, empty.Pool, ratelimit.PoliciesConfig{})
 	testkit.WaitUntil(t, func() bool { return p.Status().Err != nil })
@@ -405,7 +406,7 @@ func TestNewPoliciesRefuses(t *testing.T) {
 		require.Equal(t, test.field, config.Field, name)
 	}
 
-	// A second Run waits for the first, until its own context ends.
+	// A second Run waits for the end of the first Run, or of its context.
 	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{})
 	limitertest.WaitUntilKnown(t, p, db.Pool)
 	ctx, end := context.WithCancel(t.Context())
@@ -431,13 +432,13 @@ func TestMaxRows(t *testing.T) {
 	require.Equal(t, 2, p.Status().NoRoom)
 	require.Contains(t, journal.String(), "more policies than this process may hold")
 
-	// Once there is room, all rows count again.
+	// When there is room again, all rows are obeyed.
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE key IN ('ban1', 'ban2')")
 	testkit.WaitUntil(t, func() bool { return p.Status().NoRoom == 0 })
 	require.Equal(t, 4, p.Status().Rows)
 }
 
-// A person's ban takes the place of a limiter's ban, and a row that has ended makes room.
+// With MaxRows rows, a ban by a person replaces a ban by a limiter, and a row that has ended makes room.
 func TestFullBooks(t *testing.T) {
 	t.Parallel()
 

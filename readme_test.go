@@ -11,7 +11,7 @@ import (
 )
 
 // TestDocumentsShowCompiledCode compares each Go block of README.md and docs/ with the examples, so what they show
-// compiles. A block consists of lines of one example, whatever their indentation.
+// compiles. A block must be a run of lines of one example. Indentation may differ.
 func TestDocumentsShowCompiledCode(t *testing.T) {
 	t.Parallel()
 	var compiled string
@@ -72,7 +72,7 @@ func TestLinksLeadSomewhere(t *testing.T) {
 	require.Greater(t, links, 30)
 }
 
-// headings returns the anchors that a document's headings get.
+// headings returns the anchors of a document's headings.
 func headings(document string) (anchors []string) {
 	for _, heading := range regexp.MustCompile(`(?m)^#+ (.+)$`).FindAllStringSubmatch(document, -1) {
 		anchor := regexp.MustCompile(`[^a-z0-9 _-]`).ReplaceAllString(strings.ToLower(heading[1]), "")

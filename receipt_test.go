@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/receipttext"
 )
 
-// In another process, a receipt gives back what the result would give back here. This holds for all policies, for the
+// A receipt gives back in another process what its result would give back here. This holds for all policies, for the
 // rest after a partial refund, and for credit.
 func TestReceipts(t *testing.T) {
 	t.Parallel()
@@ -38,7 +38,7 @@ func TestReceipts(t *testing.T) {
 			require.NoError(t, err)
 			_, err = here.AllowN(t.Context(), key, 5)
 			require.NoError(t, err)
-			taken, err := here.AllowN(t.Context(), key, 7) // 2 of these are credit
+			taken, err := here.AllowN(t.Context(), key, 7) // 2 of the 7 units are credit
 			require.NoError(t, err)
 			require.True(t, taken.Allowed, policy)
 			_, err = here.RefundN(t.Context(), taken, 3)
@@ -117,7 +117,7 @@ func TestWhatIsNoReceipt(t *testing.T) {
 	require.ErrorIs(t, err, ratelimit.ErrNothingToRefund)
 }
 
-// A result that went through JSON never gets an error that says it took nothing.
+// A refund of a result that was read from JSON returns ErrNoReceipt.
 func TestResultsFromJSONCannotBeGivenBack(t *testing.T) {
 	t.Parallel()
 

@@ -20,8 +20,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// A customer's slow requests fail after the customer has changed from a free to a paid policy, and perhaps used it. One
-// limiter has the free policy, and its With returned the other.
+// A customer's request fails after the customer has changed to another policy, and perhaps used it. One limiter has the
+// first policy, and With returns a limiter with the second policy.
 func TestRefundAfterAChangeOfPolicy(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.New(t).Pool
@@ -38,7 +38,7 @@ func TestRefundAfterAChangeOfPolicy(t *testing.T) {
 		// back.
 		{ratelimit.TokenBucket{Capacity: 10, Refill: 10, Every: time.Hour}, ratelimit.TokenBucket{Capacity: 1000, Refill: 1000, Every: time.Minute}, 9, 0, 30 * time.Second, 500, 501, time.Minute, 1000},
 		{ratelimit.SlidingWindow{Limit: 100, Window: 6 * time.Second}, ratelimit.SlidingWindow{Limit: 100, Window: 4 * time.Second}, 10, 0, 6 * time.Second, 94, 95, 8 * time.Second, 100},
-		// Usage under a longer window still counts for that window.
+		// Usage under the policy with the longer window still counts until this window ends.
 		{ratelimit.FixedWindow{Limit: 10, Window: time.Minute}, ratelimit.FixedWindow{Limit: 20, Window: time.Hour}, 9, 10, time.Second, 0, 1, 2 * time.Minute, 1},
 		{ratelimit.SlidingWindow{Limit: 10, Window: time.Minute}, ratelimit.SlidingWindow{Limit: 20, Window: time.Hour}, 9, 10, time.Second, 0, 1, 3 * time.Minute, 1},
 		{ratelimit.SlidingLog{Limit: 10, Window: time.Minute}, ratelimit.SlidingLog{Limit: 20, Window: time.Hour}, 9, 10, time.Second, 0, 1, 2 * time.Minute, 1},
@@ -87,7 +87,7 @@ func TestRefundAfterAChangeOfPolicy(t *testing.T) {
 	}
 }
 
-// After each call, the test compares the rows of both tables.
+// A refund writes only the row of its key, and only if it gives something back.
 func TestRefundWritesOnlyWhatItGivesBack(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
@@ -112,7 +112,7 @@ func TestRefundWritesOnlyWhatItGivesBack(t *testing.T) {
 		}
 
 		refund(limitertest.Forged(limiter, "key", 3), 3, 10)
-		require.Empty(t, pgtest.StoredRows(t, db.Pool, config.Durable)) // it makes no row
+		require.Empty(t, pgtest.StoredRows(t, db.Pool, config.Durable)) // a refund makes no row
 
 		seven, err := limiter.AllowN(t.Context(), "key", 7)
 		require.NoError(t, err)
@@ -177,17 +177,17 @@ func TestRefundIsKeptOrTakenAgainWithTheTransaction(t *testing.T) {
 	})
 }
 
-// Callers take units and give them back. At no time is more than the limit taken, and in the end the callers' sums
-// equal the row.
+// Callers take units and give them back. At no time is more than the limit taken. At the end, the callers' sums equal
+// the row.
 func TestRefundsAreExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
 	limitertest.EachSlowPolicyAllAndTable(t, 20, func(t *testing.T, config ratelimit.Config) {
 		const callers, calls = 16, 60
-		// a refund does not return tokens that have been refilled since, so the clock stands still
+		// The clock stands still, because a refund does not return tokens that have been refilled.
 		clientConfig := ratelimit.ClientConfig{Test: limitertest.Frozen(limitertest.T0)}
 		db := pgtest.New(t)
 		limiters := []*ratelimit.Limiter{limitertest.New(t, db.NewPool(t, nil), config, clientConfig), limitertest.New(t, db.NewPool(t, nil), config, clientConfig)}
-		var out, refunded atomic.Int64 // units certainly taken, and not yet being given back
+		var out, refunded atomic.Int64 // out is the units that are surely taken, and not being refunded
 		errs := make([]error, callers)
 		testkit.Together(callers, func(i int) {
 			limiter := limiters[i%2]
@@ -250,7 +250,8 @@ func TestWhatCannotBeRefunded(t *testing.T) {
 		require.ErrorIs(t, err, ratelimit.ErrNothingToRefund, name)
 	}
 
-	// A limiter with another name, table, schema or database is another limiter; one with another policy is the same.
+	// A limiter with another name, table, schema or database cannot refund the result. A limiter with another policy
+	// can.
 	other := func(pool *pgxpool.Pool, change func(*ratelimit.Config, *ratelimit.ClientConfig)) {
 		config, clientConfig := config, ratelimit.ClientConfig{}
 		change(&config, &clientConfig)
@@ -267,7 +268,7 @@ func TestWhatCannotBeRefunded(t *testing.T) {
 
 	back, err := limitertest.With(t, limitertest.New(t, pool, config), ratelimit.FixedWindow{Limit: 3, Window: limitertest.Year}).RefundN(t.Context(), six, 2)
 	require.NoError(t, err)
-	require.EqualValues(t, 6, back.Remaining) // by the policy of the take
+	require.EqualValues(t, 6, back.Remaining) // under the policy of the take
 
 	// Each unit is given back only once, whichever call comes first.
 	var given atomic.Int64
@@ -281,7 +282,7 @@ func TestWhatCannotBeRefunded(t *testing.T) {
 	require.ErrorIs(t, err, ratelimit.ErrNothingToRefund)
 	require.Zero(t, limitertest.Taken(t, db.Pool, config, "personal"))
 
-	// A transaction may be run again, so the result stays refundable.
+	// A transaction may be repeated, so its refund can be repeated too.
 	four := take(4)
 	for range 2 {
 		tx := pgtest.Begin(t, db)

@@ -92,9 +92,9 @@ func TestSeveralPolicies(t *testing.T) {
 	require.EqualValues(t, 1, got.Remaining)
 }
 
-// Concurrent calls for the same key become one element, and get the same answers as calls in a row. Each result has a
-// part for each policy, and they agree with the whole. This holds if the database, a lease, or this process in an
-// outage decides.
+// Concurrent calls for the same key are merged, and get the same answers as calls one after the other. Result.Each has
+// a result for each policy, which agrees with the whole result. This holds if the database, a lease or FallbackLocal
+// decides.
 func TestEachOfSeveralPolicies(t *testing.T) {
 	t.Parallel()
 
@@ -116,7 +116,7 @@ func TestEachOfSeveralPolicies(t *testing.T) {
 			each[i].Source = ratelimit.SourceDatabase
 			require.Equal(t, want[i], limitertest.Plain(each[i]))
 		}
-		each[0].Limit = 0 // a copy
+		each[0].Limit = 0 // changes only a copy
 		require.Equal(t, want[0].Limit, got.Each()[0].Limit)
 	}
 	pool := pgtest.New(t).Pool
@@ -217,7 +217,7 @@ func TestRefundAndGrantOfSeveralPolicies(t *testing.T) {
 	eight := told(l.AllowN(t.Context(), "key", 8))(ratelimit.Result{Limit: 10, Remaining: 2, ResetAfter: time.Hour})
 	now = now.Add(time.Second)
 	four := told(l.AllowN(t.Context(), "key", 4))(ratelimit.Result{Limit: 15, Remaining: 3, ResetAfter: time.Hour})
-	// The fixed window of these 8 units has ended.
+	// The fixed window in which these 8 units were taken has ended.
 	told(limitertest.AsResult(l.RefundN(t.Context(), eight, 6)))(ratelimit.Result{Limit: 10, Remaining: 6, ResetAfter: time.Hour})
 	told(limitertest.AsResult(l.Grant(t.Context(), "key", 5)))(ratelimit.Result{Limit: 10, Remaining: 11, ResetAfter: time.Hour})
 	// This call spends 4 units of the window's credit and 1 of the log's.
@@ -230,7 +230,7 @@ func TestRefundAndGrantOfSeveralPolicies(t *testing.T) {
 		limitertest.Plain(denied),
 	)
 	told(limitertest.AsResult(l.Refund(t.Context(), four)))(ratelimit.Result{Limit: 10, Remaining: 5, ResetAfter: time.Hour})
-	// For each policy, its credit goes back first.
+	// Each policy gets its credit back first.
 	told(limitertest.AsResult(l.RefundN(t.Context(), ten, 4)))(ratelimit.Result{Limit: 10, Remaining: 9, ResetAfter: time.Hour})
 	told(limitertest.AsResult(l.Refund(t.Context(), ten)))(ratelimit.Result{Limit: 10, Remaining: 15, ResetAfter: time.Hour})
 }

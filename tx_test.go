@@ -42,7 +42,7 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 		tx := pgtest.Begin(t, db)
 		take(tx, 4, 6)
 		take(tx, 1, 5)
-		require.EqualValues(t, 10, remaining()) // others do not see it yet
+		require.EqualValues(t, 10, remaining()) // other sessions do not see the take yet
 		require.NoError(t, tx.Rollback(t.Context()))
 		require.Empty(t, pgtest.StoredRows(t, db.Pool, config.Durable))
 
@@ -87,8 +87,8 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 	})
 }
 
-// If a transaction's own units cause a denial, this process must forget that denial when the transaction ends. After
-// the rollback, another call may be admitted.
+// A denial in a transaction may be caused by units that the transaction took. This process must not remember it,
+// because after a rollback another call is admitted.
 func TestDenialInATransactionIsForgottenWithIt(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -218,8 +218,8 @@ func TestTransactionThatWaitsTooLong(t *testing.T) {
 	require.EqualValues(t, 1, limitertest.Taken(t, db.Pool, config, "key"))
 }
 
-// At the higher isolation levels the database may refuse a call, but only with 40001. It never grants more than is
-// left.
+// At the higher isolation levels the database may refuse a call, but only with SQLSTATE 40001. It never grants more
+// than is left.
 func TestIsolationLevels(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -235,7 +235,7 @@ func TestIsolationLevels(t *testing.T) {
 				for call := 0; call < each && errs[i] == nil; {
 					allowed := int64(0)
 					err := pgx.BeginTxFunc(t.Context(), db.Pool, pgx.TxOptions{IsoLevel: level}, func(tx pgx.Tx) error {
-						// A snapshot is taken before the limiter is asked.
+						// This statement takes the snapshot before the limiter is asked.
 						if _, err := tx.Exec(t.Context(), "SELECT count(*) FROM pg_class"); err != nil {
 							return err
 						}
@@ -275,8 +275,8 @@ func TestIsolationLevels(t *testing.T) {
 	}
 }
 
-// Rows that the snapshot does not show must not change the decision. Here, another transaction has changed, made or
-// deleted the row since the snapshot.
+// Another transaction has changed, made or deleted the row since the snapshot. A decision from the old snapshot would
+// be wrong.
 func TestOldSnapshots(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -310,7 +310,7 @@ func TestOldSnapshots(t *testing.T) {
 					require.NoError(t, tx.Commit(t.Context()))
 					continue
 				}
-				if key == "deleted" && err == nil { // an INSERT needs no snapshot to make a row that is gone
+				if key == "deleted" && err == nil { // an INSERT does not conflict with a row that was deleted
 					require.True(t, result.Allowed)
 					require.Equal(t, int64(6), result.Remaining)
 					require.NoError(t, tx.Rollback(t.Context()))
@@ -329,7 +329,7 @@ func TestOldSnapshots(t *testing.T) {
 	}
 }
 
-// The limiter's own statements run at READ COMMITTED or at the pool's default level. They must be right there, too.
+// Statements of a limiter outside a caller's transaction are right at each default isolation level of the pool.
 func TestDefaultIsolationOfThePool(t *testing.T) {
 	t.Parallel()
 
@@ -405,7 +405,7 @@ func TestTimeoutRollsTheTransactionBack(t *testing.T) {
 	require.Equal(t, limitertest.Hourly.Limit, result.Remaining)
 }
 
-// taggedTx is an application's own transaction type, which cannot be compared with ==.
+// taggedTx is a transaction type of an application. It cannot be compared with ==.
 type taggedTx struct {
 	pgx.Tx
 	tags []string

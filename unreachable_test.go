@@ -155,7 +155,7 @@ func TestConnectionIsEndedMeanwhile(t *testing.T) {
 	_, err := limiter.Allow(t.Context(), "personal")
 	require.NoError(t, err)
 	holder := limitertest.Hold(t, db, config, "personal")
-	// the call then waits in a single statement; without a transaction, in one after another
+	// In a transaction the call waits in one statement. Outside a transaction it would send several statements.
 	tx, err := pool.Begin(t.Context())
 	require.NoError(t, err)
 	wait := testkit.Later(func() (ratelimit.Result, error) { return limiter.WithTx(tx).Allow(context.Background(), "personal") })

@@ -45,7 +45,7 @@ func TestWaitFailsAtOnceIfTheDeadlineIsTooSoon(t *testing.T) {
 		require.NoError(t, err)
 
 		w.Begin = time.Now()
-		w.Add(within(testkit.Amply/2), limiter, 0, 3) // no other caller waits, so the database has to be asked
+		w.Add(within(testkit.Amply/2), limiter, 0, 3) // the first caller must ask the database
 		<-time.After(time.Millisecond)
 		synctest.Wait()
 		refused(0, time.Millisecond)
@@ -54,10 +54,10 @@ func TestWaitFailsAtOnceIfTheDeadlineIsTooSoon(t *testing.T) {
 		<-time.After(time.Second)
 		synctest.Wait()
 		statements := db.Statements()
-		// the wait is too long, and this process knows that without the database
+		// The wait is too long, which this process knows without the database.
 		w.Add(within(testkit.Amply/2), limiter, 2, 5)
 		refused(2, time.Second+time.Millisecond)
-		w.Add(within(testkit.Amply/2), limiter, 3, 1) // would fit, but waits behind a caller that can still wait
+		w.Add(within(testkit.Amply/2), limiter, 3, 1) // would fit, but is in line behind a caller that waits
 		refused(3, time.Second+time.Millisecond)
 		require.Equal(t, statements, db.Statements())
 		w.Add(within(2*testkit.Amply), limiter, 4, 1)
@@ -73,7 +73,7 @@ func TestWaitFailsAtOnceIfTheDeadlineIsTooSoon(t *testing.T) {
 			t,
 			59999*time.Millisecond,
 			retry.RetryAfter,
-		) // counted from the decision; its window began one statement earlier
+		) // the window began one statement before the decision
 		require.True(t, retry.Deadline.Equal(w.Begin.Add(testkit.Amply/2)))
 	})
 }
@@ -95,7 +95,7 @@ func TestWaitAsksNothingForWhatCannotBe(t *testing.T) {
 	require.True(t, limitertest.Lines(limiter).Empty())
 }
 
-// All waiting callers get an error: if each asked again, the last would wait for several timeouts in a row.
+// All waiting callers get the error. If each caller asked again, the last caller would wait for several timeouts.
 func TestErrorEndsTheWaitOfAllInTheLine(t *testing.T) {
 	t.Parallel()
 
@@ -118,7 +118,7 @@ func TestErrorEndsTheWaitOfAllInTheLine(t *testing.T) {
 	})
 }
 
-// A Wait for room takes nothing.
+// WaitN with n = 0 waits until 1 would fit, and takes nothing.
 func TestWaitForRoom(t *testing.T) {
 	t.Parallel()
 
@@ -166,7 +166,7 @@ func TestResetEndsTheWait(t *testing.T) {
 	}
 }
 
-// Once Wait returns, also after giving up, the caller can use its single connection.
+// After Wait has returned, even with an error, the caller can use its single connection.
 func TestWaitOnOneConnection(t *testing.T) {
 	t.Parallel()
 
@@ -190,7 +190,7 @@ func TestWaitOnOneConnection(t *testing.T) {
 	}
 }
 
-// While Postgres is away, Wait follows OnFailure: it admits, sleeps until the next try, or admits a share.
+// While Postgres is unreachable, Wait follows OnFailure: it admits, waits for Postgres, or admits a share of the limit.
 func TestWaitFollowsOnFailure(t *testing.T) {
 	t.Parallel()
 
@@ -219,7 +219,7 @@ func TestWaitFollowsOnFailure(t *testing.T) {
 	}
 }
 
-// With several policies for one key, the strictest one decides how long to wait.
+// With several policies for one key, the strictest policy decides how long Wait takes.
 func TestWaitForSeveralPolicies(t *testing.T) {
 	t.Parallel()
 

@@ -19,7 +19,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// The table was worked out by hand: it tells how usage counts after a change of the policy.
+// This table says how usage counts after a change of the policy. It was calculated by hand.
 func TestOtherNumbersOnLiveKeys(t *testing.T) {
 	t.Parallel()
 
@@ -51,16 +51,16 @@ func TestOtherNumbersOnLiveKeys(t *testing.T) {
 		},
 		"a lowered limit denies until enough has drained": {
 			{at: 0, policy: sliding(10, time.Minute), n: 10, want: allowed(0, 2*time.Minute)},
-			// 10 of the previous window weigh 5 after half of the next one.
+			// 10 units of the previous window count as 5 after half of the next window.
 			{at: time.Second, policy: sliding(6, time.Minute), n: 1, want: ratelimit.Result{RetryAfter: 89 * time.Second, ResetAfter: 119 * time.Second}},
 			{at: 90*time.Second - time.Microsecond, policy: sliding(6, time.Minute), n: 1, want: ratelimit.Result{RetryAfter: time.Microsecond, ResetAfter: 30*time.Second + time.Microsecond}},
 			{at: 90 * time.Second, policy: sliding(6, time.Minute), n: 1, want: allowed(0, 90*time.Second)},
 		},
 		"a longer window counts from where the shorter began": {
 			{at: 0, policy: fixed(10, time.Minute), n: 10, want: allowed(0, time.Minute)},
-			// the row still expires at the stored time
+			// The row still expires at the stored time.
 			{at: 59 * time.Second, policy: fixed(10, time.Hour), n: 1, want: ratelimit.Result{RetryAfter: time.Second, ResetAfter: time.Second}},
-			// and this take writes a new one
+			// This take stores a new time.
 			{at: 59 * time.Second, policy: fixed(11, time.Hour), n: 1, want: allowed(0, 3541*time.Second)},
 			{at: time.Hour, policy: fixed(11, time.Hour), n: 11, want: allowed(0, time.Hour)},
 		},
@@ -85,7 +85,7 @@ func TestOtherNumbersOnLiveKeys(t *testing.T) {
 			{at: 0, policy: sliding(10, time.Minute), n: 4, want: allowed(6, 2*time.Minute)},
 			{at: 0, policy: bucket(10, 10*time.Second), n: 7, want: allowed(3, 7*time.Second)},
 			{at: 0, policy: sliding(10, time.Minute), n: 0, want: allowed(10, 0)},
-			// a Peek has changed nothing
+			// A Peek of another policy changes nothing.
 			{at: 0, policy: bucket(10, 10*time.Second), n: 4, want: ratelimit.Result{Remaining: 3, RetryAfter: time.Second, ResetAfter: 7 * time.Second}},
 			{at: 0, policy: fixed(10, time.Minute), n: 10, want: allowed(0, time.Minute)},
 			{at: 0, policy: bucket(10, 10*time.Second), n: 10, want: allowed(0, 10*time.Second)},
@@ -127,7 +127,7 @@ func TestWithRefusesWhatNewRefuses(t *testing.T) {
 	}
 }
 
-// A policy of another kind would treat the rows of the first as missing, so With refuses it, also as one policy of All.
+// With refuses a policy of another kind, also within All, because it would ignore the rows of the first policy.
 func TestWithKeepsTheAlgorithm(t *testing.T) {
 	t.Parallel()
 
@@ -160,7 +160,7 @@ func TestWithKeepsTheAlgorithm(t *testing.T) {
 	}
 }
 
-// Two kinds of policy on one key each treat the other's row as missing, as the comment of Policy says.
+// If two kinds of policy alternate on one key, each change admits a whole limit.
 func TestTwoAlgorithmsOnOneKeyAdmitBoth(t *testing.T) {
 	t.Parallel()
 
@@ -214,7 +214,7 @@ func TestWithSharesEverythingElse(t *testing.T) {
 		require.True(t, result.Allowed)
 		require.EqualValues(t, 10, result.Limit)
 		_, err = limiter.AllowN(t.Context(), name, 10)
-		require.ErrorIs(t, err, ratelimit.ErrCostExceedsLimit) // the limiter's own limit has not changed
+		require.ErrorIs(t, err, ratelimit.ErrCostExceedsLimit) // the limit of l has not changed
 		result, err = limiter.Allow(t.Context(), name)
 		require.NoError(t, err)
 		require.Equal(t, name != "fixed window", result.Allowed)
@@ -236,8 +236,8 @@ func TestWithSharesEverythingElse(t *testing.T) {
 	}
 }
 
-// After an upgrade, a customer need not wait until a denial is forgotten. Without one, a denied customer costs the
-// database nothing.
+// After an upgrade, a customer is not denied by a remembered denial of the old policy. A denied customer without an
+// upgrade does not cause a statement.
 func TestDenialIsRememberedForItsPolicy(t *testing.T) {
 	t.Parallel()
 
@@ -263,14 +263,14 @@ func TestDenialIsRememberedForItsPolicy(t *testing.T) {
 		ask(free, 1, false, 0)
 		ask(limitertest.With(t, free, base), 1, false, 0) // equal to free
 		if _, isBucket := base.(ratelimit.TokenBucket); isBucket {
-			ask(paid, 1, false, 1) // its tokens are kept, and there are none
+			ask(paid, 1, false, 1) // the tokens are kept, and none are left
 			ask(paid, 1, false, 0)
 		} else {
 			ask(paid, 90, true, 1)
 			ask(paid, 1, false, 1)
 			ask(paid, 1, false, 0)
 		}
-		require.NoError(t, free.Reset(t.Context(), "key")) // a Reset counts for all of them
+		require.NoError(t, free.Reset(t.Context(), "key")) // Reset ends the denials of all policies
 		ask(paid, 1, true, 1)
 	}
 }
@@ -315,7 +315,7 @@ func TestPoliciesShareTheConnections(t *testing.T) {
 		t,
 		asked.AtOnce,
 		3,
-	) // one more for keys whose row was held, on a busy machine
+	) // one more for keys whose row is locked
 	require.Less(t, asked.Count(), policies*callers/2) // calls share statements
 }
 
