@@ -252,8 +252,7 @@ func ExampleLimiter_Grant() {
 	}
 }
 
-// Limiters of one client share its connections. If many of them have a few calls each, one statement decides for
-// all.
+// Limiters of one client share its connections. If many limiters have a few calls each, one statement decides for all.
 func ExampleClient() {
 	pool, err := pgxpool.New(context.Background(), "postgres://localhost/app")
 	if err != nil {

@@ -153,7 +153,7 @@ func TestPgBouncerHandsNoSettingsOn(t *testing.T) {
 				require.Equal(t, before, after)
 			}
 		}
-		if broken != "" { // the settings of the last broken call remain
+		if broken != "" { // a broken function leaves its settings in the session
 			require.Regexp(t, "^(10s|5s|25ms), ", after, broken) // 5 s for each row of a policy of two
 		}
 	}

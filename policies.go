@@ -35,8 +35,8 @@ type Policies struct{ table *policytable.Table }
 // PoliciesConfig says how [Policies] are read. The zero value is useful.
 type PoliciesConfig struct {
 	Schema string // the schema that has the tables; defaults to "": search_path finds it
-	// MaxRows is the most rows that this process keeps, of 0.3 kB each. Beyond it, rows are left out and logged, bans
-	// by limiters first. Defaults to 200,000.
+	// MaxRows is the most rows that this process keeps, of 0.3 kB each. Further rows are ignored and logged, bans by
+	// limiters first. Defaults to 200,000.
 	MaxRows int
 	Logger  *slog.Logger // gets a line for what cannot be read, without keys; defaults to slog.Default()
 }

@@ -373,7 +373,7 @@ func TestManySweepersAtOnce(t *testing.T) {
 	require.Zero(t, rowCount(t, db.Pool, pgtest.Table(false))+rowCount(t, db.Pool, pgtest.Table(true)))
 }
 
-// A sweeper skips locked rows. The last sweeper of this test waits for them instead, which shows that they are locked.
+// A sweeper skips locked rows. A naive sweeper waits for the locked rows, which shows that this test notices a wait.
 func TestLockedRowIsPassedOver(t *testing.T) {
 	t.Parallel()
 

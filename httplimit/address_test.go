@@ -100,8 +100,8 @@ func TestIPv4AddressInsideOfIPv6(t *testing.T) {
 		from("[64:ff9b::10.0.0.1]:1", "X-Forwarded-For", "203.0.113.9"))
 }
 
-// Peers on a Unix socket have no address. If the application trusts the socket, the header counts. If not, the log says
-// what to do.
+// Peers on a Unix socket have no address. If the application trusts the socket, the header counts. If it does not trust
+// the socket, the log says what to do.
 func TestUnixSocket(t *testing.T) {
 	t.Parallel()
 

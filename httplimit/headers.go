@@ -242,7 +242,7 @@ func wholeSeconds(d time.Duration) int64 {
 func windowSeconds(n algorithm.Numbers) int64 {
 	micros := n.Span.Microseconds()
 	if n.Refill > 0 {
-		full := n.Limit * micros // in the exact range
+		full := n.Limit * micros // at most 2^62, as New has checked
 		if micros = full / n.Refill; micros*n.Refill != full {
 			return 0
 		}

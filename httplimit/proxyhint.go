@@ -22,8 +22,8 @@ type proxyHint struct {
 }
 
 // minClientsOfABalancer is how many different addresses must stand before the address that all requests seem to come
-// from. On an unused server, one person with forged headers can reach this number. On a server in use, requests from
-// other clients prevent it.
+// from. On an unused server, one person with forged headers can reach this number. On a busy server, other clients have
+// other addresses, so nothing is logged.
 const minClientsOfABalancer = 3
 
 // onUntrusted checks a request whose peer is not a trusted proxy. It ignores peers outside private networks, because on

@@ -51,8 +51,8 @@ var _ Waiter = (*ratelimit.Limiter)(nil)
 // server's and this machine's, and the shorter pause counts.
 //
 // Other processes do not know of the pause until the server refuses their own requests. After the pause the Transport
-// sends the request again. It repeats this until the server accepts the request or the context ends. It returns the
-// refusal at once if
+// sends the request again. It repeats this until the server accepts the request or the context ends. RoundTrip returns
+// the refusal at once if
 //
 //   - the context's deadline, or the Timeout of the http.Client, is before the end of the pause;
 //   - the pause is longer than MaxPause;

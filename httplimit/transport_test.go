@@ -424,7 +424,7 @@ func TestTransportWaitsForMaxPauseAtMost(t *testing.T) {
 			require.Equal(t, strconv.Itoa(seconds), response.Header.Get("Retry-After"))
 
 			until := began.Add(time.Duration(seconds) * time.Second)
-			_, err = send() //nolint:bodyclose // there is none
+			_, err = send() //nolint:bodyclose // there is no body
 			var long *PauseError
 			require.ErrorAs(t, err, &long)
 			require.Equal(t, PauseError{Until: until, MaxPause: cmp.Or(test.maxPause, time.Hour)}, *long)
@@ -484,7 +484,7 @@ func TestTransportIsNotHeldUpByABody(t *testing.T) {
 				ctx, cancel := context.WithCancel(t.Context())
 				began := time.Now()
 				time.AfterFunc(50*time.Millisecond, cancel)
-				_, err = transport.RoundTrip(newRequest(t, ctx, http.MethodGet, "https://api.example.com", nil)) //nolint:bodyclose // there is none
+				_, err = transport.RoundTrip(newRequest(t, ctx, http.MethodGet, "https://api.example.com", nil)) //nolint:bodyclose // there is no body
 				require.ErrorIs(t, err, context.Canceled)
 				require.Equal(t, 50*time.Millisecond, time.Since(began))
 			})
@@ -506,7 +506,7 @@ func TestTransportOverABaseThatLeavesThingsOut(t *testing.T) {
 		require.Equal(t, []time.Duration{0, 5 * time.Second}, api.times())
 
 		client.Transport = &Transport{Limiter: waiter(t, ratelimittest.NewDB(), plenty()), Base: failing{}}
-		_, err = client.Do(newRequest(t, t.Context(), http.MethodGet, "https://api.example.com", nil)) //nolint:bodyclose // there is none
+		_, err = client.Do(newRequest(t, t.Context(), http.MethodGet, "https://api.example.com", nil)) //nolint:bodyclose // there is no body
 		require.ErrorContains(t, err, "nil *Response")
 	})
 }
@@ -561,7 +561,7 @@ func TestTransportDuringAPause(t *testing.T) {
 		soon, cancel := context.WithTimeout(t.Context(), 59*time.Second)
 		defer cancel()
 		body := &closing{Reader: strings.NewReader("x")}
-		_, err := transport.RoundTrip(newRequest(t, soon, http.MethodPost, "https://api.example.com", body)) //nolint:bodyclose // there is none
+		_, err := transport.RoundTrip(newRequest(t, soon, http.MethodPost, "https://api.example.com", body)) //nolint:bodyclose // there is no body
 		var late *ratelimit.WaitError
 		require.ErrorAs(t, err, &late)
 		require.Equal(t, time.Minute, late.RetryAfter)
@@ -571,7 +571,7 @@ func TestTransportDuringAPause(t *testing.T) {
 		canceled, leave := context.WithCancel(t.Context())
 		time.AfterFunc(10*time.Second, leave)
 		body = &closing{Reader: strings.NewReader("x")}
-		_, err = transport.RoundTrip(newRequest(t, canceled, http.MethodPost, "https://api.example.com", body)) //nolint:bodyclose // there is none
+		_, err = transport.RoundTrip(newRequest(t, canceled, http.MethodPost, "https://api.example.com", body)) //nolint:bodyclose // there is no body
 		require.ErrorIs(t, err, context.Canceled)
 		require.Equal(t, 10*time.Second, time.Since(began))
 		require.True(t, body.closed)
@@ -644,13 +644,13 @@ func TestTransportErrors(t *testing.T) {
 	} {
 		test.transport.Base = newAPI(nil)
 		body := &closing{Reader: strings.NewReader("x")}
-		_, err := test.transport.RoundTrip(newRequest(t, t.Context(), http.MethodPost, test.url, body)) //nolint:bodyclose // there is none
+		_, err := test.transport.RoundTrip(newRequest(t, t.Context(), http.MethodPost, test.url, body)) //nolint:bodyclose // there is no body
 		require.ErrorContains(t, err, test.want, name)
 		require.True(t, body.closed, name)
 		require.Empty(t, test.transport.Base.(*api).times(), name)
 	}
 	base := &Transport{Limiter: limiter, Base: failing{gone}}
-	_, err := base.RoundTrip(newRequest(t, t.Context(), http.MethodGet, "https://api.example.com", nil)) //nolint:bodyclose // there is none
+	_, err := base.RoundTrip(newRequest(t, t.Context(), http.MethodGet, "https://api.example.com", nil)) //nolint:bodyclose // there is no body
 	require.ErrorIs(t, err, gone)
 }
 

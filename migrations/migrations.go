@@ -106,8 +106,8 @@ type Migration struct {
 // and otherwise returns an error. Down and Status always return an error on a proxy. Migrate each shard instead.
 //
 // Several processes may call Up at once: one of them migrates, and the others wait for an advisory lock until their
-// context ends. They log who holds the lock. If a migration fails or the context ends, the earlier migrations stay
-// applied, and the next call continues after them. Up needs one connection of the pool.
+// context ends. The waiting processes log who holds the lock. If a migration fails or the context ends, the earlier
+// migrations stay applied, and the next call continues after them. Up needs one connection of the pool.
 func Up(ctx context.Context, pool DB) error {
 	return wrap("up", acquire(ctx, pool, func(conn *pgx.Conn) error {
 		all, in, err := status(ctx, conn)

@@ -379,7 +379,7 @@ func TestMigratingKeepsTheRightToChangePolicies(t *testing.T) {
 	}, left)
 }
 
-// A search_path with others' functions before those of Postgres is refused.
+// Up refuses a search_path in which another schema comes before pg_catalog.
 func TestCatalogBehindAnotherSchema(t *testing.T) {
 	t.Parallel()
 
