@@ -117,7 +117,6 @@ type set struct {
 	denied  *Result // of a row of rate_limit_policy; if not nil, the database is not asked
 }
 
-// setEntry is one request of a set.
 type setEntry struct {
 	key, name string
 	limit     int64

@@ -93,7 +93,6 @@ func isZone(zone string) bool {
 
 func isLetter(r rune) bool { return 'A' <= r && r <= 'Z' || 'a' <= r && r <= 'z' }
 
-// calendarOf returns the CalendarWindow with these numbers.
 func calendarOf(n algorithm.Numbers) single {
 	p := CalendarWindow{Limit: n.Limit, Unit: Unit(algorithm.UnitName(n.Span)), Zone: n.Zone}
 	if p.Zone == utcName {

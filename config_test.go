@@ -28,7 +28,6 @@ func unusedPool(t *testing.T) *pgxpool.Pool {
 	return pool
 }
 
-// tagged is a DBTX type of an application.
 type tagged struct {
 	*pgxpool.Pool
 	tags any

@@ -46,7 +46,6 @@ func TestLeaseConfig(t *testing.T) {
 	require.Equal(t, &ratelimit.Lease{MaxShare: 1.0 / 2048, MaxLength: 30 * time.Second}, l.Config().Lease)
 }
 
-// leasePolicies returns policies whose limits are large enough for leases.
 func leasePolicies(limit int64) map[string]ratelimit.Policy {
 	return map[string]ratelimit.Policy{
 		"fixed":    ratelimit.FixedWindow{Limit: limit, Window: time.Hour},

@@ -369,7 +369,6 @@ func TestPoliciesBeforeTheyAreRead(t *testing.T) {
 	require.ErrorIs(t, p.Status().Err, ratelimit.ErrNotMigrated)
 }
 
-// asks returns all methods that ask a limiter.
 func asks(t *testing.T, db *pgtest.DB, l *ratelimit.Limiter) []func() error {
 	t.Helper()
 	tx := pgtest.Begin(t, db)

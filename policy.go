@@ -81,7 +81,6 @@ func policyFrom(m *model.Policy) Policy {
 	return All(several...)
 }
 
-// policyOf returns the policy with these numbers.
 func policyOf(n algorithm.Numbers) single {
 	switch n.Algorithm {
 	case algorithm.FixedWindow:

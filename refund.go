@@ -121,7 +121,6 @@ func (l *Limiter) Reset(ctx context.Context, key string) error {
 	return publicError(l.client.engine.Reset(ctx, l.space, key, l.rowsOf(key), then))
 }
 
-// rowsOf returns how many rows a key may have.
 func (l *Limiter) rowsOf(key string) int {
 	return max(len(l.model.Rules), len(l.view.Known(l.model, key).Rules))
 }

@@ -116,7 +116,6 @@ func (r *Result) UnmarshalJSON(text []byte) error {
 	return nil
 }
 
-// balanceOf returns the Balance of a refund or a grant.
 func balanceOf(o *engine.Outcome, err error) (Balance, error) {
 	if err != nil {
 		return Balance{}, err
@@ -124,7 +123,6 @@ func balanceOf(o *engine.Outcome, err error) (Balance, error) {
 	return Balance{Limit: o.Limit, Remaining: o.Remaining, ResetAfter: o.ResetAfter, DecidedAt: o.DecidedAt}, nil
 }
 
-// resultOf returns the Result of a decision.
 func resultOf(o *engine.Outcome) (r Result) {
 	r.set(o)
 	return r

@@ -115,7 +115,6 @@ func (t TxLimiter) Reset(ctx context.Context, key string) error {
 	return publicError(l.client.engine.ResetIn(ctx, t.tx, l.space, key, l.rowsOf(key)))
 }
 
-// checkTx returns an error for a nil transaction.
 func checkTx(tx pgx.Tx) error {
 	if pg.IsNil(tx) {
 		return &ConfigError{Field: "tx", Reason: "is nil, and must be a transaction that has begun"}

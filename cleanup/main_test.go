@@ -62,7 +62,6 @@ func rowCount(t *testing.T, db pgtest.Querier, table string) int64 {
 	return pgtest.Scalar[int64](t, db, "SELECT count(*) FROM "+table)
 }
 
-// pageCount returns how many pages both tables have.
 func pageCount(t *testing.T, db pgtest.Querier) int64 {
 	t.Helper()
 	return pgtest.Scalar[int64](

@@ -33,7 +33,6 @@ const (
 // right is the text that succeeds. For every other text, the handler returns Unauthenticated.
 const right = "right"
 
-// account implements the service.
 type account struct{}
 
 func (account) answer(text string) error {
@@ -192,5 +191,4 @@ func (f *fakeLimiter) Refund(context.Context, ratelimit.Result) (ratelimit.Balan
 	return ratelimit.Balance{}, nil
 }
 
-// allowing returns a limiter that allows everything.
 func allowing() *fakeLimiter { return &fakeLimiter{result: ratelimit.Result{Allowed: true, Limit: 10}} }

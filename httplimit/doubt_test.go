@@ -298,7 +298,6 @@ func TestStatusThatIsHeldBackInAPanic(t *testing.T) {
 	require.Empty(t, limiter.refunds())
 }
 
-// broken is a writer that fails.
 type broken struct{ http.ResponseWriter }
 
 func (broken) Write([]byte) (int, error)       { return 0, errors.New("it is broken") }
@@ -426,7 +425,6 @@ func TestWriterThatKnowsBetter(t *testing.T) {
 	require.Len(t, limiter.refunds(), 1)
 }
 
-// connected is a writer whose connection can be hijacked.
 type connected struct{ http.ResponseWriter }
 
 func (connected) Hijack() (net.Conn, *bufio.ReadWriter, error) { return nil, nil, nil }

@@ -131,7 +131,6 @@ func shown(members []member) member {
 	return best
 }
 
-// set sets the fields for a decision.
 func (p Headers) set(header http.Header, name string, shapes []shape, result ratelimit.Result, remaining int64) {
 	if p == None {
 		return

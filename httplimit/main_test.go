@@ -71,7 +71,6 @@ func allowing() *fakeLimiter {
 	}}
 }
 
-// denying returns a limiter that denies everything.
 func denying(retryAfter time.Duration) *fakeLimiter {
 	return &fakeLimiter{onFailure: ratelimit.ReturnError(), result: ratelimit.Result{
 		Limit: 10, RetryAfter: retryAfter, ResetAfter: time.Minute, DecidedAt: time.Unix(1_800_000_000, 1),
@@ -115,7 +114,6 @@ func serve(t *testing.T, handler http.Handler, requests ...*http.Request) answer
 	return answer{recorder.Code, header, recorder.Body.String()}
 }
 
-// get returns the answer of a server to a GET.
 func get(t *testing.T, client *http.Client, url string) answer {
 	t.Helper()
 	request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url, nil)

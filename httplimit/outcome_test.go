@@ -391,14 +391,12 @@ type wrapper struct{ http.ResponseWriter }
 
 func (w wrapper) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
-// hijackable is a writer whose connection can be hijacked.
 type hijackable struct{ http.ResponseWriter }
 
 func (hijackable) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	return nil, nil, errors.New("there is no connection")
 }
 
-// readFrom is a writer that has a ReadFrom.
 type readFrom struct {
 	http.ResponseWriter
 	source *io.Reader

@@ -162,7 +162,6 @@ func Up(ctx context.Context, pool DB) error {
 	}))
 }
 
-// latest returns the version of the last migration.
 func latest() int64 {
 	files, _ := fs.Glob(FS, "*.sql") // the pattern is valid
 	return int64(len(files))

@@ -242,7 +242,6 @@ func TestFunctionsSeeTheirSchemaOnly(t *testing.T) {
 	}
 }
 
-// latest returns the version of the last migration.
 func latest(t *testing.T) int64 {
 	t.Helper()
 	files, err := fs.Glob(migrations.FS, "*.sql")

@@ -206,7 +206,6 @@ func look(ctx context.Context, tx pgx.Tx) (in schema, err error) {
 	return in, err
 }
 
-// quoted returns the schema's name in SQL.
 func (s schema) quoted() string { return pgx.Identifier{s.name}.Sanitize() }
 
 // foreign returns the error for an object that a stranger may have made.

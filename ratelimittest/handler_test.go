@@ -53,7 +53,6 @@ func TestHandler(t *testing.T) {
 	})
 }
 
-// away is a database that is unreachable.
 type away struct{}
 
 func (away) Query(context.Context, string, ...any) (pgx.Rows, error) {

@@ -93,7 +93,6 @@ func TestKeysSpread(t *testing.T) {
 	require.InDelta(t, keys/2, moved, keys/2*0.02)
 }
 
-// serverOf returns the index of a key's limiter.
 func serverOf(limiters []*ratelimit.Limiter, key string) int {
 	for i, limiter := range limiters {
 		if limiterOf(limiters, key) == limiter {
