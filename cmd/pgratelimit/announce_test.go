@@ -7,8 +7,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/pgratelimit/ratelimit/internal/forget"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/policytable"
 )
 
 // Every command that gives units to a key tells processes to drop remembered denials of the key. This includes resets
@@ -21,17 +21,17 @@ func TestProcessesAreToldToForget(t *testing.T) {
 	pgtest.Exec(t, db.Pool, `GRANT SELECT ON rate_limit_ephemeral TO pg_monitor;
 		GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA public TO pg_monitor`)
 	conn := pgtest.Connect(t, db)
-	pgtest.Exec(t, conn, "LISTEN "+forget.Channel)
+	pgtest.Exec(t, conn, "LISTEN "+policytable.Channel)
 	told := func(want ...string) {
 		t.Helper()
-		pgtest.Exec(t, db.Pool, "NOTIFY "+forget.Channel+", 'last'")
+		pgtest.Exec(t, db.Pool, "NOTIFY "+policytable.Channel+", 'last'")
 		ctx, cancel := context.WithTimeout(t.Context(), patience)
 		defer cancel()
 		hashes, wanted := map[string]bool{}, map[string]bool{}
 		for {
 			notification, err := conn.WaitForNotification(ctx)
 			require.NoError(t, err)
-			more, ok := forget.Read(notification.Payload)
+			more, ok := policytable.ReadForget(notification.Payload)
 			if !ok {
 				break
 			}
@@ -40,7 +40,7 @@ func TestProcessesAreToldToForget(t *testing.T) {
 			}
 		}
 		for _, key := range want {
-			wanted[forget.Hash("login", key)] = true
+			wanted[policytable.KeyHash("login", key)] = true
 		}
 		require.Equal(t, wanted, hashes)
 	}

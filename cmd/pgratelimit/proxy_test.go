@@ -14,9 +14,9 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
 
-	"github.com/pgratelimit/ratelimit/internal/forget"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/policytable"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/keys"
@@ -230,9 +230,9 @@ func TestCommandsOnAProxy(t *testing.T) {
 
 	require.Equal(t, "reset 1 in rate_limit_ephemeral\n", run("reset", "login", "key 3").done(t))
 	listening := pgtest.Connect(t, p.DB)
-	pgtest.Exec(t, listening, "LISTEN "+forget.Channel)
+	pgtest.Exec(t, listening, "LISTEN "+policytable.Channel)
 	require.Equal(t, "reset 19 in rate_limit_ephemeral\n", run("reset", "login", "--all", "--yes").done(t))
-	pgtest.Exec(t, p.Pool, "SELECT pg_notify($1, 'end')", forget.Channel)
+	pgtest.Exec(t, p.Pool, "SELECT pg_notify($1, 'end')", policytable.Channel)
 	told := 0
 	for note := (*pgconn.Notification)(nil); note == nil || note.Payload != "end"; told++ {
 		var err error

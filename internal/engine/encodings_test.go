@@ -269,7 +269,7 @@ func TestSchemaThatIsNotASCII(t *testing.T) {
 				for call, err := range map[string]error{
 					"Allow": func() error { _, err := limiter.Allow(t.Context(), "key"); return err }(),
 					"Reset": limiter.Reset(t.Context(), "key"),
-					"load":  limitertest.Table(policies).Load(t.Context(), pool, testkit.Amply),
+					"load":  limitertest.Table(policies).ReadChanges(t.Context(), pool, testkit.Amply),
 				} {
 					if client == "UTF8" {
 						require.NoError(t, err, call)

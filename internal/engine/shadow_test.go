@@ -248,7 +248,7 @@ func BenchmarkShadow(b *testing.B) {
 	p, err := ratelimit.NewPolicies(db.Pool, ratelimit.PoliciesConfig{})
 	require.NoError(b, err)
 	pgtest.Exec(b, db.Pool, limitertest.AddPolicy, "shadowed", "", "", "shadow", "sliding 2000000/1h")
-	require.NoError(b, limitertest.Table(p).Load(b.Context(), db.Pool, testkit.Amply))
+	require.NoError(b, limitertest.Table(p).ReadChanges(b.Context(), db.Pool, testkit.Amply))
 	client, err := ratelimit.NewClient(db.Pool, ratelimit.ClientConfig{})
 	require.NoError(b, err)
 	for _, callers := range []int{1, 64} {

@@ -224,7 +224,7 @@ func ofOneBan(err error) bool {
 }
 
 func (t *Table) makeBansAtOnce(ctx context.Context, bans []KeyBan) error {
-	ctx, cancel := context.WithTimeout(ctx, loadTimeout)
+	ctx, cancel := context.WithTimeout(ctx, readTimeout)
 	defer cancel()
 	var names, keys, comments []string
 	var first, longest, forgivenAfter []int64
@@ -235,11 +235,11 @@ func (t *Table) makeBansAtOnce(ctx context.Context, bans []KeyBan) error {
 		forgivenAfter = append(forgivenAfter, b.ban.ForgivenAfter.Microseconds())
 		comments = append(comments, fmt.Sprintf("%d denials within %v", b.ban.Denials, b.ban.Within))
 	}
-	args := []any{names, keys, first, longest, forgivenAfter, comments, (loadTimeout / 2).Milliseconds()}
+	args := []any{names, keys, first, longest, forgivenAfter, comments, (readTimeout / 2).Milliseconds()}
 	err := pg.Query(ctx, t.db, true, pg.Qualify(banStatement, t.config.Schema), args, []any{nil},
 		func() error { return nil })
 	if pg.LockTimeout(err) {
-		return fmt.Errorf("ratelimit: somebody has been changing policies for %v: %w", loadTimeout/2, pg.Cause(err))
+		return fmt.Errorf("ratelimit: somebody has been changing policies for %v: %w", readTimeout/2, pg.Cause(err))
 	}
 	if err == nil {
 		for _, b := range bans {

@@ -42,7 +42,7 @@ func TestProcessesThatDisagree(t *testing.T) {
 				if i == 1 {
 					pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api"+key, "", "", "enforce", newer.String())
 				}
-				require.NoError(t, limitertest.Table(p).Load(t.Context(), db.Pool, testkit.Amply)) // and never again
+				require.NoError(t, limitertest.Table(p).ReadChanges(t.Context(), db.Pool, testkit.Amply)) // and never again
 				limiters[i] = limitertest.New(t, db.Pool, ratelimit.Config{
 					Name: "api" + key, Policy: older, Policies: p,
 				}, ratelimit.ClientConfig{Test: limitertest.Frozen(limitertest.T0)})
@@ -110,7 +110,7 @@ func TestHistoriesInWhichPoliciesChange(t *testing.T) {
 					pgtest.Exec(t, db.Pool, limitertest.AddPolicy, name, key, prefix, "enforce", inForce[target].String())
 				}
 			}
-			require.NoError(t, limitertest.Table(p).Load(t.Context(), db.Pool, testkit.Amply))
+			require.NoError(t, limitertest.Table(p).ReadChanges(t.Context(), db.Pool, testkit.Amply))
 			policy := code
 			for _, target := range []string{"key", "ke", ""} {
 				if row, ok := inForce[target]; ok {

@@ -105,7 +105,7 @@ func TestOtherChangesOfTheSameNumber(t *testing.T) {
 	limitertest.Table(p).PerRow = time.Hour
 	l := limitertest.New(t, old.Pool, ratelimit.Config{Name: "api", Policy: ratelimit.FixedWindow{Limit: 10, Window: time.Hour}, Policies: p})
 	banned := func(db *pgtest.DB) (keys []string) {
-		require.NoError(t, limitertest.Table(p).Load(t.Context(), db.Pool, testkit.Amply))
+		require.NoError(t, limitertest.Table(p).ReadChanges(t.Context(), db.Pool, testkit.Amply))
 		for _, key := range []string{"both", "old", "new", "later"} {
 			result, err := l.Peek(t.Context(), key)
 			require.NoError(t, err)

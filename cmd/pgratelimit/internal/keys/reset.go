@@ -13,8 +13,8 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
-	"github.com/pgratelimit/ratelimit/internal/forget"
 	"github.com/pgratelimit/ratelimit/internal/pg"
+	"github.com/pgratelimit/ratelimit/internal/policytable"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
@@ -124,10 +124,10 @@ func resetKeys(
 func announce(ctx context.Context, tx pgx.Tx, limiter string, keys ...string) error {
 	hashes := map[string]bool{}
 	for _, key := range keys {
-		hashes[forget.Hash(limiter, key)] = true
+		hashes[policytable.KeyHash(limiter, key)] = true
 	}
-	for payload := range forget.Payloads(hashes) {
-		if _, err := tx.Exec(ctx, "SELECT pg_notify($1, $2)", forget.Channel, payload); err != nil {
+	for payload := range policytable.ForgetPayloads(hashes) {
+		if _, err := tx.Exec(ctx, "SELECT pg_notify($1, $2)", policytable.Channel, payload); err != nil {
 			return err
 		}
 	}

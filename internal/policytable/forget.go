@@ -2,16 +2,22 @@ package policytable
 
 import (
 	"context"
+	"hash/fnv"
+	"io"
 	"log/slog"
 	"maps"
 	"slices"
+	"strconv"
+	"strings"
 
-	"github.com/pgratelimit/ratelimit/internal/forget"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
 // Processes that share Policies tell each other which keys had a refund, a grant or a reset. The others then forget
-// their denials of these keys; see package forget.
+// their denials of these keys.
+//
+// A notification contains only hashes of limiters and keys, because any role may listen to it. If two keys have the
+// same hash, the only cost is one more statement.
 //
 // Changes within a caller's transaction are not sent. Postgres serializes the commits of all transactions that notify,
 // and the application's transactions should not wait for that.
@@ -46,7 +52,7 @@ func (t *Table) Given(limiter, key string) {
 		if t.given == nil {
 			t.given = make(map[string]bool)
 		}
-		t.given[forget.Hash(limiter, key)] = true
+		t.given[KeyHash(limiter, key)] = true
 	}
 	t.Mu.Unlock()
 	select {
@@ -68,7 +74,7 @@ func (t *Table) tell(ctx context.Context) {
 		given := t.given
 		t.given = nil
 		t.Mu.Unlock()
-		for payload := range forget.Payloads(given) {
+		for payload := range ForgetPayloads(given) {
 			switch err := t.notify(ctx, payload); {
 			case ctx.Err() != nil:
 				return
@@ -89,11 +95,63 @@ func (t *Table) tell(ctx context.Context) {
 func (t *Table) hear(payloads []string) {
 	all := map[string]bool{}
 	for _, payload := range payloads {
-		if hashes, ok := forget.Read(payload); ok {
+		if hashes, ok := ReadForget(payload); ok {
 			maps.Copy(all, hashes)
 		}
 	}
 	if len(all) > 0 {
-		t.forgetIf(func(limiter, key string) bool { return all[forget.Hash(limiter, key)] })
+		t.forgetIf(func(limiter, key string) bool { return all[KeyHash(limiter, key)] })
+	}
+}
+
+// forgetPrefix begins the notifications about denials to forget.
+const forgetPrefix = "forget "
+
+// maxPayload is the longest notification. Postgres allows 7,999 bytes.
+const maxPayload = 7900
+
+// KeyHash returns the hash of a limiter's key.
+func KeyHash(limiter, key string) string {
+	h := fnv.New32a()
+	_, _ = io.WriteString(h, limiter)
+	_, _ = h.Write([]byte{0})
+	_, _ = io.WriteString(h, key)
+	return strconv.FormatUint(uint64(h.Sum32()), 36)
+}
+
+// ReadForget returns the hashes in a notification. ok is false if the notification has another subject.
+func ReadForget(payload string) (hashes map[string]bool, ok bool) {
+	list, ok := strings.CutPrefix(payload, forgetPrefix)
+	if !ok {
+		return nil, false
+	}
+	hashes = map[string]bool{}
+	for hash := range strings.SplitSeq(list, " ") {
+		hashes[hash] = true
+	}
+	return hashes, true
+}
+
+// ForgetPayloads are the notifications for all hashes.
+func ForgetPayloads(hashes map[string]bool) func(yield func(string) bool) {
+	return func(yield func(string) bool) {
+		var text strings.Builder
+		for hash := range hashes {
+			if text.Len()+1+len(hash) > maxPayload {
+				if !yield(text.String()) {
+					return
+				}
+				text.Reset()
+			}
+			if text.Len() == 0 {
+				text.WriteString(forgetPrefix)
+			} else {
+				text.WriteByte(' ')
+			}
+			text.WriteString(hash)
+		}
+		if text.Len() > 0 {
+			yield(text.String())
+		}
 	}
 }

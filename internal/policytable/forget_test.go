@@ -1,6 +1,7 @@
 package policytable_test
 
 import (
+	"fmt"
 	"testing"
 	"time"
 
@@ -9,6 +10,7 @@ import (
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/policytable"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
@@ -81,4 +83,33 @@ func TestDenialsAreForgottenWhenListeningBegins(t *testing.T) {
 		require.NoError(t, err)
 		return result.Allowed
 	})
+}
+
+// The notifications contain each hash once, and Postgres accepts them.
+func TestForgetPayloads(t *testing.T) {
+	t.Parallel()
+
+	require.NotEqual(t, policytable.KeyHash("a", "bc"), policytable.KeyHash("ab", "c"))
+	hashes := map[string]bool{}
+	for i := range 5000 {
+		hashes[policytable.KeyHash("api", fmt.Sprint(i))] = true
+	}
+	told, n := map[string]bool{}, 0
+	for payload := range policytable.ForgetPayloads(hashes) {
+		n++
+		require.Less(t, len(payload), 8000)
+		read, ok := policytable.ReadForget(payload)
+		require.True(t, ok)
+		for hash := range read {
+			require.False(t, told[hash])
+			told[hash] = true
+		}
+	}
+	require.Equal(t, hashes, told)
+	require.Greater(t, n, 1)
+	_, ok := policytable.ReadForget("policies")
+	require.False(t, ok)
+	for range policytable.ForgetPayloads(nil) {
+		require.Fail(t, "nothing is told of nothing")
+	}
 }
