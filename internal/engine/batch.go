@@ -326,7 +326,7 @@ func (b *Batcher) report(r *Request, err error, probe bool) {
 	if errors.Is(err, pg.ErrPoolExhausted) {
 		b.exhaustedAt.Store(int64(time.Since(b.Begin)))
 	}
-	closed := b.Breaker.Report(r.kind(), err, probe)
+	closed := b.Breaker.Record(r.kind(), err, probe)
 	b.log.note(r, err, closed)
 }
 

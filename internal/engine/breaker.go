@@ -82,25 +82,22 @@ func (b *Breaker) turnAway(requests []*Request) (others []*Request, probe bool) 
 	return others, len(others) > 0
 }
 
-// Report records how a statement for requests of a kind has ended. probe tells whether one of them was a probe. It
-// returns whether the breaker has closed now.
-func (b *Breaker) Report(k kind, err error, probe bool) (closed bool) {
+// Record notes how a statement for requests of a kind has ended, and opens or closes the breaker. probe tells whether
+// one of the requests was a probe. It returns whether the breaker has closed now.
+func (b *Breaker) Record(k kind, err error, probe bool) (closed bool) {
 	if _, ok := errors.AsType[*pg.Error](err); !ok && err != nil {
 		return false // no statement was sent
 	}
 	b.mu.Lock()
-	of := &b.of[k]
-	wasOpen, failed, now := b.IsOpen(k), pg.IsAway(err), b.clock()
+	of, wasOpen := &b.of[k], b.IsOpen(k)
 	switch {
 	case wasOpen && !probe: // it was sent before the breaker opened
-	case !failed:
-		of.failures = 0
-		of.probeAt.Store(0)
-	default:
-		of.failures++
-		if of.failures >= BreakerFailures {
-			of.probeAt.Store(int64(now + BreakerPause))
+	case pg.IsAway(err):
+		if of.failures++; of.failures >= BreakerFailures {
+			b.open(k)
 		}
+	default:
+		b.close(k)
 	}
 	isOpen := b.IsOpen(k)
 	b.mu.Unlock()
@@ -108,4 +105,13 @@ func (b *Breaker) Report(k kind, err error, probe bool) (closed bool) {
 		b.told(BreakerChange{Kind: k.String(), Shard: b.shard, Open: isOpen, Err: err})
 	}
 	return wasOpen && !isOpen
+}
+
+// open opens the breaker for a BreakerPause, or keeps it open for another one. The caller holds b.mu.
+func (b *Breaker) open(k kind) { b.of[k].probeAt.Store(int64(b.clock() + BreakerPause)) }
+
+// close closes the breaker, and forgets the failures. The caller holds b.mu.
+func (b *Breaker) close(k kind) {
+	b.of[k].failures = 0
+	b.of[k].probeAt.Store(0)
 }

@@ -296,20 +296,20 @@ func TestBreakerIgnoresWhatWasSentBeforeItOpened(t *testing.T) {
 		b := &engine.Breaker{Timeout: time.Second, Begin: time.Now()}
 		away := pg.Translate(errors.New("broken"), true)
 		for range engine.BreakerFailures {
-			b.Report(engine.KindDurable, away, false)
+			b.Record(engine.KindDurable, away, false)
 		}
-		b.Report(engine.KindDurable, nil, false)
+		b.Record(engine.KindDurable, nil, false)
 		require.True(t, b.IsOpen(engine.KindDurable))
 		limitertest.Elapse(engine.BreakerPause)
 		_, probe := b.Admit(engine.KindDurable, false)
 		require.True(t, probe)
-		b.Report(engine.KindDurable, away, false)
+		b.Record(engine.KindDurable, away, false)
 		limitertest.Elapse(engine.BreakerPause)
 		_, probe = b.Admit(engine.KindDurable, false)
 		require.False(t, probe, "the first probe is still out")
-		b.Report(engine.KindDurable, engine.GaveUp(context.Canceled), true)
+		b.Record(engine.KindDurable, engine.GaveUp(context.Canceled), true)
 		require.True(t, b.IsOpen(engine.KindDurable), "the probe never came to a statement")
-		b.Report(engine.KindDurable, nil, true)
+		b.Record(engine.KindDurable, nil, true)
 		require.False(t, b.IsOpen(engine.KindDurable))
 	})
 }
@@ -355,7 +355,7 @@ func TestBreakerOpensDuringTheWaitForATurn(t *testing.T) {
 		return waiting == len(calls)
 	})
 	for range engine.BreakerFailures {
-		limitertest.Engine(l).Batcher.Breaker.Report(engine.KindEphemeral, turnedAwayError(), false)
+		limitertest.Engine(l).Batcher.Breaker.Record(engine.KindEphemeral, turnedAwayError(), false)
 	}
 	require.True(t, limitertest.Engine(l).Batcher.Breaker.IsOpen(engine.KindEphemeral))
 	limitertest.Engine(l).Database.Turn.Pass()
@@ -481,7 +481,7 @@ func TestLimiterThatReturnsErrorsAsksWhileTheBreakerIsOpen(t *testing.T) {
 		client := limitertest.NewClient(t, pgtest.Connect(t, pgtest.New(t)), ratelimit.ClientConfig{})
 		l := limitertest.Of(t, client, ratelimit.Config{Name: "test", Policy: limitertest.Hourly})
 		for range engine.BreakerFailures {
-			limitertest.EngineOf(client).Batcher.Breaker.Report(engine.KindEphemeral, turnedAwayError(), false)
+			limitertest.EngineOf(client).Batcher.Breaker.Record(engine.KindEphemeral, turnedAwayError(), false)
 		}
 		require.True(t, limitertest.EngineOf(client).Batcher.Breaker.IsOpen(engine.KindEphemeral))
 		require.Equal(t, ratelimit.SourceDatabase, source(t, l))

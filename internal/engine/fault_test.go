@@ -230,7 +230,7 @@ func TestAllowAllInAnOutage(t *testing.T) {
 			ratelimit.Config{Name: name, Policy: limitertest.Hourly, OnFailure: ratelimit.FailOpen()},
 		)
 		for range engine.BreakerFailures {
-			limitertest.Engine(l).Batcher.Breaker.Report(engine.KindEphemeral, pg.Translate(errors.New("broken"), true), false)
+			limitertest.Engine(l).Batcher.Breaker.Record(engine.KindEphemeral, pg.Translate(errors.New("broken"), true), false)
 		}
 		_, err := ratelimit.AllowAll(t.Context(), l.Request("key", 1))
 		require.ErrorIs(t, err, engine.ErrNotTried)

@@ -211,7 +211,7 @@ func TestFaultsOfTheSetup(t *testing.T) {
 				})
 				// A breaker that an outage has opened closes, so that the fault is seen.
 				for range engine.BreakerFailures {
-					limitertest.Engine(l).Batcher.Breaker.Report(engine.KindEphemeral, turnedAwayError(), false)
+					limitertest.Engine(l).Batcher.Breaker.Record(engine.KindEphemeral, turnedAwayError(), false)
 				}
 				limitertest.Engine(l).Batcher.Breaker.Begin = limitertest.Engine(l).Batcher.Breaker.Begin.Add(-engine.BreakerPause)
 				for range 2 * engine.BreakerFailures {

@@ -535,7 +535,7 @@ func TestQueuesOfShards(t *testing.T) {
 	require.Same(t, first.Batcher.Denials, three.Batcher.Denials)
 	require.Same(t, first.Batcher.Leases, three.Batcher.Leases)
 	for range engine.BreakerFailures {
-		three.Batcher.Breaker.Report(engine.KindEphemeral, turnedAwayError(), false)
+		three.Batcher.Breaker.Record(engine.KindEphemeral, turnedAwayError(), false)
 	}
 	require.False(t, first.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 	r, probe := newRequest(l, keysOf(3, 4, 1)[0], 1), newRequest(l, keysOf(3, 4, 2)[1], 1)
