@@ -428,10 +428,10 @@ $$;
 --
 -- The result is one array, because a result with columns would cost more than the decision. It begins with nine numbers
 -- for each key whose requests were all granted at once, in the order of the keys: the time of the decision, and the
--- row's count, prev_count, window_start, credit, scale, expires_at, since and returned. takenDecision in takes.go
--- computes the remaining units from these numbers. For each other key, fifteen numbers follow: the key's place in keys,
--- what rate_limit_all returns from granted to expires_at, and its taken_spent, taken_since and taken_at. The log of a
--- single key comes last. (The array may have two dimensions. unnest returns the same numbers.)
+-- row's count, prev_count, window_start, credit, scale, expires_at, since and returned. decisionOfTake in
+-- internal/engine computes the remaining units from these numbers. For each other key, fifteen numbers follow: its
+-- place in keys, what rate_limit_all returns from granted to expires_at, and its taken_spent, taken_since and taken_at.
+-- The log of a single key comes last. (The array may have two dimensions. unnest returns the same numbers.)
 --
 -- One statement takes from existing rows and makes missing rows. There is a statement for a single key, and one for
 -- several keys. _rate_limit_left_ephemeral decides less common cases.
@@ -859,7 +859,7 @@ BEGIN
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;
-    s.told_log := CASE WHEN n > 0 THEN log[1:least(n, 64)] END; -- maxDenialEntries in Go is also 64
+    s.told_log := CASE WHEN n > 0 THEN log[1:least(n, 64)] END; -- MaxDenialEntries in Go is also 64
     RETURN s;
 END
 $$;

@@ -93,7 +93,7 @@ BEGIN
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;
-    s.told_log := CASE WHEN n > 0 THEN log[1:least(n, 64)] END; -- maxDenialEntries in Go is also 64
+    s.told_log := CASE WHEN n > 0 THEN log[1:least(n, 64)] END; -- MaxDenialEntries in Go is also 64
     RETURN s;
 END
 $$;

@@ -30,8 +30,8 @@ func (e *Engine) Allow(ctx context.Context, a *Ask, o *Outcome) error {
 		if e.Leases.spend(a.Space, a.Policy, a.Key, a.Cost, o) {
 			return nil
 		}
-		if back := e.Leases.release(a.Space, a.Key); back != nil {
-			go e.startGiving(back)()
+		if back := e.Leases.endLease(a.Space, a.Key); back != nil {
+			go e.sendBack(back)()
 		}
 	}
 	if a.Cost > 0 && a.Space.Remember && len(a.Policy.Rules) == 1 && e.Denials != nil {

@@ -103,7 +103,7 @@ func (h *heldKeys) longHeld(r *Request) (row heldRow, long bool) {
 	return row, ok && row.seen.Sub(row.since) >= h.Patience()/2
 }
 
-// find returns the row of the first key of a request that is surely held. The caller holds h.mu.
+// find returns the row of the first key of a request that is surely held. The caller holds h.Mu.
 func (h *heldKeys) find(r *Request) (row heldRow, ok bool) {
 	if len(h.Rows) == 0 || r.Looks() {
 		return heldRow{}, false

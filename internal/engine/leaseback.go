@@ -1,10 +1,8 @@
 package engine
 
 import (
-	"cmp"
 	"maps"
 	"slices"
-	"sync"
 	"time"
 
 	"github.com/pgratelimit/ratelimit/internal/model"
@@ -25,65 +23,6 @@ func (r *rest) takes() []model.Take {
 		takes[i].Ended = r.ended
 	}
 	return takes
-}
-
-// GivenBack is the units of a lease that were given back after they had been spent, so that nobody gives one back
-// twice. Adjacent units are one range. So it takes 16 bytes for each gap, and little if all is given back.
-type GivenBack struct {
-	mu     sync.Mutex
-	Ranges []unitRange // ascending, with gaps between them
-}
-
-// unitRange is the units from From to before To.
-type unitRange struct{ From, To int64 }
-
-// Leftover returns how many of so many units, from first on, are left to give back. The last of them are given back
-// first.
-func (g *GivenBack) Leftover(first, units int64) int64 {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	return g.left(first, units)
-}
-
-// left is Leftover. The caller holds g.mu.
-func (g *GivenBack) left(first, units int64) int64 {
-	if i := g.find(first + units); i < len(g.Ranges) && g.Ranges[i].From < first+units {
-		return max(g.Ranges[i].From-first, 0)
-	}
-	return units
-}
-
-// find returns the index of the first range that ends at a unit or later. The caller holds g.mu.
-func (g *GivenBack) find(unit int64) int {
-	i, _ := slices.BinarySearchFunc(g.Ranges, unit, func(r unitRange, unit int64) int {
-		return cmp.Compare(r.To, unit)
-	})
-	return i
-}
-
-// Swap changes how many of the units from first on are left, if there are still as many as was. It tells whether it
-// did.
-func (g *GivenBack) Swap(first, units, was, left int64) bool {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	if g.left(first, units) != was {
-		return false
-	}
-	from, to := first+min(was, left), first+max(was, left)
-	i := g.find(from)
-	if left > was { // the refund has failed, so these units leave their range
-		r := g.Ranges[i]
-		rests := []unitRange{{r.From, from}, {to, r.To}}
-		rests = slices.DeleteFunc(rests, func(r unitRange) bool { return r.From == r.To })
-		g.Ranges = slices.Replace(g.Ranges, i, i+1, rests...)
-		return true
-	}
-	merged, end := unitRange{from, to}, i
-	for ; end < len(g.Ranges) && g.Ranges[end].From <= to; end++ {
-		merged = unitRange{min(merged.From, g.Ranges[end].From), max(merged.To, g.Ranges[end].To)}
-	}
-	g.Ranges = slices.Replace(g.Ranges, i, end, merged)
-	return true
 }
 
 // giving is units of leases on their way back.
@@ -120,9 +59,9 @@ func (ls *Leases) onTheirWay() []*giving {
 	return slices.Collect(maps.Keys(ls.returning))
 }
 
-// release ends the lease of a key of which too little is left, so that this goes back before the call asks. It returns
+// endLease ends the lease of a key of which too little is left, so that this goes back before the call asks. It returns
 // nil if nothing is left.
-func (ls *Leases) release(space *Space, key string) *giving {
+func (ls *Leases) endLease(space *Space, key string) *giving {
 	s := ls.stripe(key)
 	if s == nil {
 		return nil
@@ -243,11 +182,11 @@ func (ls *Leases) collect(which func(*Lease) (lapse, forget bool)) *giving {
 }
 
 // giveBack gives back what is left of leases, and waits until that has ended.
-func (e *Engine) giveBack(back *giving) { e.startGiving(back)() }
+func (e *Engine) giveBack(back *giving) { e.sendBack(back)() }
 
-// startGiving puts what is to be given back into the queue, before what comes later. It returns a function that waits
+// sendBack puts what is to be given back into the queue, before what comes later. It returns a function that waits
 // until that has ended.
-func (e *Engine) startGiving(back *giving) (wait func()) {
+func (e *Engine) sendBack(back *giving) (wait func()) {
 	requests := make([]*Request, len(back.rests))
 	for i, left := range back.rests {
 		r := e.Requests.Get(left.space, left.receipt.Policy)

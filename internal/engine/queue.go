@@ -103,13 +103,13 @@ func (q *Queue) Submit(ctx context.Context, r *Request) error {
 // would cost a lone call 8 to 11 % of its time, and 20 % of the CPU time in this process. A caller that leaves must
 // then wait for its statement, up to Grace. Where even a few call at once, they better leave together. Callers who take
 // from leases send few statements because they are busy, so they leave together too: when they sent their own, 16
-// processes of 2 callers made a third as many decisions. The caller holds q.mu.
+// processes of 2 callers made a third as many decisions. The caller holds q.Mu.
 func (q *Queue) IsAlone(r *Request) bool {
 	return q.InFlight == 0 && q.Waiting == 1 && q.lonely >= AloneAfter && q.flights[r.kind()].prompt &&
 		!r.Probe && r.Space.Lease == nil
 }
 
-// goAlone sends the only request that waits, in its caller's goroutine. The caller holds q.mu, and goAlone releases it.
+// goAlone sends the only request that waits, in its caller's goroutine. The caller holds q.Mu, and goAlone releases it.
 func (q *Queue) goAlone(ctx context.Context) {
 	q.InFlight++
 	d := q.Board()
@@ -178,7 +178,7 @@ func (q *Queue) takeTurn(ctx context.Context, r *Request) error {
 	return err
 }
 
-// Push puts a request into its group. The caller holds q.mu.
+// Push puts a request into its group. The caller holds q.Mu.
 func (q *Queue) Push(r *Request) {
 	l := q.groupOf(r)
 	l.requests = append(l.requests, r)
@@ -199,7 +199,7 @@ func (q *Queue) PushBack(requests []*Request) {
 	q.leaveSoon(requests[0].kind())
 }
 
-// leaveSoon sends a statement for requests of a kind that have just come, now or after a while. The caller holds q.mu,
+// leaveSoon sends a statement for requests of a kind that have just come, now or after a while. The caller holds q.Mu,
 // and leaveSoon releases it.
 func (q *Queue) leaveSoon(k kind) {
 	leave := q.MayLeave(k)
@@ -215,7 +215,7 @@ func (q *Queue) leaveSoon(k kind) {
 	}
 }
 
-// groupOf returns the group of a request, and makes it if it is missing. The caller holds q.mu.
+// groupOf returns the group of a request, and makes it if it is missing. The caller holds q.Mu.
 func (q *Queue) groupOf(r *Request) *group {
 	s, looks, kind := q.groupsOf(r.Space), r.Looks(), r.kind()
 	for i := range s.groups {
@@ -227,7 +227,7 @@ func (q *Queue) groupOf(r *Request) *group {
 	return &s.groups[len(s.groups)-1]
 }
 
-// groupsOf returns the groups of a limiter. A limiter without groups gets a turn. The caller holds q.mu.
+// groupsOf returns the groups of a limiter. A limiter without groups gets a turn. The caller holds q.Mu.
 func (q *Queue) groupsOf(space *Space) *limiterGroups {
 	s := q.ByLimiter[space]
 	if s != nil {
@@ -242,7 +242,7 @@ func (q *Queue) groupsOf(space *Space) *limiterGroups {
 	return s
 }
 
-// MayLeave tells whether a statement may leave for a request of a kind that has just come. The caller holds q.mu.
+// MayLeave tells whether a statement may leave for a request of a kind that has just come. The caller holds q.Mu.
 func (q *Queue) MayLeave(k kind) bool {
 	many := min(Enough*max(q.perKey, 1), q.MaxBatch)
 	return q.InFlight == 0 || q.InFlight < q.MaxInFlight && q.hasPlace(k) &&
@@ -251,7 +251,7 @@ func (q *Queue) MayLeave(k kind) bool {
 
 // hasPlace tells whether another statement of a kind may leave if any may. A slow kind leaves a place to the others,
 // which would otherwise wait for its statements, up to a Timeout each. While somebody had locked the durable table,
-// ephemeral limits decided 1,000 times a second, and not at all without this. The caller holds q.mu.
+// ephemeral limits decided 1,000 times a second, and not at all without this. The caller holds q.Mu.
 func (q *Queue) hasPlace(k kind) bool {
 	f := q.flights[k]
 	if f.n == 0 || !f.slow || int(f.n) < q.MaxInFlight-1 {
@@ -266,7 +266,7 @@ func (q *Queue) hasPlace(k kind) bool {
 }
 
 // allSlow tells whether all statements in flight are of slow kinds. One that is about to leave, or has just come back,
-// is not slow: it will take the waiting requests along. The caller holds q.mu.
+// is not slow: it will take the waiting requests along. The caller holds q.Mu.
 func (q *Queue) allSlow() bool {
 	slow := 0
 	for _, f := range q.flights {
@@ -277,7 +277,7 @@ func (q *Queue) allSlow() bool {
 	return slow == q.InFlight
 }
 
-// Departs records that a statement was sent. The caller holds q.mu.
+// Departs records that a statement was sent. The caller holds q.Mu.
 func (q *Queue) Departs(k kind) {
 	f := &q.flights[k]
 	q.leftAt = time.Since(q.Batcher.Begin)
@@ -288,7 +288,7 @@ func (q *Queue) Departs(k kind) {
 	f.seen = true
 }
 
-// Lands records that a statement has come back, and how long it took. The caller holds q.mu.
+// Lands records that a statement has come back, and how long it took. The caller holds q.Mu.
 func (q *Queue) Lands(k kind, took time.Duration) {
 	f := &q.flights[k]
 	f.n--
@@ -300,10 +300,10 @@ func (q *Queue) Lands(k kind, took time.Duration) {
 }
 
 // isSlow tells whether a statement has taken unusually long, compared with the fastest ones of this database. The
-// caller holds q.mu.
+// caller holds q.Mu.
 func (q *Queue) isSlow(took time.Duration) bool { return took > TooLong && took > 4*q.fastest }
 
-// noteDuration keeps track of how long the fastest statements take. The caller holds q.mu.
+// noteDuration keeps track of how long the fastest statements take. The caller holds q.Mu.
 func (q *Queue) noteDuration(d time.Duration) {
 	if q.fastest == 0 || d < q.fastest {
 		q.fastest = d
@@ -357,7 +357,7 @@ func (q *Queue) run() {
 	}
 }
 
-// Board takes the requests that leave next from their groups. It returns nil if there are none. The caller holds q.mu.
+// Board takes the requests that leave next from their groups. It returns nil if there are none. The caller holds q.Mu.
 func (q *Queue) Board() *Departure {
 	requests := q.NextBatch(nil)
 	if len(requests) == 0 {
@@ -390,7 +390,7 @@ func (q *Queue) reroute(held, lost []*Request) {
 	q.PushBack(lost)
 }
 
-// rest records that a goroutine that sends statements ends. The caller holds q.mu.
+// rest records that a goroutine that sends statements ends. The caller holds q.Mu.
 func (q *Queue) rest() {
 	q.InFlight--
 	if len(q.Turns) == 0 && cap(q.Turns) > 64 { // frees the memory that a burst needed
@@ -399,7 +399,7 @@ func (q *Queue) rest() {
 }
 
 // NextBatch moves the requests that leave next from their groups to batch. They are the group whose turn it is, or many
-// small groups. The caller holds q.mu.
+// small groups. The caller holds q.Mu.
 func (q *Queue) NextBatch(batch []*Request) []*Request {
 	turn, i, found := q.nextGroup()
 	if !found {
@@ -432,7 +432,7 @@ func (q *Queue) NextBatch(batch []*Request) []*Request {
 }
 
 // nextGroup finds the group whose turn it is, the i-th group of q.Turns[turn]. Kinds without a place miss their turn.
-// The caller holds q.mu.
+// The caller holds q.Mu.
 func (q *Queue) nextGroup() (turn, i int, found bool) {
 	for turn, s := range q.Turns {
 		for i := range s.groups {
@@ -444,7 +444,7 @@ func (q *Queue) nextGroup() (turn, i int, found bool) {
 	return 0, 0, false
 }
 
-// smallGroups counts the small groups that may leave with lead. The caller holds q.mu.
+// smallGroups counts the small groups that may leave with lead. The caller holds q.Mu.
 func (q *Queue) smallGroups(lead *group) (n int) {
 	for _, s := range q.Turns {
 		for i := range s.groups {
@@ -468,7 +468,7 @@ func (l *group) leavesWith(lead *group) bool {
 }
 
 // depart moves up to MaxBatch requests of a limiter's i-th group to batch. If any are left, the group goes behind the
-// limiter's others. The caller holds q.mu.
+// limiter's others. The caller holds q.Mu.
 func (q *Queue) depart(batch []*Request, s *limiterGroups, i int) []*Request {
 	g := s.groups[i]
 	n := min(len(g.requests), q.MaxBatch)
@@ -483,7 +483,7 @@ func (q *Queue) depart(batch []*Request, s *limiterGroups, i int) []*Request {
 }
 
 // rotate puts the limiters that were served behind the others, and removes those without groups. The others keep their
-// order. The caller holds q.mu.
+// order. The caller holds q.Mu.
 func (q *Queue) rotate(served map[*limiterGroups]bool) {
 	var again []*limiterGroups
 	stay := 0
