@@ -58,6 +58,10 @@ func TestEveryAlgorithmIsComplete(t *testing.T) {
 		require.Contains(t, read("sql/"+a.File+".sql"), "CREATE FUNCTION "+a.Function+"(")
 		require.Contains(t, read("sql/all.sql"), fmt.Sprintf("WHEN %d THEN _rate_limit_", a.Code))
 		require.Contains(t, read("sql/policy.sql"), "words[1] = '"+a.Word+"'")
+		require.Contains(t, read("sql/policy.sql"), `"`+a.Example+`"`)
+		require.Contains(t, read("sql/install.sql"), `\ir `+a.File+".sql\n")
+		require.Contains(t, read("sql/access.sql"), "'"+a.Function+"'")
+		require.Contains(t, read("sql/allow.sql"), a.Example)
 
 		// The algorithm has a function in the database.
 		arguments := ""

@@ -91,9 +91,10 @@ func policyOf(n algorithm.Numbers) single {
 		return TokenBucket{n.Limit, n.Refill, n.Span}
 	case algorithm.SlidingLog:
 		return SlidingLog{n.Limit, n.Span}
-	default:
+	case algorithm.CalendarWindow:
 		return calendarOf(n)
 	}
+	return nil // TestEveryAlgorithmIsComplete fails then
 }
 
 const maxPolicies = algorithm.MaxPolicies

@@ -57,7 +57,8 @@ func Of(n algorithm.Numbers) Rules {
 		return TokenBucket{n.Limit, n.Refill, n.Span}
 	case algorithm.SlidingLog:
 		return SlidingLog{n.Limit, n.Span}
-	default:
+	case algorithm.CalendarWindow:
 		return CalendarWindow{n.Limit, n.Span, n.Zone}
 	}
+	return nil
 }
