@@ -69,13 +69,16 @@ type outcome struct {
 	stdout, stderr string
 }
 
-// invoke runs the command in a new process, with pipes.
+// invoke runs the command in this process, because starting a process takes longer than most commands.
 func invoke(t *testing.T, databaseURL string, args ...string) outcome {
 	t.Helper()
-	return invokeWith(t, nil, databaseURL, args...)
+	var stdout, stderr bytes.Buffer
+	code := run(t.Context(), append([]string{"--database-url=" + databaseURL}, args...),
+		&cli.App{Stdin: strings.NewReader(""), Stdout: &stdout, Stderr: &stderr})
+	return outcome{code, stdout.String(), stderr.String()}
 }
 
-// invokeWith runs the command like invoke, with additional environment variables.
+// invokeWith runs the command in a new process, with pipes and with additional environment variables.
 func invokeWith(t *testing.T, environment []string, databaseURL string, args ...string) outcome {
 	t.Helper()
 	cmd := command(t, databaseURL, args...)
