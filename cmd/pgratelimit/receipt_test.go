@@ -96,7 +96,7 @@ func TestReceiptStaysIfTheDatabaseRefuses(t *testing.T) {
 	require.NoError(t, err)
 	_, err = tx.Exec(t.Context(), "SELECT FROM rate_limit_ephemeral FOR UPDATE")
 	require.NoError(t, err)
-	invoke(t, db.URL, "refund", file, "--timeout", "200ms").complains(t, exitFailed, "the row of the key is held")
+	invoke(t, db.URL, "refund", file, "--timeout", "2s").complains(t, exitFailed, "the row of the key is held")
 	stays()
 	require.NoError(t, tx.Rollback(t.Context()))
 	invoke(t, urlWith(t, db, "default_transaction_read_only=on&host=/nowhere"), "refund", file).complains(t, exitFailed)

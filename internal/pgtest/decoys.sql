@@ -5,6 +5,8 @@
 --   decoys.names   the words before a parenthesis in the text; those that name functions of pg_catalog are overloaded
 --   decoys.text    the text; the operators of pg_catalog in it are overloaded
 --   decoys.types   the argument types; arrays of the limiter's row types are added
+--   decoys.mixed   the types of which each is combined with each; two arguments of other types are of the same type, or an
+--                  array and its element
 --   decoys.schema  the schema for the decoys
 --   decoys.ours    the schema of the limiter's functions, which are overloaded too; '' if there is none
 SET LOCAL search_path = pg_catalog;
@@ -16,6 +18,7 @@ DECLARE
     schema CONSTANT text := current_setting('decoys.schema');
     ours CONSTANT text := current_setting('decoys.ours');
     types text[] := string_to_array(current_setting('decoys.types'), ' ');
+    mixed text[] := string_to_array(current_setting('decoys.mixed'), ' ');
     made text[] := '{}'; -- CREATE statements; running them one by one would make each repeat all catalog look-ups
     number integer := 0;
     called text[];  -- names of functions in pg_catalog
@@ -23,6 +26,7 @@ DECLARE
     decoy record;
 BEGIN
     types := ARRAY(SELECT t::regtype::text FROM unnest(types) AS t); -- the types' names as Postgres prints them
+    mixed := ARRAY(SELECT t::regtype::text FROM unnest(mixed) AS t);
     SELECT types || coalesce(array_agg(c.oid::regtype::text) || array_agg(c.oid::regtype::text || '[]'), '{}')
     INTO types
     FROM pg_type AS c
@@ -42,7 +46,7 @@ BEGIN
         UNION
         SELECT name, format('(%s, %s)', a, b)
         FROM unnest(called) AS name, unnest(types) AS a, unnest(types) AS b
-        WHERE EXISTS (SELECT FROM pg_proc AS p WHERE p.proname = name AND p.pronamespace = 'pg_catalog'::regnamespace AND (p.pronargs = 2 OR p.provariadic <> 0))
+        WHERE (b IN (a, a || '[]') OR a = b || '[]' OR a = ANY (mixed) AND b = ANY (mixed)) AND EXISTS (SELECT FROM pg_proc AS p WHERE p.proname = name AND p.pronamespace = 'pg_catalog'::regnamespace AND (p.pronargs = 2 OR p.provariadic <> 0))
         UNION
         -- Overload functions of any number of arguments.
         SELECT p.proname, format('(%sVARIADIC %s[])', CASE WHEN p.pronargs = 2 THEN 'text, ' ELSE '' END, a)
@@ -80,6 +84,7 @@ BEGIN
 
     FOR decoy IN
         SELECT format('%s, %s', a, b) AS arguments, a, b FROM unnest(types) AS a, unnest(types) AS b
+        WHERE b IN (a, a || '[]') OR a = b || '[]' OR a = ANY (mixed) AND b = ANY (mixed)
         UNION ALL
         SELECT a, NULL, a FROM unnest(types) AS a
     LOOP
