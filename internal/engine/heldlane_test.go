@@ -245,7 +245,7 @@ func TestRowsThatWereHeldAreNotHeldForLong(t *testing.T) {
 		require.NotErrorIs(t, held.NoTime(r), ratelimit.ErrKeyHeld)
 		held.Found(r, []int64{1})
 		require.ErrorIs(t, held.NoTime(r), ratelimit.ErrKeyHeld)
-		for _, cause := range []string{"transaction that goes on", "overloaded server"} { // nobody can tell which of them it is
+		for _, cause := range []string{"transaction that stays open", "overloaded server"} { // nobody can tell which of them it is
 			require.ErrorContains(t, held.NoTime(r), cause)
 		}
 	})
