@@ -73,8 +73,10 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"internal/policytable/bans.go: count", "internal/policytable/bans.go: newstrikes",
 		// the database's clock is read once, then the time since that is added; the time since the last read of
 		// policies
+		"internal/policytable/changes.go: apply", "internal/policytable/changes.go: readchanges",
+		"internal/policytable/changes.go: readsince",
 		"internal/policytable/table.go: now", "internal/policytable/table.go: status",
-		"internal/policytable/watch.go: listen", "internal/policytable/watch.go: load", "internal/policytable/watch.go: loadsince",
+		"internal/policytable/watch.go: listen",
 		"internal/policytable/watch.go: poll", "internal/policytable/watch.go: run",
 		// the time left until the retry
 		"internal/waitline/waitline.go: refuse", "internal/waitline/waitline.go: settle", "internal/waitline/waitline.go: sleep",
