@@ -183,7 +183,7 @@ func TestResetAllByARoleThatMayNotDelete(t *testing.T) {
 	require.NoError(t, holder.Rollback(t.Context()))
 	o, err := reset()
 	require.NoError(t, err)
-	require.Equal(t, "reset 2500 in rate_limit_ephemeral\n", o.done(t))
+	require.Equal(t, "reset 2500 in rate_limit_ephemeral\n", o.afterWaiting().done(t))
 }
 
 // A limiter with several policies has a row for each policy.

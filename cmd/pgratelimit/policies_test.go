@@ -369,10 +369,10 @@ func TestOperatorsTakeTurns(t *testing.T) {
 	require.NoError(t, other.Commit(t.Context()))
 	o, err := set()
 	require.NoError(t, err)
-	require.Len(t, decode[policies.PolicyChange](t, o).Removed, 1)
+	require.Len(t, decode[policies.PolicyChange](t, o.afterWaiting()).Removed, 1)
 	o, err = lower()
 	require.NoError(t, err)
-	o.complains(t, exitFailed, "lowers the limit")
+	o.afterWaiting().complains(t, exitFailed, "lowers the limit")
 	require.Equal(t, []string{"in force enforce sliding 200/1m"}, gets(t, db.URL, "a"))
 }
 
