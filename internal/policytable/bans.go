@@ -21,33 +21,33 @@ import (
 
 // BanTerms say when a key is banned, and for how long.
 type BanTerms struct {
-	Denials                       int           // how many
-	Within                        time.Duration // since the first of them
+	Denials                       int           // the number of denials that lead to a ban
+	Within                        time.Duration // the time since the first of them
 	First, Longest, ForgivenAfter time.Duration
 }
 
 // These limit how much is counted and banned at once.
 const (
 	strikeShards = 16
-	MaxStrikes   = 65536 // keys
-	// MaxBans is how many keys one statement bans. Such a statement delays other writers by 50 ms.
+	MaxStrikes   = 65536 // the most keys whose denials are counted
+	// MaxBans is the most keys that one statement bans. Such a statement delays other writers by 50 ms.
 	MaxBans = 100
 )
 
-// Strikes counts denials.
+// Strikes counts the denials of a limiter's keys.
 type Strikes struct {
-	name   string // of the limiter
+	name   string // the limiter's name
 	ban    BanTerms
 	seed   maphash.Seed
 	Begin  time.Time
-	listed atomic.Bool // Table.bans has it
+	listed atomic.Bool // whether Table.bans has these Strikes
 	Shards [strikeShards]struct {
 		Mu   sync.Mutex
 		Keys map[string]strike
 	}
 }
 
-// strike counts a key's denials, and has the time of the first.
+// strike has the number of a key's denials, and the time of the first one.
 type strike struct {
 	N     int
 	since time.Duration
@@ -58,7 +58,7 @@ func NewStrikes(name string, ban BanTerms) *Strikes {
 	return &Strikes{name: name, ban: ban, seed: maphash.MakeSeed(), Begin: time.Now()}
 }
 
-// Count counts a denial, and tells whether the key is to be banned. It stays so until the key is banned.
+// Count counts a denial, and returns whether the key is to be banned. It returns true until Banned is called.
 func (s *Strikes) Count(key string) bool {
 	now := time.Since(s.Begin)
 	shard := &s.Shards[maphash.String(s.seed, key)%strikeShards]
@@ -83,8 +83,8 @@ func (s *Strikes) Count(key string) bool {
 	return k.N >= s.ban.Denials
 }
 
-// makeRoom drops one of a few keys: one whose period is over, or the one with the fewest denials. So many keys with one
-// denial each cannot drop a key that is denied again and again.
+// makeRoom drops one of up to eight keys: a key whose period is over, or the key with the fewest denials. So many keys
+// with one denial each cannot drop a key that is denied again and again.
 func (s *Strikes) makeRoom(keys map[string]strike, now time.Duration) {
 	least, fewest := "", math.MaxInt
 	seen := 0
@@ -102,7 +102,7 @@ func (s *Strikes) makeRoom(keys map[string]strike, now time.Duration) {
 	delete(keys, least)
 }
 
-// due lists the keys to ban.
+// due appends the keys to ban to bans.
 func (s *Strikes) due(bans []KeyBan) []KeyBan {
 	for i := range s.Shards {
 		shard := &s.Shards[i]
@@ -125,7 +125,7 @@ func (s *Strikes) Banned(key string) {
 	delete(shard.Keys, key)
 }
 
-// List makes Run look for keys to ban.
+// List makes Run look for keys to ban in s.
 func (t *Table) List(s *Strikes) {
 	if s.listed.Swap(true) {
 		return
@@ -142,22 +142,22 @@ func (t *Table) List(s *Strikes) {
 	}
 }
 
-// KeyBan is a ban to make. over is the number of denials since it became due.
+// KeyBan is a ban to make. over is the number of denials after the ban became due.
 type KeyBan struct {
 	*Strikes
 	Key  string
 	over int
 }
 
-// NextBans returns the bans to make now. The keys with the most denials since then come first, so a key that keeps
-// asking is banned soon, even among many others.
+// NextBans returns the bans to make now. The keys with the most denials after their ban became due come first. So a key
+// that keeps asking is banned soon, even among many other keys.
 func (t *Table) NextBans() (bans []KeyBan) {
 	t.Mu.Lock()
 	all := t.bans
 	t.bans = nil
 	t.Mu.Unlock()
 	for s := range all {
-		s.listed.Store(false) // cleared before the look, so that a later key sets it again
+		s.listed.Store(false) // cleared before due reads the keys, so that a later key sets it again
 		bans = s.due(bans)
 	}
 	slices.SortFunc(bans, func(a, b KeyBan) int { return cmp.Compare(b.over, a.over) })
@@ -199,8 +199,8 @@ func (t *Table) ban(ctx context.Context) {
 	}
 }
 
-// makeBans makes bans in one statement. If the database refuses one of them, each is made by its own statement. A
-// refused one is dropped, so that it does not prevent the others.
+// makeBans makes all bans in one statement. If the database refuses one ban, each ban gets its own statement. A refused
+// ban is dropped, so that it does not prevent other bans.
 func (t *Table) makeBans(ctx context.Context, bans []KeyBan) error {
 	err := t.makeBansAtOnce(ctx, bans)
 	if !ofOneBan(err) {
@@ -217,7 +217,7 @@ func (t *Table) makeBans(ctx context.Context, bans []KeyBan) error {
 	return errors.Join(errs...)
 }
 
-// ofOneBan tells whether the database refused one particular ban, rather than the function.
+// ofOneBan returns whether the database refused one particular ban, and not the function.
 func ofOneBan(err error) bool {
 	refused, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && !pg.IsAway(err) && !pg.LockTimeout(err) && !strings.HasPrefix(refused.Code, "42")

@@ -16,10 +16,10 @@ import (
 const (
 	// readTimeout limits one query. Reading a million rows takes two seconds.
 	readTimeout = 20 * time.Second
-	// againPerRow is the pause between two full reads, for each row. It means at most 200 rows a second and process, so
-	// that a hundred processes do not overload Postgres.
+	// againPerRow times the number of rows is the pause between two full reads. So a process reads at most 200 rows a
+	// second, and a hundred processes do not overload Postgres.
 	againPerRow = 5 * time.Millisecond
-	// sweepPeriod is how often ended rows are dropped.
+	// sweepPeriod is how often Run drops rows that have ended.
 	sweepPeriod = time.Minute
 	// maxPolicyText is longer than any policy that the database accepts.
 	maxPolicyText = 4096
@@ -45,7 +45,7 @@ func (t *Table) ReadChanges(ctx context.Context, db pg.DB, timeout time.Duration
 	due := now.Sub(t.CompleteAt) > max(listenPeriod, time.Duration(rows)*t.PerRow) ||
 		t.status.NoRoom > 0 && t.Book.Len() < t.config.MaxRows
 	if due {
-		t.CompleteAt = now // set after errors too, or connections that die soon would only ever read all rows
+		t.CompleteAt = now // also set after errors: otherwise a connection that dies soon would never read changes
 	}
 	t.Mu.Unlock()
 	if !due {
@@ -71,7 +71,7 @@ func (t *Table) readSince(ctx context.Context, db pg.DB, known *int64, knownAt i
 
 // apply puts an answer in force. asked is when the question was sent.
 func (t *Table) apply(ctx context.Context, a *policyAnswer, asked time.Time) {
-	// The clock was read before the answer arrived, so it is late, and no ban ends early.
+	// The database read the clock before the answer arrived. So the stored clock is late, and no ban ends early.
 	t.Clock.Store(&DatabaseClock{Micros: a.clock, At: time.Now()})
 	changed := a.removed
 	told := make(map[int64]bool, len(a.rules))
@@ -98,10 +98,10 @@ func (t *Table) apply(ctx context.Context, a *policyAnswer, asked time.Time) {
 	noRoom := t.Book.Update(a.rules, a.removed, a.complete, t.config.MaxRows)
 
 	t.Mu.Lock()
-	t.Version = new(a.version) // a copy, or the whole answer would stay in memory
+	t.Version = new(a.version) // a copy, because a pointer into the answer would keep the answer in memory
 	t.versionAt, t.asked = a.changed, asked
 	for _, id := range changed {
-		delete(t.Shadows, id) // they counted for another policy
+		delete(t.Shadows, id) // these counts are of another policy
 	}
 	before, logged := t.status, map[int64]bool(nil)
 	if a.complete {
@@ -118,7 +118,7 @@ func (t *Table) apply(ctx context.Context, a *policyAnswer, asked time.Time) {
 		t.unreadable[id] = true
 	}
 	t.status.Unreadable = len(t.unreadable)
-	t.status.NoRoom = max(t.status.NoRoom, noRoom) // the next full read corrects it
+	t.status.NoRoom = max(t.status.NoRoom, noRoom) // the next full read corrects the number
 	after := t.status
 	t.Mu.Unlock()
 
@@ -134,10 +134,10 @@ func (t *Table) apply(ctx context.Context, a *policyAnswer, asked time.Time) {
 	}
 }
 
-// note stores whether the database could be queried, and logs a change.
+// note stores whether the query worked, and logs when that changes.
 func (t *Table) note(ctx context.Context, err error) {
 	if err != nil && ctx.Err() != nil && errors.Is(err, context.Canceled) {
-		return // Run ends
+		return // Run is ending
 	}
 	t.Mu.Lock()
 	before := t.status.Err
@@ -168,7 +168,7 @@ type policyAnswer struct {
 	complete                bool
 	rules                   []*Row
 	removed                 []int64
-	unreadable              map[int64]error // by the id
+	unreadable              map[int64]error // by the row's ID
 }
 
 func (t *Table) ask(ctx context.Context, db pg.DB, known *int64, knownAt int64) (*policyAnswer, error) {
@@ -196,7 +196,7 @@ func (t *Table) ask(ctx context.Context, db pg.DB, known *int64, knownAt int64) 
 			return nil
 		}
 		if same, ok := names[name]; ok {
-			name = same // otherwise each row would keep its own copy of the name
+			name = same // otherwise each row would keep a copy of the name
 		}
 		names[name] = name
 		r := &Row{
@@ -226,19 +226,19 @@ func (t *Table) ask(ctx context.Context, db pg.DB, known *int64, knownAt int64) 
 			a.rules = append(a.rules, r)
 			return nil
 		}
-		a.removed = append(a.removed, id) // its old content no longer holds
+		a.removed = append(a.removed, id) // the earlier content of this row no longer counts
 		return nil
 	})
 	return a, pg.ExplainVersion(ctx, db, t.config.Schema, err)
 }
 
-// nameAndText are the same for rows that share a policy.
+// nameAndText is equal for rows that share a policy.
 type nameAndText struct {
 	name, text string
 	shadow     bool
 }
 
-// readPolicy parses a row's policy.
+// readPolicy parses the policy of a row.
 func (t *Table) readPolicy(r *Row, text string, read map[nameAndText]*model.Policy) (*model.Policy, error) {
 	switch r.Value.Mode {
 	case ModeOff, modeDeny:

@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// While one process knows of a change and another one does not, a key is admitted what the larger limit admits, in
-// all, whoever asks when. Their clock stands still, so nothing flows back.
+// While only one of two processes knows of a change, both together admit at most what the larger limit admits. The
+// clock stands still, so no window or bucket gets room again.
 func TestProcessesThatDisagree(t *testing.T) {
 	t.Parallel()
 
@@ -56,15 +56,15 @@ func TestProcessesThatDisagree(t *testing.T) {
 				}
 			})
 			require.LessOrEqual(t, admitted.Load(), int64(25), key)
-			if name != "bucket" { // which a smaller capacity empties
+			if name != "bucket" { // a smaller capacity empties a bucket
 				require.EqualValues(t, 25, admitted.Load(), key)
 			}
 		}
 	}
 }
 
-// Policies change in the middle of a history, by rows for the key, its prefix and everybody. At each step the limiter
-// decides as one of the same rows does that is given the policy in force by With.
+// Policies change in the middle of a history, by rows for the key, for its prefix and for all keys. At each step the
+// limiter decides like a second limiter on the same rows, which gets the policy in force by With.
 func TestHistoriesInWhichPoliciesChange(t *testing.T) {
 	t.Parallel()
 
@@ -127,8 +127,8 @@ func TestHistoriesInWhichPoliciesChange(t *testing.T) {
 	}
 }
 
-// Those who wait hear of another policy, and a policy that is lowered below what one of them asks for is not the fault
-// of the others.
+// Callers of Wait hear of another policy. If a policy is lowered below the cost of one caller, the other callers still
+// wait successfully.
 func TestWaitersHearOfPolicies(t *testing.T) {
 	t.Parallel()
 
@@ -162,6 +162,6 @@ func TestWaitersHearOfPolicies(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, ratelimit.SourcePolicy, result.Source)
 	}
-	require.Zero(t, counted(limitertest.View(l).Strikes, "key")) // to wait is no denial
+	require.Zero(t, counted(limitertest.View(l).Strikes, "key")) // Wait counts no denial
 	require.Empty(t, limitertest.Table(p).NextBans())
 }

@@ -18,7 +18,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// replicated makes statements write as logical replication does, which runs no trigger.
+// replicated runs statements like logical replication, which runs no trigger.
 func replicated(t *testing.T, db *pgtest.DB, statements ...string) {
 	t.Helper()
 	tx := pgtest.Begin(t, db)
@@ -36,7 +36,7 @@ func (p notListening) Use(ctx context.Context, use func(*pgx.Conn) error) error 
 	return pg.Use(ctx, p.Pool, use)
 }
 
-// What no trigger tells of is obeyed all the same, by those who listen and by those who only ask, whatever else changes
+// Processes obey changes that no trigger announces, whether they listen or only poll, and whatever else changes
 // meanwhile. A row that cannot be read is logged once, however often it is read.
 func TestPoliciesThatNoTriggerTellsOf(t *testing.T) {
 	t.Parallel()
@@ -76,11 +76,11 @@ func TestPoliciesThatNoTriggerTellsOf(t *testing.T) {
 				return shorten(e.Policy) == step.want
 			}, step.sql, i)
 		}
-		pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "another", "", "", "off", "") // a change that the triggers tell of
+		pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "another", "", "", "off", "") // the triggers announce this change
 	}
 	require.Len(t, journal.Lines(), 1, journal.String())
 
-	// Nor do the triggers that ALTER TABLE turns off.
+	// ALTER TABLE turns the triggers off, so they announce no change.
 	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_policy DISABLE TRIGGER ALL")
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET policy = 'fixed 60/1h' WHERE key = 'key'")
 	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_policy ENABLE TRIGGER ALL")
@@ -93,8 +93,8 @@ func TestPoliciesThatNoTriggerTellsOf(t *testing.T) {
 	}
 }
 
-// A database that has taken the place of another one has other changes under the same numbers. A process tells them
-// apart although it never reads all rows again.
+// A database that replaced another one has other changes with the same version numbers. A process notices that,
+// although it never reads all rows again.
 func TestOtherChangesOfTheSameNumber(t *testing.T) {
 	t.Parallel()
 
@@ -121,15 +121,15 @@ func TestOtherChangesOfTheSameNumber(t *testing.T) {
 		}
 	}
 	require.Equal(t, []string{"both", "old"}, banned(databases[0]))
-	require.Equal(t, []string{"both", "new"}, banned(databases[1])) // version 2, too
+	require.Equal(t, []string{"both", "new"}, banned(databases[1])) // version 2 in both databases
 	require.Equal(t, []string{"both", "old"}, banned(databases[0]))
 	pgtest.Exec(t, databases[1].Pool, limitertest.AddPolicy, "api", "later", "", "deny", "")
 	require.Equal(t, []string{"both", "new", "later"}, banned(databases[1])) // version 3
-	require.Equal(t, []string{"both", "old"}, banned(databases[0]))          // a version that goes back
+	require.Equal(t, []string{"both", "old"}, banned(databases[0]))          // this version is older than the last one
 	pgtest.Exec(t, databases[0].Pool, limitertest.AddPolicy, "api", "later", "", "deny", "")
 	require.Equal(t, []string{"both", "old", "later"}, banned(databases[0]))
 
-	// What was counted for a shadow is not another row's that has the same id now.
+	// The counts of a shadow row are not reported for another row that now has the same ID.
 	limitertest.Table(p).Shadows = map[int64]*policytable.ShadowCount{1: {Decided: 1}}
 	require.Equal(t, []string{"both", "new", "later"}, banned(databases[1]))
 	require.Empty(t, limitertest.Table(p).Shadows)
@@ -139,8 +139,8 @@ func TestOtherChangesOfTheSameNumber(t *testing.T) {
 	require.Empty(t, limitertest.Table(p).Shadows)
 }
 
-// Rows that replication has brought are ahead of the sequences. Whoever writes next goes on behind them, and no id is
-// used again that the history has.
+// Rows from replication have IDs ahead of the sequences. The next writer continues after them, and reuses no ID of the
+// history.
 func TestSequencesBehindTheRows(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -153,7 +153,7 @@ func TestSequencesBehindTheRows(t *testing.T) {
 	} {
 		db := pgtest.New(t)
 		if name == "insert" {
-			pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "n", "own", "", "enforce", "fixed 1/1h") // the sequences have begun
+			pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "n", "own", "", "enforce", "fixed 1/1h") // this insert starts the sequences
 			pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy")
 			replicated(t, db, "DELETE FROM rate_limit_policy_history")
 		}

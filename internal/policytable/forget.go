@@ -19,10 +19,10 @@ import (
 // A notification contains only hashes of limiters and keys, because any role may listen to it. If two keys have the
 // same hash, the only cost is one more statement.
 //
-// Changes within a caller's transaction are not sent. Postgres serializes the commits of all transactions that notify,
-// and the application's transactions should not wait for that.
+// Changes within a caller's transaction are not sent, because Postgres serializes the commits of all transactions that
+// notify. The application's transactions should not wait for that.
 
-// AddDenials registers a client's denials, so that they are forgotten when other processes say so.
+// AddDenials registers a client's remembered denials, so that they are forgotten when another process says so.
 func (t *Table) AddDenials(d Denials) {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
@@ -31,7 +31,8 @@ func (t *Table) AddDenials(d Denials) {
 	}
 }
 
-// forgetIf forgets the denials of some keys in all caches. It drops caches that are no longer in use.
+// forgetIf forgets the denials of the keys for which is returns true, in all caches. It drops caches that are no longer
+// in use.
 func (t *Table) forgetIf(is func(limiter, key string) bool) {
 	t.Mu.Lock()
 	caches := slices.Clone(t.caches)
@@ -61,7 +62,7 @@ func (t *Table) Given(limiter, key string) {
 	}
 }
 
-// tell sends these keys to other processes until the context ends, at most four times a second.
+// tell sends the keys in t.given to other processes, at most four times a second. It returns when the context ends.
 func (t *Table) tell(ctx context.Context) {
 	failing := ""
 	for {

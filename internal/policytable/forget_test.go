@@ -14,7 +14,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// What one process gives to a key, others hear of: they forget that it was denied, however long they would remember.
+// When a process gives units to a key, other processes forget their denials of the key, however long they would
+// remember.
 func TestDenialsAreForgottenElsewhere(t *testing.T) {
 	t.Parallel()
 
@@ -59,7 +60,7 @@ func TestDenialsAreForgottenElsewhere(t *testing.T) {
 	}
 }
 
-// While a process does not listen, it hears of nothing. So it forgets all denials when it listens again.
+// A process that does not listen hears of nothing. So it forgets all denials when it listens again.
 func TestDenialsAreForgottenWhenListeningBegins(t *testing.T) {
 	t.Parallel()
 
@@ -73,7 +74,7 @@ func TestDenialsAreForgottenWhenListeningBegins(t *testing.T) {
 		_, err := l.Allow(t.Context(), "key")
 		require.NoError(t, err)
 	}
-	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_ephemeral") // which nobody is told
+	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_ephemeral") // no process hears of this
 	result, err := l.Allow(t.Context(), "key")
 	require.NoError(t, err)
 	require.Equal(t, ratelimit.SourceCachedDenial, result.Source)

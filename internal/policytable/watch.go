@@ -24,23 +24,23 @@ import (
 const Channel = "rate_limit"
 
 const (
-	// Run polls this often, with and without notifications.
+	// listenPeriod is the pause between two queries while Run listens, and pollPeriod the pause while it does not.
 	listenPeriod, pollPeriod = time.Second, 500 * time.Millisecond
-	// gatherTime is how long consecutive changes are gathered, so that a thousand changes cost a process four queries a
-	// second. The first change after a pause is read at once.
+	// gatherTime is the shortest time between two queries. So a thousand changes cost a process four queries a second.
+	// The first change after a pause is read at once.
 	gatherTime = 250 * time.Millisecond
-	// hearing is how long our own notification may take. If it does not arrive, something between us and Postgres drops
+	// hearing is how long this process's notification may take to come back. If it does not come back, a pooler drops
 	// notifications. Run tries to listen again after retryListening.
 	hearing, retryListening = 3 * time.Second, 10 * time.Minute
-	// MostHeard is the limit for notifications between two answers, in bytes. Processes send far less, but any role
-	// that may log in can send more. Above the limit, Run polls twice a second for floodPause, and does not listen.
+	// MostHeard is the most bytes of notifications between two queries. Processes send far less, but any role that may
+	// log in can send more. Above MostHeard, Run polls for floodPause, and does not listen.
 	MostHeard, floodPause = 1 << 20, time.Minute
-	// checkTimeout limits a query on a connection that has answered before. It detects a dead connection.
+	// checkTimeout is the timeout of a query on a connection that has answered before. It detects a dead connection.
 	checkTimeout = 3 * time.Second
 )
 
-// Run keeps the table up to date until the context ends. After any error it tries again. A second Run waits until the
-// first one ends.
+// Run keeps the table up to date until the context ends. After an error it tries again. A second Run waits until the
+// first Run ends.
 func (t *Table) Run(ctx context.Context) {
 	if t.turn.Take(ctx) != nil {
 		return
@@ -87,13 +87,13 @@ func (t *Table) Run(ctx context.Context) {
 	}
 }
 
-// errDeaf says that listening is not possible.
+// errDeaf means that this process cannot listen.
 var errDeaf = errors.New("ratelimit: cannot listen")
 
-// errFlood says that there were too many notifications.
+// errFlood means that there were too many notifications.
 var errFlood = errors.New("ratelimit: too many notifications")
 
-// ifRefused adds errDeaf if the database refused a statement, but not if it was away.
+// ifRefused adds errDeaf to err if the database refused a statement, but not if the database was away.
 func ifRefused(err error) error {
 	_, answered := errors.AsType[*pgconn.PgError](err)
 	if answered && (!pg.IsAway(err) || errors.Is(err, pg.ErrReadOnly)) {
@@ -102,7 +102,8 @@ func ifRefused(err error) error {
 	return err
 }
 
-// poll queries repeatedly until the context ends. On our own connection, it also ends with the connection.
+// poll queries again and again until the context ends or the time lasts is over. On a *pgx.Conn, it also ends when the
+// connection closes.
 func (t *Table) poll(ctx context.Context, db pg.DB, lasts time.Duration) {
 	conn, own := db.(*pgx.Conn)
 	for began := time.Now(); time.Since(began) < lasts && ctx.Err() == nil; {
@@ -113,7 +114,7 @@ func (t *Table) poll(ctx context.Context, db pg.DB, lasts time.Duration) {
 	}
 }
 
-// pollAlone polls for floodPause on our own connection, because the application may use all connections of the pool.
+// pollAlone polls for floodPause on a new connection, because the application may use all connections of the pool.
 func (t *Table) pollAlone(ctx context.Context) {
 	conn, err := t.connect(ctx, func(*pgconn.PgConn, *pgconn.Notification) {})
 	if err != nil {
@@ -134,14 +135,14 @@ func closeSoon(ctx context.Context, conn *pgx.Conn) {
 type Mailbox struct {
 	Payloads []string
 	size     int
-	Flood    func() // called once there are too many
+	Flood    func() // called once when there are too many notifications
 }
 
-// Put is the connection's handler for notifications.
+// Put is the connection's handler of notifications.
 func (m *Mailbox) Put(_ *pgconn.PgConn, n *pgconn.Notification) {
-	const overhead = 64 // of a notification
+	const overhead = 64 // estimated bytes of a notification beside its payload
 	if n.Channel != Channel {
-		return // the application's AfterConnect already listens
+		return // the application's AfterConnect listens on another channel
 	}
 	if m.size += len(n.Payload) + overhead; m.size > MostHeard {
 		m.Payloads = nil
@@ -151,8 +152,8 @@ func (m *Mailbox) Put(_ *pgconn.PgConn, n *pgconn.Notification) {
 	m.Payloads = append(m.Payloads, n.Payload)
 }
 
-// listen listens until an error. It returns errDeaf if a new attempt would soon fail again, and errFlood after too many
-// notifications.
+// listen listens until there is an error. It returns errDeaf if a new attempt would soon fail too, and errFlood after
+// too many notifications.
 func (t *Table) listen(ctx context.Context) error {
 	ctx, end := context.WithCancelCause(ctx)
 	defer end(nil)
@@ -166,9 +167,9 @@ func (t *Table) listen(ctx context.Context) error {
 		closeSoon(ctx, conn)
 	}()
 	if _, err := conn.Exec(ctx, "LISTEN "+Channel); err != nil {
-		return ifRefused(pg.Translate(err, true)) // for example on a standby
+		return ifRefused(pg.Translate(err, true)) // a standby refuses LISTEN, for example
 	}
-	// The answer has all earlier changes, and notifications announce all later ones.
+	// The first query reads all earlier changes, and notifications announce all later changes.
 	hello := "hello " + strconv.FormatUint(rand.Uint64(), 36)
 	first, greeted, heard := true, time.Time{}, false
 	sent := make(chan error, 1)
@@ -180,7 +181,7 @@ func (t *Table) listen(ctx context.Context) error {
 		if !first {
 			timeout = checkTimeout // there are few changes to read
 		}
-		// This query covers all notifications until now.
+		// The following query covers all notifications so far.
 		if slices.Contains(box.Payloads, hello) {
 			heard = true
 			t.setListening(true)
@@ -193,9 +194,9 @@ func (t *Table) listen(ctx context.Context) error {
 		read := time.Now()
 		greet := func() { greeting.Go(func() { sent <- t.notify(ctx, hello) }) }
 		if first {
-			// Notifications may have been missed, so remembered denials may be outdated.
+			// Notifications may have been missed before, so remembered denials may be outdated.
 			t.forgetIf(func(string, string) bool { return true })
-			// Another connection sends it, as other processes do. Nothing waits until it is sent.
+			// Another connection sends hello, as other processes do. The loop does not wait for that.
 			greet()
 		}
 		first = false
@@ -206,7 +207,7 @@ func (t *Table) listen(ctx context.Context) error {
 				greeted = time.Now()
 			case errors.Is(err, errDeaf):
 				return err
-			default: // this says nothing about notifications
+			default: // the error says nothing about notifications
 				greet()
 			}
 		default:
@@ -230,7 +231,7 @@ func (t *Table) listen(ctx context.Context) error {
 	}
 }
 
-// next waits for a notification, at most for the period.
+// next waits for a notification, at most for period.
 func next(ctx context.Context, conn *pgx.Conn, period time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, period)
 	defer cancel()
@@ -243,7 +244,7 @@ func (t *Table) setListening(listening bool) {
 	t.status.Listening = listening
 }
 
-// connect opens our own connection with the pool's settings. hear gets its notifications.
+// connect opens a new connection with the pool's settings. hear gets its notifications.
 func (t *Table) connect(ctx context.Context, hear pgconn.NotificationHandler) (*pgx.Conn, error) {
 	pool, ok := t.db.(*pgxpool.Pool)
 	if !ok {
@@ -257,7 +258,7 @@ func (t *Table) connect(ctx context.Context, hear pgconn.NotificationHandler) (*
 			return nil, err
 		}
 	}
-	// A wait that ends without a notification must keep the connection open.
+	// When a wait ends without a notification, the connection must stay open.
 	config.ConnConfig.BuildContextWatcherHandler = func(conn *pgconn.PgConn) ctxwatch.Handler {
 		return &pgconn.DeadlineContextWatcherHandler{Conn: conn.Conn()}
 	}
@@ -269,7 +270,7 @@ func (t *Table) connect(ctx context.Context, hear pgconn.NotificationHandler) (*
 	if config.AfterConnect != nil {
 		err = config.AfterConnect(ctx, conn)
 	}
-	if err == nil { // reading all rows may take longer than the application allows its statements
+	if err == nil { // reading all rows may take longer than the application's statement_timeout
 		_, err = conn.Exec(ctx, "SET statement_timeout = 0")
 	}
 	if err != nil {
