@@ -1806,7 +1806,7 @@ BEGIN
             kept := least(leases[2] + leases[3], rolled.capacity) * rolled.scale + period * rolled.refill;
         END IF;
         units := least(units, rolled.capacity) * rolled.scale;
-        need := least(greatest(taken_at - s.returned, units), full_credit);
+        need := greatest(taken_at - s.returned, units);
         IF t - taken_in <= need / rolled.refill THEN
             back := greatest(least(
                 units, need - (t - taken_in) * rolled.refill, full_credit - rolled.credit - kept), 0);

@@ -34,6 +34,15 @@ func longestWait(p model.Rules) int64 {
 	return modeltest.Reach(p)
 }
 
+// drains is how much longer a bucket takes to fill because it owes.
+func drains(p model.Rules, s model.State, clock int64) int64 {
+	_, d := p.Decide(s, clock, 0)
+	if bucket, ok := p.(model.TokenBucket); ok && d.State.Credit < 0 {
+		return bucket.FillTime(-d.State.Credit)
+	}
+	return 0
+}
+
 // leftBehind tells whether the clock has jumped back so far that a request pulls the row back to the clock. A full
 // bucket is never left behind, because it is as good as new at any time.
 func leftBehind(p model.Rules, s model.State, clock int64) bool {
@@ -131,7 +140,7 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 
 	// Check RetryAfter and ResetAfter. If the clock has left the row behind, both count from the time when the row is
 	// pulled back. A Peek and a cost above the limit write nothing, so they do not pull the row back.
-	ahead := max(min(s.WindowStart-clock, modeltest.Reach(p)), 0)
+	ahead := max(min(s.WindowStart-clock, modeltest.Reach(p)), 0) + drains(p, next, clock)
 	if d.ResetAfter < 0 || modeltest.CreditOf(p, next, clock) == 0 && d.ResetAfter > longestWait(p)+ahead {
 		return fail("ResetAfter is out of bounds")
 	}
@@ -148,7 +157,7 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 		}
 	case d.RetryAfter <= 0 || d.RetryAfter > longestWait(p)+ahead:
 		return fail("RetryAfter is out of bounds")
-	case healed && d.RetryAfter > longestWait(p):
+	case healed && d.RetryAfter > longestWait(p)+drains(p, next, clock):
 		return fail("RetryAfter is longer than a window's, though the row was pulled back")
 	case unwritten:
 	case !fits(p, next, clock+d.RetryAfter, least):
@@ -373,6 +382,60 @@ func checkRefund(p model.Rules, s model.State, clock int64, k model.Take) (model
 		if was := peek(p, next, max(clock-back, 0)).Remaining - modeltest.CreditOf(p, next, max(clock-back, 0)); was > d.Remaining {
 			return fail("%d µs back, %d remain", back, was)
 		}
+	}
+	return next, d, nil
+}
+
+// checkCharge is checkDecision of a charge of n.
+func checkCharge(p model.Rules, s model.State, clock, n int64) (model.State, model.Decision, error) {
+	before, held := peek(p, s, clock), modeltest.CreditOf(p, s, clock)
+	counted, scale := usage(p, s, clock)
+	next, d, fits := model.Charge(p, s, clock, n)
+	taken, rolled := d.Taken, d.State
+	fail := func(format string, args ...any) (model.State, model.Decision, error) {
+		return next, d, fmt.Errorf("%T%+v, charge of %d at %d from %+v: decided %+v, and then %+v: %s",
+			p, p, n, clock, s, d, next, fmt.Sprintf(format, args...))
+	}
+	if largest := p.Numbers().Limit + model.MaxOwed(p); fits < before.Remaining || fits > largest+held {
+		return fail("%d fit", fits)
+	}
+	if n > fits || n == 0 {
+		if next != s || d.Remaining != before.Remaining || d.Granted != 0 && n > 0 {
+			return fail("%d fit, and something is counted", fits)
+		}
+		return next, d, nil
+	}
+	now, _ := usage(p, next, clock)
+	spent := held - modeltest.CreditOf(p, next, clock)
+	// A SlidingWindow and a log round nothing; a bucket counts in parts of a token.
+	ordinary := new(big.Int).Mul(big.NewInt(n-spent), big.NewInt(scale))
+	switch {
+	case new(big.Int).Sub(now, counted).Cmp(ordinary) != 0:
+		return fail("it counted %v, and counts %v", counted, now)
+	case spent != min(max(n-(before.Remaining-held), 0), held):
+		return fail("it has spent a credit of %d", spent)
+	case taken.Units != n || taken.Spent != spent:
+		return fail("its take is %+v", taken)
+	case d.Granted != 1 || d.RetryAfter != 0 || d.Remaining != max(before.Remaining-n, 0):
+		return fail("Remaining was %d", before.Remaining)
+	case next.ExpiresAt != clock+d.ResetAfter || !equalsNoRow(p, next, next.ExpiresAt) ||
+		equalsNoRow(p, next, next.ExpiresAt-1):
+		return fail("it does not last until the key is as good as new")
+	case withoutLog(next) != rolled:
+		return fail("its state is %+v", rolled)
+	}
+	if n <= min(before.Remaining, p.Numbers().Limit) {
+		if took, asTake := p.Decide(s, clock, n); took != next || asTake.Taken != taken {
+			return fail("a take leads to %+v and %+v", took, asTake)
+		}
+	}
+	if _, _, left := model.Charge(p, next, clock, 0); left != fits-n {
+		return fail("%d fitted, and %d fit", fits, left)
+	}
+	// Nobody is locked out for longer than a key can owe.
+	d.State, d.Taken = model.State{}, model.Take{}
+	if longest := longestWait(p) + drains(p, next, clock) + max(next.WindowStart-clock, 0); spent == held && d.ResetAfter > longest {
+		return fail("ResetAfter is out of bounds")
 	}
 	return next, d, nil
 }

@@ -26,7 +26,7 @@ func Grant(m Rules, s State, clock, n int64) (State, Decision) {
 	}
 	credit := s.CreditColumn(m.Numbers().Algorithm)
 	*credit = min(*credit+n, MaxCredit)
-	s.ExpiresAt = t + m.Lasts()
+	s.ExpiresAt = t + lasts(m, s)
 	_, d := m.Decide(s, clock, 0)
 	d.Granted, d.RetryAfter = 1, 0
 	return s, d

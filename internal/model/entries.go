@@ -25,28 +25,33 @@ func (e Entries) Units(i int) int64 { return e.Entry(i) & 1023 }
 // Age returns the time from the i-th entry to t.
 func (e Entries) Age(i int, t int64) int64 { return (t - e.Entry(i)>>10) & (1<<53 - 1) }
 
-// With returns the log plus an entry of n units at t. t must not be before the newest entry.
+// With returns the log plus n units at t. t must not be before the newest entry. A charge may need several entries of
+// the same time, because an entry has at most MaxLogLimit units.
 func (e Entries) With(t, n int64) Entries {
 	if i := len(e)/8 - 1; i >= 0 && e.Age(i, t) == 0 {
 		e, n = e[:8*i], n+e.Units(i)
+	}
+	for ; n > MaxLogLimit; n -= MaxLogLimit {
+		e += NewEntries([]int64{t<<10 | MaxLogLimit})
 	}
 	return e + NewEntries([]int64{t<<10 | n})
 }
 
 // without removes up to n of the units taken at t. It returns the rest of the log and how many units it removed.
 func (e Entries) without(t, n int64) (rest Entries, back int64) {
-	for i := range len(e) / 8 {
-		entry, units := e.Entry(i), e.Units(i)
+	for i := 0; i < len(e)/8 && back < n; {
+		entry, before, after := e.Entry(i), e[:8*i], e[8*(i+1):]
 		if entry>>10<<10 != t<<10 {
+			i++
 			continue
 		}
-		back = min(n, units)
-		if back == units {
-			return e[:8*i] + e[8*(i+1):], back
+		units := min(n-back, e.Units(i))
+		if e = before + after; units < entry&1023 {
+			e = before + NewEntries([]int64{entry - units}) + after
 		}
-		return e[:8*i] + NewEntries([]int64{entry - back}) + e[8*(i+1):], back
+		back += units
 	}
-	return e, 0
+	return e, back
 }
 
 // Shifted returns the log with each entry moved back in time by the given microseconds.

@@ -28,6 +28,9 @@ func (p TokenBucket) Numbers() algorithm.Numbers {
 // Full returns the Credit of a full bucket.
 func (p TokenBucket) Full() int64 { return p.Capacity * Micros(p.Every) }
 
+// lasts is how long a take or a grant keeps a bucket in the state s. If it owes, it is kept until it is full again.
+func (p TokenBucket) lasts(s State) int64 { return p.FillTime(p.Full() - min(s.Credit, 0)) }
+
 // FillTime returns how many microseconds the refill of this credit takes.
 func (p TokenBucket) FillTime(credit int64) int64 { return CeilDiv(credit, p.Refill) }
 
@@ -38,6 +41,9 @@ func (p TokenBucket) FillTime(credit int64) int64 { return CeilDiv(credit, p.Ref
 // take. Then this many are left:
 //
 //	max(b - returned since, 0) + n - refill since, and at most n
+//
+// While the bucket owes, only what joined last is given back. Bookings behind it keep the times that they were told. If
+// room were made ahead of them, later bookings could be ready at the same time.
 //
 // A refund creates no extra tokens. Without the refunded take, the same refill would have served other tokens instead.
 // So the queue would be shorter by no more than what Refund gives back.
@@ -65,9 +71,12 @@ func (p TokenBucket) Refund(s State, clock int64, k Take) (State, Decision) {
 		leased := p.leased(s, t)
 		leased.End(k, t)
 		n := min(k.Units-k.Spent, p.Capacity) * every
-		left := min(max(max(k.At, 0)-s.Returned, n), full) // without the refill
+		left := max(max(k.At, 0)-s.Returned, n) // without the refill
 		if elapsed := t - k.In; elapsed <= left/p.Refill {
-			back = max(min(n, left-elapsed*p.Refill, full-rolled.Credit-p.occupied(leased)), 0)
+			place := left - elapsed*p.Refill
+			if missing := full - rolled.Credit; missing <= max(place, full) { // see above
+				back = max(min(n, place, missing-p.occupied(leased)), 0)
+			}
 		}
 		if spent > 0 || back > 0 {
 			s.Log = leased.entries()
@@ -158,7 +167,7 @@ func (p TokenBucket) LeaseOf(s State, clock, longest int64) (spare, lasts int64)
 
 func (p TokenBucket) ResetAfter(last Decision, units int64) int64 {
 	if last.State.Count > 0 || last.Taken.Spent > 0 { // the row has granted credit, or had some before the last request
-		return creditResetAfter(last, last.State.Count, units, p.Lasts())
+		return creditResetAfter(last, last.State.Count, units, p.lasts(last.State))
 	}
 	need := p.Full() - last.State.Credit
 	// The two terms differ by the time from the clock to WindowStart.
@@ -175,19 +184,20 @@ func (p TokenBucket) Roll(s State, clock int64) (rolled State, moved bool) {
 			s.Since, s.Returned = max(s.Since+1, s.WindowStart, clock), 0
 		}
 		if s.Scale != every { // the policy has changed: keep whole tokens, and round the rest down
-			if tokens := s.Credit / s.Scale; tokens >= p.Capacity {
-				s.Credit = full
-			} else {
-				s.Credit = tokens*every + MulDiv(s.Credit%s.Scale, every, s.Scale)
+			tokens, part := s.Credit/s.Scale, s.Credit%s.Scale
+			if part < 0 { // it owes
+				tokens, part = tokens-1, part+s.Scale
 			}
+			tokens = min(max(tokens, -MaxOwed(p)-1), p.Capacity) // -1, because of the part
+			s.Credit = tokens*every + MulDiv(part, every, s.Scale)
 		}
-		s.Credit = min(s.Credit, full)
+		s.Credit = min(max(s.Credit, -MaxOwed(p)*every), full)
 		if s.Credit == full && s.Count == 0 { // the capacity was lowered, so the row is as good as new
 			s = State{Credit: full, WindowStart: clock, ExpiresAt: clock, Log: s.Log}
 		} else if s.WindowStart-clock > p.FillTime(full) { // the clock jumped back, so the credit counts from now on
 			s.WindowStart = clock
 			s.Since, s.Returned = max(s.Since+1, clock), 0
-			s.ExpiresAt = clock + p.FillTime(full)
+			s.ExpiresAt = clock + p.lasts(s)
 			if s.Count == 0 {
 				s.ExpiresAt = clock + p.FillTime(full-s.Credit)
 			}
@@ -218,14 +228,14 @@ func (p TokenBucket) Decide(s State, clock, n int64) (State, Decision) {
 	// the clock catches up.
 	changed := moved && 0 < n && n <= p.Capacity
 
-	room := s.Credit / every
+	room := max(s.Credit, 0) / every
 	d := Decision{Remaining: room + s.Count}
 	if 0 < n && n <= min(d.Remaining, p.Capacity) {
 		changed = true
 		d.Taken.Spent = max(n-room, 0)
 		s.Credit -= (n - d.Taken.Spent) * every
 		s.Count -= d.Taken.Spent
-		s.ExpiresAt = t + p.FillTime(full)
+		s.ExpiresAt = t + p.lasts(s)
 		d.Granted = 1
 		d.Remaining -= n
 	}

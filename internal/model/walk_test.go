@@ -31,7 +31,7 @@ func bytesDice(b []byte) (d modeltest.Dice, more func() bool) {
 }
 
 // seen counts the cases of a walk, so that a test can check that the walk has seen all of them.
-type seen struct{ granted, denied, never, peeked, refunded, renewed, stale, credited, spent, ahead, healed, expired, changed, clamped int }
+type seen struct{ granted, denied, never, peeked, refunded, renewed, stale, credited, charged, refused, spent, ahead, healed, expired, changed, clamped int }
 
 // walkModel makes one request after another, at clocks and costs drawn from d, and checks each decision. One step in 32
 // first draws another policy. The first call of draw returns the policy with which the walk begins.
@@ -55,6 +55,23 @@ func walkModel(d modeltest.Dice, more func() bool, draw func() model.Rules) (see
 			}
 			s, last = next, got
 			count.credited++
+			continue
+		}
+		if d(8) == 0 {
+			_, _, fits := model.Charge(p, s, clock, 0)
+			n := []int64{fits, fits + 1, d.Magnitude(1, max(fits, 1)), d.Magnitude(1, p.Numbers().Limit)}[d(4)]
+			next, got, err := checkCharge(p, s, clock, n)
+			if err != nil {
+				return count, err
+			}
+			if got.Granted == 1 && n > 0 {
+				_, charged, _ := model.Charge(p, s, clock, n)
+				takes = append(takes, charged.Taken)
+				count.charged++
+			} else {
+				count.refused++
+			}
+			s, last = next, got
 			continue
 		}
 		if d(4) == 0 {
@@ -137,6 +154,8 @@ func testModelProperties(t *testing.T, draw func(modeltest.Dice) model.Rules) {
 		total.renewed += count.renewed
 		total.stale += count.stale
 		total.credited += count.credited
+		total.charged += count.charged
+		total.refused += count.refused
 		total.spent += count.spent
 		total.ahead += count.ahead
 		total.healed += count.healed
@@ -149,7 +168,8 @@ func testModelProperties(t *testing.T, draw func(modeltest.Dice) model.Rules) {
 		"grants": total.granted, "denials": total.denied, "costs above the limit": total.never, "Peeks": total.peeked,
 		"rows ahead of the clock": total.ahead, "rows pulled back": total.healed, "expired rows": total.expired,
 		"changes of policy": total.changed, "waits until a row of an older policy expires": total.clamped,
-		"refunds": total.refunded, "refunds of everything": total.renewed, "refunds of nothing": total.stale, "Grants": total.credited, "requests that spent credit": total.spent,
+		"refunds": total.refunded, "refunds of everything": total.renewed, "refunds of nothing": total.stale, "Grants": total.credited, "charges": total.charged,
+		"charges that are too large": total.refused, "requests that spent credit": total.spent,
 	} {
 		require.Greater(t, count, 20, "the walks have seen too few %s", what)
 	}

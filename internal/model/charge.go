@@ -1,0 +1,85 @@
+package model
+
+import "github.com/pgratelimit/ratelimit/internal/algorithm"
+
+// A charge counts what has already happened, whether it fits or not. It uses the ordinary room first, then granted
+// credit, and the rest is counted above the limit: the key owes it. A key that owes denies until enough has drained,
+// as after its limit was lowered: a window until it ends (a SlidingWindow until the next one ends), a log until its
+// entries leave, and a bucket, whose credit is below 0, until that much has been refilled.
+
+// owedLimits is the most that a key can owe, in full limits.
+const owedLimits = 10
+
+// MaxOwed returns how far above its limit a key can be charged: 10 limits, so a FixedWindow of 100 counts up to 1,100.
+// It is less at the edge of the exact range, because a limit of Limit + MaxOwed must be within it.
+func MaxOwed(m Rules) int64 {
+	n := m.Numbers()
+	most := int64(MaxProduct)
+	if n.Algorithm != algorithm.CalendarWindow {
+		rate := int64(MaxProduct / MaxSpan)
+		if n.Refills() {
+			rate = min(rate, n.Refill)
+		}
+		most = MaxSpan * rate / Micros(n.Span)
+	}
+	if n.Limit <= most/(1+owedLimits) {
+		return owedLimits * n.Limit
+	}
+	return most - n.Limit
+}
+
+// lasts is how long a take, a charge or a grant keeps the row, which has the state s after it.
+func lasts(m Rules, s State) int64 {
+	if bucket, ok := m.(TokenBucket); ok {
+		return bucket.lasts(s)
+	}
+	return m.Lasts()
+}
+
+// Charge is the model of a charge of n ≥ 0. fits is the largest charge that the row would have accepted. If n is
+// larger, nothing is counted, Granted is 0, and the rest of the decision is a Peek's.
+//
+// For example, a FixedWindow of 100 that counts 90 accepts at most 1,010. After a charge of 30 it counts 120: nothing
+// remains, and RetryAfter is the time until the window ends.
+func Charge(m Rules, s State, clock, n int64) (next State, d Decision, fits int64) {
+	numbers := m.Numbers()
+	rolled, _ := m.Roll(s, clock)
+	_, d = m.Decide(s, clock, 0)
+
+	credit := rolled.CreditColumn(numbers.Algorithm)
+	room := d.Remaining - *credit
+	if numbers.Refills() {
+		fits = (rolled.Credit + MaxOwed(m)*rolled.Scale) / rolled.Scale
+	} else {
+		fits = max(numbers.Limit+MaxOwed(m)-rolled.Count, 0)
+	}
+	fits += *credit
+	if n == 0 || n > fits {
+		if n == 0 {
+			d.Granted, d.RetryAfter = 1, 0
+		}
+		d.State.Log = ""
+		return s, d, fits
+	}
+
+	t := max(clock, rolled.WindowStart)
+	spent := min(max(n-room, 0), *credit)
+	*credit -= spent
+	ordinary := n - spent
+	switch {
+	case numbers.Refills():
+		rolled.Credit -= ordinary * rolled.Scale
+	case numbers.Algorithm == algorithm.SlidingLog && ordinary > 0:
+		rolled.Log, rolled.WindowStart = rolled.Log.With(t, ordinary), t
+		rolled.Count += ordinary
+	default:
+		rolled.Count += ordinary
+	}
+	rolled.ExpiresAt = t + lasts(m, rolled)
+	_, d = m.Decide(rolled, clock, 0)
+	rolled.ExpiresAt = clock + d.ResetAfter
+	d.Granted, d.RetryAfter = 1, 0
+	d.State.Log, d.State.ExpiresAt = "", rolled.ExpiresAt
+	d.Taken.Units, d.Taken.Spent = n, spent
+	return rolled, d, fits
+}
