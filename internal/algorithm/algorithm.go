@@ -30,17 +30,8 @@ const (
 
 // All returns the table of algorithms in the order of their codes.
 //
-// To add an algorithm, add a row to the table. Write the algorithm's policy in NAME.go, and make the policy from
-// numbers in policyOf in policy.go. Write the rules in internal/model/NAME.go and NAME_test.go, and make the rules from
-// numbers in model.Of. Write the rules in SQL in sql/NAME.sql, and the statement that calls the SQL function in
-// internal/engine/call/NAME.sql. Name the function in deploy/grants.sql and docs/operating.md. Name the function with
-// its argument types in cmd/pgratelimit/internal/cli/sql/foreign.sql. Add an example of a policy's text to
-// docs/algorithms.md. Then run "make sql". TestEveryAlgorithmIsComplete lists the steps that are missing. If the
-// migrations are already released, add a new migration to internal/gensql.
-//
-// An algorithm may need a refill like TokenBucket, a log like SlidingLog, or a time zone like CalendarWindow. To add
-// such an algorithm, search for these names and codes in text.go, in internal/engine, in model.go and credit.go of
-// internal/model, and in all.sql, refund.sql, takeall.sql and policy.sql of sql/.
+// CONTRIBUTING.md lists the places to edit for a new algorithm. TestEveryAlgorithmIsComplete reports those that are
+// missing.
 func All() []Algorithm { return slices.Clone(table[:]) }
 
 //nolint:gochecknoglobals // the table never changes, and With reads the table for each request

@@ -1,4 +1,4 @@
-// Package memdb has the in-memory database of package ratelimittest. Package ratelimit decides on it with its models.
+// Package memdb has the in-memory database of package ratelimittest. Package engine decides on it by the rules of package model.
 package memdb
 
 import (
@@ -12,7 +12,7 @@ import (
 // DB replaces a database. All limiters of one DB share its rows. The zero DB is ready to use.
 type DB struct {
 	Mu   sync.Mutex
-	Rows map[Row]any // package ratelimit's data; nil if there is none
+	Rows map[Row]any // the rows of package engine; nil if there is none
 }
 
 // Row identifies a row of one of the tables.
