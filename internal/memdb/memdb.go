@@ -1,5 +1,5 @@
-// Package memdb has the in-memory database of package ratelimittest. Package engine decides on it by the rules of package
-// model.
+// Package memdb has the in-memory database of package ratelimittest. Package engine decides on it, by the rules of
+// package model.
 package memdb
 
 import (
