@@ -61,7 +61,8 @@ func (m *slowKey) held(t int64) (held int64) {
 
 // fits tells whether n would be allowed: the limit covers what is used, what is held, and n.
 func (m *slowKey) fits(t, n int64) bool {
-	return n <= m.limit && m.slowModel.fits(t, n+m.held(t))
+	held := m.held(t)
+	return n <= m.limit-held && m.slowModel.fits(t, n+held) // the sum of two limits could overflow
 }
 
 // decide decides by search. The longest that anything lasts is horizon.
