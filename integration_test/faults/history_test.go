@@ -200,7 +200,7 @@ func (op *operation) make(
 	case errors.Is(err, ratelimit.ErrOutcomeUnknown), leaves && errors.Is(err, callCtx.Err()):
 		op.Unknown = true
 		return op.Cost != 0, nil
-	case errors.Is(err, ratelimit.ErrUnavailable):
+	case errors.Is(err, ratelimit.ErrUnavailable), errors.Is(err, ratelimit.ErrTimeout): // it was never sent
 		return false, nil
 	}
 	return false, err
@@ -240,7 +240,7 @@ const processes = 2
 // runInProcesses runs a workload in several processes on one database, and returns one history.
 func (w workload) runInProcesses(t *testing.T, db *pgtest.DB) []operation {
 	t.Helper()
-	w.URL = db.URL
+	w.URL = cmp.Or(w.URL, db.URL)
 	type child struct {
 		*exec.Cmd
 		stdin  io.WriteCloser

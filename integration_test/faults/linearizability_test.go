@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/anishathalye/porcupine"
+	"github.com/jackc/pgx/v5/pgproto3"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -303,8 +304,8 @@ func hasBothOutcomes(history []operation) bool {
 	return slices.ContainsFunc(history, allowed) && slices.ContainsFunc(history, denied)
 }
 
-// uncertain runs a workload in which the database ends sessions and callers leave. So it is unknown whether some calls
-// counted. All other calls that failed certainly did not count.
+// uncertain runs a workload in which the database ends sessions, answers get lost after the commit, and callers leave.
+// So it is unknown whether some calls counted. All other calls that failed certainly did not count.
 func uncertain(w workload, t *testing.T, db *pgtest.DB) []operation {
 	t.Helper()
 	// Every key was used before, so the beginning of its window is known.
@@ -320,12 +321,17 @@ func uncertain(w workload, t *testing.T, db *pgtest.DB) []operation {
 		history = append(history, op)
 	}
 
+	proxy := newWireProxy(t, db.URL)
+	w.URL = proxy.url
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() {
 		var err error
 		for err == nil && ctx.Err() == nil {
-			pause(ctx, 25*time.Millisecond)
+			proxy.fail(&fault{reply: replyIs[*pgproto3.DataRow], then: cut}) // a ping has no DataRow
+			for ctx.Err() == nil && proxy.sent() < 16 {                      // so some calls succeed, however slow this machine is
+				pause(ctx, time.Millisecond)
+			}
 			for _, db := range append(db.Shards, db) { // PL/Proxy's sessions have no application_name
 				_, killErr := db.Pool.Exec(context.WithoutCancel(ctx), `
 					SELECT pg_terminate_backend(pid) FROM pg_stat_activity
