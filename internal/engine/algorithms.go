@@ -8,18 +8,19 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// calls has the statements that call the functions of the database.
+// calls contains the SQL files of the folder call. Each file is a statement that calls one function of the database.
 //
 //go:embed call/*.sql
 var calls embed.FS
 
-// Text returns the statement NAME.sql of the folder call. TestEveryAlgorithmIsComplete fails if one is missing.
+// Text returns the statement in call/NAME.sql, for functions in the given schema. It returns "" if there is no such
+// file.
 func Text(name, schema string) string {
 	text, _ := calls.ReadFile("call/" + name + ".sql")
 	return pg.Qualify(string(text), schema)
 }
 
-// ArgumentsOf returns a policy's numbers in the order in which the function of its algorithm takes them.
+// ArgumentsOf returns a policy's numbers, in the order of the parameters of the algorithm's SQL function.
 func ArgumentsOf(n algorithm.Numbers) []any {
 	switch {
 	case n.Refills():

@@ -18,7 +18,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// hangs is a statement that takes a while, or until it is interrupted.
+// hangs returns a statement that takes d, or until its context ends.
 func hangs(d time.Duration) func(context.Context) error {
 	return func(ctx context.Context) error {
 		select {
@@ -30,8 +30,8 @@ func hangs(d time.Duration) func(context.Context) error {
 	}
 }
 
-// A caller who is alone sends its statement itself. It is told what was decided, also if its context ends meanwhile.
-// From a database that hangs it leaves soon, and the next callers leave at once.
+// A lone caller sends its statement itself, and gets the decision even if its context ends during the statement. If the
+// database hangs, the caller leaves after Grace, and later callers leave at once.
 func TestLoneCallerWaitsForItsStatement(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -57,7 +57,7 @@ func TestLoneCallerWaitsForItsStatement(t *testing.T) {
 			return result, time.Since(began), err
 		}
 		prompt := func() {
-			limitertest.Elapse(time.Second) // no statement hangs any more
+			limitertest.Elapse(time.Second) // until no statement hangs
 			synctest.Wait()
 			db.Set(nil)
 			for range engine.AloneAfter {
@@ -101,7 +101,7 @@ func TestLoneCallerWaitsForItsStatement(t *testing.T) {
 	})
 }
 
-// All statements of a lone caller who has left have one grace together.
+// After a lone caller's context has ended, all its further statements together may take Grace.
 func TestLoneCallerWhoLeavesBeforeTheLastStatement(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -130,7 +130,7 @@ func TestLoneCallerWhoLeavesBeforeTheLastStatement(t *testing.T) {
 	})
 }
 
-// What an application's observer does to a caller's goroutine is no harm to those who come later.
+// If an application's observer panics in a caller's goroutine, later calls still work.
 func TestLoneCallerWhoPanics(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -159,15 +159,15 @@ func TestLoneCallerWhoPanics(t *testing.T) {
 	})
 }
 
-// Those who wait for a statement that takes unusually long leave after a while. Those who only ever wait for short ones
-// leave with the next of these.
+// If a statement takes unusually long, the waiting requests are sent after TooLong in a second statement. If statements
+// are short, the waiting requests are sent in the next one.
 func TestSecondStatementLeavesBesideASlowOne(t *testing.T) {
 	t.Parallel()
 	for took, atOnce := range map[time.Duration]int{engine.TooLong - 2*time.Millisecond: 1, 10 * engine.TooLong: 2} {
 		synctest.Test(t, func(t *testing.T) {
 			db := limitertest.NewModelDB()
 			l := limitertest.New(t, db, ratelimit.Config{Name: "test", Policy: limitertest.Hourly}, ratelimit.ClientConfig{MaxInFlight: 2})
-			takes := 100 * time.Microsecond // of the first one
+			takes := 100 * time.Microsecond // the duration of the first statement
 			db.Set(func(context.Context) error {
 				limitertest.Elapse(takes)
 				return nil
@@ -187,7 +187,7 @@ func TestSecondStatementLeavesBesideASlowOne(t *testing.T) {
 			}
 			begin()
 			limitertest.Elapse(time.Millisecond)
-			for range 50 { // somebody waits all the time
+			for range 50 { // a request waits all the time
 				begin()
 				if took > engine.TooLong && db.Statements() == 1 {
 					limitertest.Elapse(engine.TooLong)
@@ -203,7 +203,8 @@ func TestSecondStatementLeavesBesideASlowOne(t *testing.T) {
 	}
 }
 
-// Many who wait leave beside the statement under way, unless they are for few keys, whose rows both would wait for.
+// Many waiting requests are sent while another statement is under way. If they are for few keys, they wait, because
+// both statements would need the same rows.
 func TestSecondStatementLeavesForManyKeys(t *testing.T) {
 	t.Parallel()
 	for keys, atOnce := range map[int]int{1: 1, 2: 1, 3 * engine.Enough: 2} {
@@ -214,14 +215,14 @@ func TestSecondStatementLeavesForManyKeys(t *testing.T) {
 				_, err := l.Allow(t.Context(), strconv.Itoa(i%keys))
 				require.NoError(t, err)
 			}
-			for range 3 { // the first time shows how many keys there are
+			for range 3 { // the first statement shows how many keys there are
 				db.Set(func(context.Context) error {
 					limitertest.Elapse(100 * time.Microsecond)
 					return nil
 				})
 				var first sync.WaitGroup
 				first.Go(func() { ask(0) })
-				synctest.Wait() // its statement is under way
+				synctest.Wait() // until its statement is under way
 				testkit.Together(3*engine.Enough, ask)
 				first.Wait()
 				synctest.Wait()
@@ -232,8 +233,8 @@ func TestSecondStatementLeavesForManyKeys(t *testing.T) {
 	}
 }
 
-// Callers who send their own statements, wait for each other's, and leave at any moment: everybody is told in time, and
-// nothing is left over.
+// Callers send their own statements, wait for statements of other callers, and leave at any moment. Every caller gets
+// an answer in time, and no goroutine is left at the end.
 func TestFewCallersWhoLeave(t *testing.T) {
 	t.Parallel()
 
@@ -276,7 +277,7 @@ func TestFewCallersWhoLeave(t *testing.T) {
 			require.Zero(t, q.InFlight)
 			require.Zero(t, q.Waiting)
 			require.Empty(t, q.Turns)
-			require.GreaterOrEqual(t, db.Taken(), allowed.Load()) // some had left before they were told
+			require.GreaterOrEqual(t, db.Taken(), allowed.Load()) // some callers had left before the answer
 			db.Set(nil)
 			began := time.Now()
 			_, err := l.Allow(t.Context(), "key")
@@ -286,7 +287,7 @@ func TestFewCallersWhoLeave(t *testing.T) {
 	}
 }
 
-// Callers send their own statements only while nobody else comes, and the database is there and prompt.
+// Callers send their own statements only if no other calls come, and if the database answers promptly.
 func TestWhoIsAlone(t *testing.T) {
 	t.Parallel()
 

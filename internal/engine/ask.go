@@ -18,12 +18,12 @@ type Ask struct {
 	Space  *Space
 	Policy *model.Policy
 	Key    string
-	Cost   int64   // at most the policy's limit; 0 looks, and below 0 grants
-	Beside *Beside // a shadow; may be nil
+	Cost   int64   // at most the policy's limit; 0 only looks; a negative cost grants
+	Beside *Beside // the shadow policy to decide as well; may be nil
 }
 
-// Allow decides an ask by a lease, by a remembered denial, or else by the database. It sets o unless it returns an
-// error.
+// Allow decides an ask by a lease, by a remembered denial, or by the database. It stores the decision in o. If it
+// returns an error, o is not set.
 func (e *Engine) Allow(ctx context.Context, a *Ask, o *Outcome) error {
 	leased := a.Space.Lease != nil && a.Beside == nil && a.Cost > 0
 	if leased {
@@ -54,8 +54,8 @@ func (e *Engine) Allow(ctx context.Context, a *Ask, o *Outcome) error {
 	return nil
 }
 
-// remembered sets o to a remembered denial, and tells whether there is one. If the ask has a shadow, the shadow's
-// denial must be remembered too.
+// remembered looks for a remembered denial, copies it into o, and returns whether it found one. If the ask has a shadow
+// policy, both policies must have a remembered denial.
 func (e *Engine) remembered(a *Ask, o *Outcome) bool {
 	if !e.Denials.Lookup(a.Space, a.Policy.Rules[0], a.Key, a.Cost, o) {
 		return false
@@ -71,14 +71,14 @@ func (e *Engine) remembered(a *Ask, o *Outcome) bool {
 	return e.Denials.Lookup(a.Beside.Space, beside.Rules[0], a.Key, a.Cost, o.Beside)
 }
 
-// Direct lets the database decide an ask, whatever is leased or remembered. With a Cost below 0 it grants. tx is the
-// caller's transaction, or nil.
+// Direct lets the database decide an ask, and uses no lease and no remembered denial. A negative Cost grants units. tx
+// is the caller's transaction, or nil.
 func (e *Engine) Direct(ctx context.Context, tx pgx.Tx, a Ask) (Outcome, error) {
 	return e.decide(ctx, tx, e.Request(&a))
 }
 
-// Refund gives back the units of a receipt from from to before to. space has the same rows as the receipt's. tx is the
-// caller's transaction, or nil.
+// Refund gives back the receipt's units in the range [from, to). space must have the same rows as the receipt's Space.
+// tx is the caller's transaction, or nil.
 func (e *Engine) Refund(
 	ctx context.Context, tx pgx.Tx, space *Space, receipt *Receipt, from, to int64,
 ) (Outcome, error) {
@@ -87,14 +87,14 @@ func (e *Engine) Refund(
 	return e.decide(ctx, tx, r)
 }
 
-// Request returns a request for an ask.
+// Request makes a request from an ask.
 func (e *Engine) Request(a *Ask) *Request {
 	r := e.Requests.Get(a.Space, a.Policy)
 	r.Add(a.Space, a.Policy, a.Key, a.Cost, nil)
 	return r
 }
 
-// decide sends a request, and returns its outcome. tx is the caller's transaction, or nil.
+// decide sends a request, waits for the decision, and returns it. tx is the caller's transaction, or nil.
 func (e *Engine) decide(ctx context.Context, tx pgx.Tx, r *Request) (Outcome, error) {
 	if err := e.submit(ctx, tx, r); err != nil {
 		return Outcome{}, err
@@ -105,7 +105,7 @@ func (e *Engine) decide(ctx context.Context, tx pgx.Tx, r *Request) (Outcome, er
 	return o, nil
 }
 
-// submit sends a request, and returns once it is decided. tx is the caller's transaction, or nil.
+// submit sends a request, and waits until the request is decided. tx is the caller's transaction, or nil.
 func (e *Engine) submit(ctx context.Context, tx pgx.Tx, r *Request) error {
 	if tx != nil {
 		return e.Batcher.decideInTx(ctx, tx, r)
@@ -113,12 +113,12 @@ func (e *Engine) submit(ctx context.Context, tx pgx.Tx, r *Request) error {
 	return e.Queues.submit(ctx, r)
 }
 
-// FallBack decides an ask in this process, by a share of the policy's limit.
+// FallBack decides an ask in this process, without the database. It uses only a share of the policy's limit.
 func (e *Engine) FallBack(a Ask, share float64) Outcome {
 	r := e.Request(&a)
 	e.Fallback.Take(r, sharesOf(a.Policy.Rules, share))
 	for i := range r.Parts {
-		if d := &r.Parts[i].Decision; d.RetryAfter == model.Never { // the cost is above the share
+		if d := &r.Parts[i].Decision; d.RetryAfter == model.Never { // the cost is larger than the reduced limit
 			d.RetryAfter = model.Micros(BreakerPause)
 		}
 	}
@@ -131,7 +131,7 @@ func (e *Engine) FallBack(a Ask, share float64) Outcome {
 	return o
 }
 
-// Set is several asks, which are allowed all together or not at all.
+// Set is a group of asks. Either all asks of a set are allowed, or none.
 type Set struct {
 	engine  *Engine
 	Request *Request
@@ -141,7 +141,7 @@ type Set struct {
 // NewSet returns an empty set.
 func (e *Engine) NewSet() *Set { return &Set{engine: e, Request: e.Requests.Get(&e.sets, nil)} }
 
-// Add adds an ask. It returns false if the set has one of its rows already.
+// Add adds an ask to the set. It returns false if another ask of the set uses one of the same rows.
 func (s *Set) Add(a Ask) bool {
 	r, first := s.Request, len(s.Request.Parts)
 	r.Add(a.Space, a.Policy, a.Key, a.Cost, nil)
@@ -156,8 +156,8 @@ func (s *Set) Add(a Ask) bool {
 	return true
 }
 
-// Decide sends the set, and returns an outcome for each ask. Either all are Allowed, or none. In a denied set, the asks
-// that had room have no RetryAfter. tx is the caller's transaction, or nil.
+// Decide sends the set, and returns an outcome for each ask. Either all outcomes are Allowed, or none. If the set is
+// denied, RetryAfter is 0 for each ask whose row had room. tx is the caller's transaction, or nil.
 func (s *Set) Decide(ctx context.Context, tx pgx.Tx) ([]Outcome, error) {
 	if len(s.asks) == 0 {
 		return nil, nil
@@ -178,8 +178,8 @@ func (s *Set) Decide(ctx context.Context, tx pgx.Tx) ([]Outcome, error) {
 	return outcomes, nil
 }
 
-// Reset deletes the rows of a key. rows is how many rules its policies have at most. Reset calls then once the rows are
-// deleted or that has failed, even if the caller has left.
+// Reset deletes the rows of a key. rows is the largest number of rules that a policy of the limiter has. Reset calls
+// then when the deletion has ended, even after an error, and even if ctx has ended before.
 func (e *Engine) Reset(ctx context.Context, space *Space, key string, rows int, then func()) error {
 	d := e.Database
 	if !d.pooled() {
@@ -208,7 +208,7 @@ func (e *Engine) Reset(ctx context.Context, space *Space, key string, rows int, 
 	}
 }
 
-// ResetIn is Reset in the caller's transaction.
+// ResetIn deletes the rows of a key in the caller's transaction. See Reset for rows.
 func (e *Engine) ResetIn(ctx context.Context, tx pgx.Tx, space *Space, key string, rows int) error {
 	mine := turn.Of(tx)
 	if err := mine.Take(ctx); err != nil {
@@ -229,7 +229,7 @@ func (e *Engine) reset(ctx context.Context, db pg.DB, space *Space, key string, 
 		names[i] = algorithm.RowName(space.Name, i)
 	}
 	err := e.Database.deleteRows(ctx, db, space, names, key, tx)
-	for tx.own() && pg.OtherShard(err) { // the key's shard is being split
+	for tx.own() && pg.OtherShard(err) { // while the key's shard is being split
 		timer := time.NewTimer(MapPause)
 		select {
 		case <-timer.C:
@@ -241,7 +241,7 @@ func (e *Engine) reset(ctx context.Context, db pg.DB, space *Space, key string, 
 		break
 	}
 	if e.Denials != nil {
-		e.Denials.Forget(space, key, nil) // also after an error, because the key may have been reset
+		e.Denials.Forget(space, key, nil) // even after an error, because the database may have reset the key
 	}
 	e.Leases.forget(space, key)
 	if tx.own() {
@@ -250,13 +250,13 @@ func (e *Engine) reset(ctx context.Context, db pg.DB, space *Space, key string, 
 	return err
 }
 
-// ReturnLeases gives back all leases, and waits until that has ended.
+// ReturnLeases gives all leased units back to the database, and waits for the end of all returns.
 func (e *Engine) ReturnLeases(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
 		return GaveUp(err)
 	}
 	mine := e.Leases.all()
-	all := e.Leases.onTheirWay() // before giveBack starts, because a giving that fails at once is removed
+	all := e.Leases.onTheirWay() // before giveBack starts, because giveBack removes a giving that fails at once
 	go e.giveBack(mine)
 	var errs []error
 	for _, back := range all {

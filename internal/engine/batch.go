@@ -1,7 +1,6 @@
 package engine
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"slices"
@@ -16,60 +15,61 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/turn"
 )
 
-// Batcher decides batches of requests, in one statement or in several if rows are held or keys refused.
+// Batcher sends batches of requests to the database. A batch is one statement, or several if rows are locked or keys
+// are refused.
 //
-// A row that a transaction has locked, for example after WithTx(tx).Allow, must not hold up requests for other keys. A
-// statement for several rows locks them one after the other, and keeps all of them locked while it waits for the next
-// one. So it waits no longer than rowWait for each row, and no longer than 25 times that in all (see _rate_limit_late).
-// After that, it has taken nothing.
+// A transaction may keep a row locked for a long time, for example after WithTx(tx).Allow. Requests for other keys must
+// not wait for this transaction. A statement for several rows locks the rows one after the other, and holds all its
+// locks until it ends. So a statement waits at most rowWait for each row, and at most 25 * rowWait for all rows (see
+// _rate_limit_late). If that is not enough, the statement fails and takes nothing.
 //
-// The same requests then go into a statement that passes over locked rows, and tells which transaction has locked each.
-// If that is another transaction than before, the request has lost a race, and goes back to the queue. If it is still
-// the same one, the request goes to the lane for held keys.
+// The batcher then sends the same requests in a statement that skips locked rows, and returns which transaction has
+// locked each row. If a row was locked by another transaction before, its request has lost a race, and goes back to the
+// queue. If the same transaction still locks the row, the request goes to the lane for held keys.
 type Batcher struct {
-	queues   *queues // of the client
+	queues   *queues // all queues of the client
 	Shard    int     // from 0
 	database *Database
 	Breaker  *Breaker
 	log      *troubleLog
-	Denials  *Denials // nil if none are remembered
+	Denials  *Denials // nil if this process remembers no denials
 	Leases   *Leases
 	Held     *heldKeys
 	told     func(Statement) // may be nil
 	timeout  time.Duration
 	Begin    time.Time
-	// heldAt is when a held row or a refused key last delayed a batch. exhaustedAt is when the pool last had no
-	// connection for a statement. Both are nanoseconds since Begin.
+	// heldAt is when a locked row or a refused key last delayed a batch. exhaustedAt is when the pool last had no
+	// connection for a statement. Both times are nanoseconds since Begin.
 	heldAt, exhaustedAt atomic.Int64
-	refused             atomic.Pointer[refusal] // the last refusal of a proxy whose map did not fit
+	refused             atomic.Pointer[refusal] // the last error of a proxy with an outdated map of shards
 }
 
-// makingWait is how long a statement that passes over locked rows waits for a row that is just being inserted. Nobody
-// can see such a row, so it cannot be passed over.
+// makingWait is how long a statement waits for a row that another transaction is inserting. SKIP LOCKED cannot skip
+// such a row, because the row is not visible yet.
 const makingWait = time.Millisecond
 
-// rowWait is how long a statement that holds locked rows waits for another row.
+// rowWait is how long a statement waits for the next row while it holds locks on other rows.
 func (b *Batcher) rowWait() time.Duration {
 	return min(max(b.timeout/100, time.Millisecond), MaxRowWait)
 }
 
-// tooLate tells whether the time that is left is too short for another statement.
+// tooLate returns whether the time left is too short for another statement.
 func (b *Batcher) tooLate(left time.Duration) bool {
 	return left < max(b.timeout/10, min(b.timeout/4, 10*time.Millisecond))
 }
 
-// Departure is the requests that leave a queue together.
+// Departure is a group of requests that leave a queue together.
 type Departure struct {
 	Requests []*Request
-	caller   context.Context //nolint:containedctx // of the only request if its caller sends it; else nil
-	queued   int             // how many requests stayed behind
-	leaders  int             // how many requests are left after merging
+	caller   context.Context //nolint:containedctx // set if the caller itself sends its request; otherwise nil
+	queued   int             // how many requests stayed in the queue
+	leaders  int             // how many requests the departure has after merging
 }
 
-// Send decides the requests of a departure, and tells their callers. It returns the requests whose keys are held, and
-// those that have lost a race.
+// Send sends the requests of a departure to the database, and gives callers their decisions. held are the requests
+// whose keys another transaction keeps locked. lost are the requests that have lost a race for a row.
 func (b *Batcher) Send(d *Departure) (held, lost []*Request) {
-	// A request with hardly any time left would shorten the time of the others, so it ends here.
+	// End each request that has used 90 % of its timeout. It would shorten the deadline of the whole batch.
 	now := time.Now()
 	requests := slices.DeleteFunc(d.Requests, func(r *Request) bool {
 		if now.Sub(r.Since) <= b.timeout/10*9 {
@@ -82,7 +82,7 @@ func (b *Batcher) Send(d *Departure) (held, lost []*Request) {
 			r.Finish(refused.err)
 			return true
 		case b.Begin.Add(time.Duration(b.heldAt.Load())).After(r.Since):
-			err = b.Held.NoTime(r) // held rows are no outage
+			err = b.Held.NoTime(r) // held rows are not an outage
 		case b.Begin.Add(time.Duration(b.exhaustedAt.Load())).After(r.Since):
 			err = ErrNoConnection
 		}
@@ -96,26 +96,27 @@ func (b *Batcher) Send(d *Departure) (held, lost []*Request) {
 	}
 	s := b.newBatch(requests, probe)
 	s.queued, s.caller = d.queued, d.caller
-	// After that time, requests that held rows leave undecided go to the lane.
+	// After s.until, undecided requests go to the lane instead of into another statement.
 	s.until = now.Add(b.Held.Patience() / 5)
 	leaders, wait := MergeAlike(requests), b.rowWait()
 	d.leaders = len(leaders)
-	if len(leaders) == 1 { // it keeps no other row locked meanwhile
+	if len(leaders) == 1 { // the statement locks only one row, so it may wait longer
 		wait = wait * 5 / 2
 	}
 	s.ask(leaders, false, wait)
 	return s.held, s.lost
 }
 
-// MergeAlike merges requests of one group for the same key and cost, and returns the leaders. With 64 callers of one
-// key, this makes 4.7 times as many decisions. It does not merge two requests if one of another cost for that key came
-// between them. So requests of a group for one key are decided in the order in which they came.
+// MergeAlike merges requests of one group that have the same key and cost, and returns the leader of each merged list.
+// With 64 callers of one key, merging makes 4.7 times as many decisions. MergeAlike does not merge two requests if a
+// request with the same key and another cost came between them. So the requests for a key are decided in the order of
+// their arrival.
 //
-// It sorts the leaders into the order in which rows are locked, which makes 20 % more decisions with 64 callers of
-// different keys. It does not merge refunds and grants, because a row stops taking them back when it is full, and what
-// remains after all does not tell what remained after each. It does not merge requests of AllowAll either.
+// MergeAlike sorts the leaders into the lock order of their rows. With 64 callers of different keys, sorting makes 20 %
+// more decisions. MergeAlike merges neither requests of AllowAll nor refunds and grants. A row takes back no more units
+// once it is full, so the answer to merged refunds would not show how many units remained after each refund.
 func MergeAlike(requests []*Request) (leaders []*Request) {
-	var last map[string]*Request // the last leader of a key
+	var last map[string]*Request // the last leader for each key
 	if len(requests) > 1 {
 		last = make(map[string]*Request, len(requests))
 	}
@@ -143,34 +144,32 @@ func MergeAlike(requests []*Request) (leaders []*Request) {
 		leader.Count += leader.Ahead
 	}
 	if oneGroup && len(leaders) > 1 && requests[0].Policy != nil {
-		slices.SortStableFunc(leaders, func(a, b *Request) int {
-			return cmp.Or(len(b.Parts[0].Key)-len(a.Parts[0].Key), strings.Compare(a.Parts[0].Key, b.Parts[0].Key))
-		})
+		sortInLockOrder(leaders)
 	}
 	return leaders
 }
 
-// sameGroup tells whether two requests belong to one group.
+// sameGroup returns whether two requests belong to the same group of a queue.
 func (r *Request) sameGroup(other *Request) bool {
 	return r.Space == other.Space && r.Policy.Is(other.Policy) && r.Looks() == other.Looks()
 }
 
-// batch is requests on their way to the database, in one statement or several.
+// batch is a group of requests that one statement decides, or several statements if rows are locked.
 type batch struct {
 	*Batcher
 	deadline time.Time
 	probe    bool
-	caller   context.Context //nolint:containedctx // as in Departure
-	leftAt   atomic.Int64    // when the caller was found to have left, in nanoseconds since Begin; 0 while it waits
-	queued   int             // how many requests stayed behind
-	again    bool            // a statement was sent already
-	alone    bool            // it waits for the row of one key, which gets another turn in the lane
-	until    time.Time       // when undecided requests go to the lane; zero: never
+	caller   context.Context //nolint:containedctx // see Departure.caller
+	leftAt   atomic.Int64    // when the caller's context ended, in nanoseconds since Begin; 0 while the caller waits
+	queued   int             // how many requests stayed in the queue
+	again    bool            // the batch has sent a statement before
+	alone    bool            // the batch waits for the row of one key, and the lane tries that key again later
+	until    time.Time       // after this time, undecided requests go to the lane; zero means never
 	held     []*Request
 	lost     []*Request
 }
 
-// newBatch returns a batch with the deadline of its oldest request.
+// newBatch returns a batch whose deadline is that of the oldest request.
 func (b *Batcher) newBatch(requests []*Request, probe bool) *batch {
 	oldest := requests[0].Since
 	for _, r := range requests[1:] {
@@ -181,8 +180,9 @@ func (b *Batcher) newBatch(requests []*Request, probe bool) *batch {
 	return &batch{Batcher: b, deadline: oldest.Add(b.timeout), probe: probe}
 }
 
-// ask sends a statement for requests, and tells their callers, except for those whose keys are held. If skip is true,
-// the statement passes over held keys. wait is how long it waits for each row.
+// ask sends a statement for requests, and gives callers their decisions. Requests for held keys go into s.held, and
+// requests that lost a race into s.lost. If skip is true, the statement skips locked rows. wait is how long the
+// statement waits for each row.
 func (s *batch) ask(requests []*Request, skip bool, wait time.Duration) {
 	began := time.Now()
 	left := s.deadline.Sub(began)
@@ -195,14 +195,14 @@ func (s *batch) ask(requests []*Request, skip bool, wait time.Duration) {
 	s.again = true
 	patience := s.Held.Patience()
 	looks := requests[0].Looks()
-	if looks { // they wait for the table only
+	if looks { // a look waits only for a locked table, not for a row
 		wait = patience
 	}
 	ctx, cancel := context.WithDeadline(context.Background(), s.deadline)
 	if s.caller != nil {
 		defer context.AfterFunc(s.caller, func() {
 			now := time.Since(s.Begin)
-			s.leftAt.CompareAndSwap(0, int64(now)) // set once, by the first statement that sees it
+			s.leftAt.CompareAndSwap(0, int64(now)) // the batch's first statement sets leftAt, and later ones keep it
 			time.AfterFunc(time.Duration(s.leftAt.Load())+Grace-now, cancel)
 		})()
 	}
@@ -211,7 +211,7 @@ func (s *batch) ask(requests []*Request, skip bool, wait time.Duration) {
 	canceled := errors.Is(ctx.Err(), context.Canceled)
 	cancel()
 	s.observe(began, requests, err)
-	if canceled && err != nil { // a caller who leaves is no outage
+	if canceled && err != nil { // the caller has left, which is not an outage
 		requests[0].Finish(GaveUp(s.caller.Err()))
 		return
 	}
@@ -219,8 +219,8 @@ func (s *batch) ask(requests []*Request, skip bool, wait time.Duration) {
 		return
 	}
 
-	// A statement_timeout that ends the wait early looks like an outage. The next statement does not wait, and shows
-	// whether it is one.
+	// A statement_timeout during a wait for a row looks like an outage. The next statement skips locked rows, so it shows
+	// whether Postgres is really away.
 	waited := pg.LockTimeout(err) && !pg.IsAway(err) || pg.Canceled(err) && !skip && !looks || pg.Undone(err) && !looks
 	_, unknownZone := errors.AsType[*ZoneError](err)
 	keyRefused := errors.Is(err, pg.ErrKeyRefused)
@@ -230,7 +230,7 @@ func (s *batch) ask(requests []*Request, skip bool, wait time.Duration) {
 	}
 	switch {
 	case pg.LockTimeout(err) && pg.TableLocked(err) && wait < patience:
-		s.ask(requests, skip, patience) // the table may be free soon
+		s.ask(requests, skip, patience) // wait longer, because the table may be unlocked soon
 		return
 	case waited && s.alone:
 		s.held = appendAll(s.held, requests)
@@ -249,14 +249,14 @@ func (s *batch) ask(requests []*Request, skip bool, wait time.Duration) {
 	case severalGroups(requests) && s.isOnesOwn(err):
 		s.askApart(requests, skip, wait)
 	case refused && len(requests) > 1 && (keyRefused || !ofOneLimiter(requests)):
-		// All encodings of databases contain ASCII, so the other keys are the suspects.
+		// Every database encoding contains ASCII, so a key with other characters has probably caused the error.
 		plain, others := splitASCII(requests)
 		if len(plain) == 0 || len(others) == 0 {
 			plain, others = requests[:len(requests)/2], requests[len(requests)/2:]
 		}
 		s.ask(plain, skip, wait)
 		s.ask(others, skip, wait)
-	case waited: // it has waited for something other than a row
+	case waited: // the statement has waited for something other than a row
 		s.lost = appendAll(s.lost, requests)
 	default:
 		for _, r := range requests {
@@ -265,20 +265,21 @@ func (s *batch) ask(requests []*Request, skip bool, wait time.Duration) {
 	}
 }
 
-// severalGroups tells whether requests of different groups leave together.
+// severalGroups returns whether the requests belong to more than one group.
 func severalGroups(requests []*Request) bool {
 	return slices.ContainsFunc(requests, func(r *Request) bool { return !r.sameGroup(requests[0]) })
 }
 
-// isOnesOwn tells whether one of several groups may have caused an error: the database has answered, nothing was taken,
-// and it is no outage.
+// isOnesOwn returns whether the requests of a single group may have caused an error. Then the database has answered,
+// nothing was taken, and the error is not an outage.
 func (b *Batcher) isOnesOwn(err error) bool {
 	_, answered := errors.AsType[*pgconn.PgError](err)
 	_, ours := errors.AsType[*pg.Error](err)
 	return ours && answered && !pg.IsAway(err) && !pg.LockTimeout(err) && !errors.Is(err, pg.ErrOutcomeUnknown)
 }
 
-// askApart sends a statement for each group, so that the fault of one limiter does not concern others.
+// askApart sends a separate statement for each group, so that one limiter's error does not reach callers of other
+// limiters.
 func (s *batch) askApart(requests []*Request, skip bool, wait time.Duration) {
 	for len(requests) > 0 {
 		var group, others []*Request
@@ -294,7 +295,7 @@ func (s *batch) askApart(requests []*Request, skip bool, wait time.Duration) {
 	}
 }
 
-// deliver tells callers the decisions, and sorts the requests that were passed over.
+// deliver gives callers their decisions. It sorts undecided requests into s.held and s.lost, or asks for them again.
 func (s *batch) deliver(requests []*Request) {
 	s.Held.Decided(requests)
 	var rest []*Request
@@ -305,7 +306,7 @@ func (s *batch) deliver(requests []*Request) {
 		}
 		switch holders := r.lockedBy(); {
 		case slices.Max(holders) == NotLocked:
-			rest = append(rest, r) // the statement did not get to it
+			rest = append(rest, r) // the statement has not reached this request
 		case s.Held.Found(r, holders):
 			s.held = appendAll(s.held, []*Request{r})
 		default:
@@ -321,7 +322,7 @@ func (s *batch) deliver(requests []*Request) {
 	}
 }
 
-// report tells the breaker and the log how a statement has ended. r is its first request.
+// report tells the breaker and the log how a statement has ended. r is the first request of the statement.
 func (b *Batcher) report(r *Request, err error, probe bool) {
 	if errors.Is(err, pg.ErrPoolExhausted) {
 		b.exhaustedAt.Store(int64(time.Since(b.Begin)))
@@ -330,7 +331,7 @@ func (b *Batcher) report(r *Request, err error, probe bool) {
 	b.log.note(r, err, closed)
 }
 
-// observe calls the hook for a statement.
+// observe calls the hook Hooks.Statement for a statement that has ended.
 func (s *batch) observe(began time.Time, requests []*Request, err error) {
 	if s.told == nil {
 		return
@@ -347,8 +348,8 @@ func (s *batch) observe(began time.Time, requests []*Request, err error) {
 	s.told(e)
 }
 
-// Decide sends a statement for requests. It also updates leases, remembers denials, and forgets denials of keys that
-// something was taken from or given to.
+// Decide sends a statement for requests. It also updates leases and remembers new denials. It forgets the older denials
+// of each key whose row has changed.
 func (b *Batcher) Decide(ctx context.Context, db pg.DB, requests []*Request, tx Transaction) error {
 	if b.Denials == nil {
 		return b.database.Execute(ctx, db, requests, tx)
@@ -381,7 +382,8 @@ func (b *Batcher) Decide(ctx context.Context, db pg.DB, requests []*Request, tx 
 	return err
 }
 
-// settleDenials remembers a denial, or forgets the denials of its key.
+// settleDenials remembers the denial of a request. If the request has changed its row instead, it forgets the key's
+// denials.
 func (b *Batcher) settleDenials(r *Request, err error, asked, told time.Duration, since *Changes) {
 	b.forget(r, err, since)
 	if p := &r.Parts[0]; err == nil && len(r.Parts) == 1 && p.Space.Remember && p.Cost > 0 &&
@@ -390,8 +392,8 @@ func (b *Batcher) settleDenials(r *Request, err error, asked, told time.Duration
 	}
 }
 
-// forget forgets the denials of a request's keys if the request has taken or given something, or may have. since is
-// what its statement knows, or nil if none of its denials are remembered.
+// forget forgets the denials of a request's keys if the request has changed their rows, or may have. since is the
+// snapshot of the request's statement. It is nil if no denials of this statement are remembered.
 func (b *Batcher) forget(r *Request, err error, since *Changes) {
 	if b.Denials == nil || r.Looks() || err == nil && r.Parts[0].Decision.Granted <= 0 {
 		return
@@ -401,7 +403,8 @@ func (b *Batcher) forget(r *Request, err error, since *Changes) {
 	}
 }
 
-// decideInTx is decideAlone in the caller's transaction. Others may use its connection, so they take turns.
+// decideInTx decides one request in the caller's transaction. It waits for its turn, because other goroutines may use
+// the same connection.
 func (b *Batcher) decideInTx(ctx context.Context, tx pgx.Tx, r *Request) error {
 	mine := turn.Of(tx)
 	if err := mine.Take(ctx); err != nil {
@@ -411,13 +414,13 @@ func (b *Batcher) decideInTx(ctx context.Context, tx pgx.Tx, r *Request) error {
 	return pg.RolledBack(tx, b.decideAlone(ctx, tx, r))
 }
 
-// decideAlone decides one request on a single connection, within the time of a call. It does not return before the
-// connection is free again.
+// decideAlone decides one request on a single connection, within b.timeout. It returns only when the connection is free
+// again, even if ctx ends before.
 func (b *Batcher) decideAlone(ctx context.Context, db pg.DB, r *Request) error {
 	if err := ctx.Err(); err != nil {
 		return GaveUp(err)
 	}
-	if conn := pg.Conn(db); conn != nil && conn.IsClosed() { // pgx would report this as if the statement might be sent
+	if conn := pg.Conn(db); conn != nil && conn.IsClosed() { // pgx would say that the statement may have been sent
 		return pg.NewError(errors.New("the connection is closed"), pg.ErrUnavailable)
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), b.timeout)
@@ -432,8 +435,9 @@ func (b *Batcher) decideAlone(ctx context.Context, db pg.DB, r *Request) error {
 }
 
 // heldOrAway finds out why the session's own lock_timeout or statement_timeout has ended a statement on a single
-// connection. It may have waited for the row, for a locked table, or for a slow server. So heldOrAway asks once more
-// without waiting. In the caller's transaction it cannot ask, because the error has ended the transaction.
+// connection. The statement may have waited for the row, for a locked table, or for a slow server. So heldOrAway sends
+// the request again, in a statement that skips locked rows. In a caller's transaction it sends nothing, because the
+// error has ended the transaction.
 func (b *Batcher) heldOrAway(ctx context.Context, db pg.DB, requests []*Request, err error) error {
 	conn := pg.Conn(db)
 	if !pg.LockTimeout(err) && !pg.Canceled(err) && !pg.Undone(err) || conn == nil || conn.PgConn().TxStatus() != 'I' {
@@ -441,7 +445,7 @@ func (b *Batcher) heldOrAway(ctx context.Context, db pg.DB, requests []*Request,
 	}
 	again := b.database.Execute(ctx, db, requests, Transaction{LockTimeout: LockTimeout(makingWait), SkipHeld: true})
 	switch {
-	case ctx.Err() != nil: // no time was left to find out
+	case ctx.Err() != nil: // no time was left for a second statement
 		return err
 	case again == nil && requests[0].PassedOver():
 		return keyHeld()
@@ -449,7 +453,7 @@ func (b *Batcher) heldOrAway(ctx context.Context, db pg.DB, requests []*Request,
 	return again
 }
 
-// appendAll appends requests, and splits merged ones.
+// appendAll appends requests to all. It appends each request of a merged list on its own.
 func appendAll(all, requests []*Request) []*Request {
 	for _, r := range requests {
 		for r != nil {

@@ -54,8 +54,7 @@ func TestGroupMergesOnlyNeighboursOfAKey(t *testing.T) {
 	require.Empty(t, engine.MergeAlike(nil))
 }
 
-// These benchmarks leave the network out. They show what a decision costs in Go beside the statement that it
-// shares with others.
+// These benchmarks run without a database. They measure the Go code of a decision, without the statement.
 
 func BenchmarkModel(b *testing.B) {
 	for _, policy := range []model.Rules{
@@ -73,7 +72,7 @@ func BenchmarkModel(b *testing.B) {
 	}
 }
 
-// One iteration is one call.
+// One iteration measures one call.
 func BenchmarkGroupAndFinish(b *testing.B) {
 	const calls = 256
 	for _, keys := range []int{1, calls} {

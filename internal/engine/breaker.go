@@ -10,43 +10,44 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// Breaker tells whether to ask the database at all, so that an outage does not cost every call its Timeout. It opens
-// after BreakerFailures statements in a row have failed because Postgres is away or slow, or because the pool was
-// exhausted. Then nobody asks for BreakerPause. After that, one call at a time goes to the database as usual: the
-// probe. All others are answered at once. A probe that fails begins another pause, and a probe that succeeds closes the
-// breaker. Statements count, not calls: 64 calls that shared a broken connection are one failure. A caller who leaves
-// is no failure.
+// Breaker is a circuit breaker. It keeps calls from waiting for their Timeout during an outage. It opens after
+// BreakerFailures failed statements in a row. A statement fails if Postgres is away or slow, or if the pool is
+// exhausted. An open breaker turns all calls away for BreakerPause. After the pause, it lets one call at a time ask the
+// database. Such a call is a probe. A failed probe begins another pause, and a successful probe closes the breaker. The
+// breaker counts statements, not calls, so a failed statement for 64 calls is one failure. A call whose caller has left
+// is not a failure.
 //
-// Each kind of request has its own state. If somebody locks one table, the limits of the other one stay in force.
+// Each kind of request has a separate state. If somebody locks one table, limits in the other table still work.
 //
-// The breaker turns no request away if its limiter returns errors. The caller would get an error for a call that was
-// never made, and could not tell it from others. While the breaker is open, each of these calls is a probe.
+// The breaker never turns away requests of a limiter with ReturnsErrors. Their callers could not tell an error of the
+// breaker from an error of Postgres. While the breaker is open, each of these requests is a probe.
 type Breaker struct {
 	shard   int
-	Timeout time.Duration       // of calls
+	Timeout time.Duration       // the Timeout of a call
 	told    func(BreakerChange) // may be nil
 	Begin   time.Time           // the breaker's clock counts from here, in nanoseconds
 	of      [kindCount]struct {
-		probeAt  atomic.Int64 // when the next probe may leave; 0 if the breaker is closed
-		failures int          // in a row; guarded by mu
+		probeAt  atomic.Int64 // when the next probe may be sent; 0 if the breaker is closed
+		failures int          // failed statements in a row; guarded by mu
 	}
 	mu sync.Mutex
 }
 
 const (
-	// BreakerFailures is more than one broken connection or one slow batch can cause with two statements in flight. If
-	// every statement takes the whole Timeout, the breaker opens within two Timeouts.
+	// BreakerFailures is how many failures in a row open the breaker. With two statements in flight, one broken connection
+	// or one slow batch causes at most two failures. If every statement takes the whole Timeout, the breaker opens after
+	// at most two Timeouts.
 	BreakerFailures = 3
-	// BreakerPause is long compared with a call, and short enough for a limiter to be back 2 s after the database. In
-	// the worst case, a probe is lost just before the database comes back. With the default Timeout of 1 s, that probe
-	// and the pause after it end 1.5 s later.
+	// BreakerPause is long compared with a call. It is short enough that limiters work again within 2 s after the database
+	// is back. In the worst case, a probe is sent just before the database is back. With the default Timeout of 1 s, that
+	// probe and the next pause take 1.5 s.
 	BreakerPause = 500 * time.Millisecond
 )
 
 func (b *Breaker) clock() time.Duration { return time.Since(b.Begin) }
 
-// Admit tells whether a request of a kind may ask the database, and whether it is a probe. A request with asksAnyway is
-// never turned away.
+// Admit returns whether a request may ask the database, and whether the request is a probe. If asksAnyway is true, the
+// request always passes.
 func (b *Breaker) Admit(k kind, asksAnyway bool) (pass, probe bool) {
 	probeAt := &b.of[k].probeAt
 	at := probeAt.Load()
@@ -57,17 +58,18 @@ func (b *Breaker) Admit(k kind, asksAnyway bool) (pass, probe bool) {
 		return true, true
 	}
 	now := b.clock()
-	// A probe may be given up before it is sent, and never reported. The next one leaves this much later at most.
+	// A caller may give up a probe before it is sent, and Record is then never called. So another probe is possible at
+	// next.
 	next := now + b.Timeout + BreakerPause
 	probe = now >= time.Duration(at) && probeAt.CompareAndSwap(at, int64(next))
 	return probe, probe
 }
 
-// IsOpen tells whether requests of a kind are turned away, except probes.
+// IsOpen returns whether the breaker is open for a kind of request. An open breaker turns away all requests but probes.
 func (b *Breaker) IsOpen(k kind) bool { return b.of[k].probeAt.Load() != 0 }
 
-// turnAway ends the requests that must not ask because the breaker has opened since they were submitted. It returns the
-// others, and whether one of them is a probe. All requests are of one kind.
+// turnAway ends the requests that must not be sent because the breaker has opened since they came. It returns the
+// remaining requests, and whether one of them is a probe. All requests must be of one kind.
 func (b *Breaker) turnAway(requests []*Request) (others []*Request, probe bool) {
 	if len(requests) == 0 || !b.IsOpen(requests[0].kind()) {
 		return requests, slices.ContainsFunc(requests, func(r *Request) bool { return r.Probe })
@@ -82,8 +84,8 @@ func (b *Breaker) turnAway(requests []*Request) (others []*Request, probe bool) 
 	return others, len(others) > 0
 }
 
-// Record notes how a statement for requests of a kind has ended, and opens or closes the breaker. probe tells whether
-// one of the requests was a probe. It returns whether the breaker has closed now.
+// Record counts the result of a statement, and opens or closes the breaker. probe says whether one of the statement's
+// requests was a probe. Record returns true if it has just closed the breaker.
 func (b *Breaker) Record(k kind, err error, probe bool) (closed bool) {
 	if _, ok := errors.AsType[*pg.Error](err); !ok && err != nil {
 		return false // no statement was sent
@@ -91,7 +93,7 @@ func (b *Breaker) Record(k kind, err error, probe bool) (closed bool) {
 	b.mu.Lock()
 	of, wasOpen := &b.of[k], b.IsOpen(k)
 	switch {
-	case wasOpen && !probe: // it was sent before the breaker opened
+	case wasOpen && !probe: // the statement was sent before the breaker opened
 	case pg.IsAway(err):
 		if of.failures++; of.failures >= BreakerFailures {
 			b.open(k)
@@ -107,10 +109,10 @@ func (b *Breaker) Record(k kind, err error, probe bool) (closed bool) {
 	return wasOpen && !isOpen
 }
 
-// open opens the breaker for a BreakerPause, or keeps it open for another one. The caller holds b.mu.
+// open opens the breaker, or keeps it open, until BreakerPause from now. The caller holds b.mu.
 func (b *Breaker) open(k kind) { b.of[k].probeAt.Store(int64(b.clock() + BreakerPause)) }
 
-// close closes the breaker, and forgets the failures. The caller holds b.mu.
+// close closes the breaker, and sets its count of failures to 0. The caller holds b.mu.
 func (b *Breaker) close(k kind) {
 	b.of[k].failures = 0
 	b.of[k].probeAt.Store(0)

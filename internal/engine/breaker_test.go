@@ -22,7 +22,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// open lets the breaker of a limiter open.
+// open makes calls fail until the breaker of a limiter opens.
 func open(t *testing.T, l *ratelimit.Limiter, db *limitertest.ModelDB) {
 	t.Helper()
 	db.Set(limitertest.TurnedAway)
@@ -57,7 +57,7 @@ func TestBreaker(t *testing.T) {
 					require.Equal(t, want, result.Source)
 				}
 
-				// One success among failures, and it stays closed.
+				// After a success among the failures, the breaker stays closed.
 				allow(ratelimit.SourceDatabase)
 				for range 3 {
 					db.Set(limitertest.TurnedAway)
@@ -80,7 +80,7 @@ func TestBreaker(t *testing.T) {
 				asked, _ = db.Counts()
 				require.Zero(t, asked)
 
-				// Each probe that fails begins another pause.
+				// Each failed probe begins another pause.
 				for probes := 1; probes <= 5; probes++ {
 					limitertest.Elapse(1)
 					allow(source)
@@ -91,7 +91,7 @@ func TestBreaker(t *testing.T) {
 					require.Equal(t, probes, asked)
 				}
 
-				// One at a time, and nobody waits for it.
+				// There is one probe at a time, and other calls do not wait for the probe.
 				db.Set(silent)
 				limitertest.Elapse(1)
 				began := time.Now()
@@ -111,7 +111,7 @@ func TestBreaker(t *testing.T) {
 				wg.Wait()
 				asked, _ = db.Counts()
 				require.Equal(t, 1, asked)
-				require.Equal(t, time.Second, time.Since(began)) // the probe's
+				require.Equal(t, time.Second, time.Since(began)) // how long the probe takes
 				probes := 0
 				for _, d := range waited {
 					if d > 0 {
@@ -120,7 +120,7 @@ func TestBreaker(t *testing.T) {
 				}
 				require.Equal(t, 1, probes)
 
-				// The first probe that does not fail closes it.
+				// The first successful probe closes the breaker.
 				limitertest.Elapse(engine.BreakerPause - 1)
 				db.Set(nil)
 				allow(source)
@@ -137,14 +137,14 @@ func TestBreaker(t *testing.T) {
 				require.Contains(t, log.String(), "level=INFO msg=\"ratelimit: Postgres decides again\" after=4.")
 				require.NotContains(t, log.String(), "personal")
 
-				// And from then on it takes as many failures as ever.
+				// After that, BreakerFailures failures open the breaker again.
 				open(t, l, db)
 			})
 		})
 	}
 }
 
-// A database that is there but answers too late is away, for those who wait: after two Timeouts nobody waits any more.
+// A database that answers too late counts as away. After two Timeouts, the breaker is open, and no call waits.
 func TestBreakerOpensWhenTheDatabaseIsSlow(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -179,19 +179,19 @@ func TestBreakerOpensWhenTheDatabaseIsSlow(t *testing.T) {
 					if err != nil || result.Source != ratelimit.SourceFailedOpen {
 						t.Error(result, err)
 					}
-					limitertest.Elapse(time.Millisecond) // of the bubble's clock
+					limitertest.Elapse(time.Millisecond) // by the clock of the synctest bubble
 				}
 			})
 		}
 		wg.Wait()
 		require.Equal(t, 100*time.Millisecond, slowest)
 		asked, atOnce := db.Counts()
-		require.LessOrEqual(t, asked, engine.BreakerFailures+2+2) // two in flight, and a probe each 600 ms
+		require.LessOrEqual(t, asked, engine.BreakerFailures+2+2) // 2 in flight, and a probe every 600 ms
 		require.LessOrEqual(t, atOnce, 2)
 	})
 }
 
-// What waits in the queue when the breaker opens is answered then, and not sent.
+// When the breaker opens, requests in the queue are answered at once, and are not sent.
 func TestBreakerTurnsAwayTheQueue(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -227,7 +227,7 @@ func TestBreakerTurnsAwayTheQueue(t *testing.T) {
 	})
 }
 
-// Callers who leave are no failures, and a probe whose caller leaves is a probe all the same.
+// A call whose caller leaves is not a failure. If the caller of a probe leaves, the probe still counts.
 func TestBreakerDoesNotCountCallersWhoLeave(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -251,7 +251,7 @@ func TestBreakerDoesNotCountCallersWhoLeave(t *testing.T) {
 			leave()
 		}
 		require.False(t, limitertest.Engine(l).Batcher.Breaker.IsOpen(engine.KindEphemeral))
-		limitertest.Elapse(time.Second) // nothing is in flight any more that could succeed
+		limitertest.Elapse(time.Second) // until no statement in flight can succeed
 		synctest.Wait()
 
 		open(t, l, db)
@@ -265,7 +265,7 @@ func TestBreakerDoesNotCountCallersWhoLeave(t *testing.T) {
 	})
 }
 
-// Behind statements that hang, a probe may wait for too long to be sent. The next one comes all the same.
+// If statements hang, a probe may wait for too long in the queue and is never sent. Another probe follows anyway.
 func TestBreakerSurvivesTheLossOfAProbe(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -275,7 +275,7 @@ func TestBreakerSurvivesTheLossOfAProbe(t *testing.T) {
 		}, ratelimit.ClientConfig{Timeout: time.Second})
 		open(t, l, db)
 		limitertest.Elapse(engine.BreakerPause)
-		_, probe := limitertest.Engine(l).Batcher.Breaker.Admit(engine.KindEphemeral, false) // and nobody reports
+		_, probe := limitertest.Engine(l).Batcher.Breaker.Admit(engine.KindEphemeral, false) // is never recorded
 		require.True(t, probe)
 		db.Set(nil)
 		limitertest.Elapse(time.Second + engine.BreakerPause - 1)
@@ -289,7 +289,7 @@ func TestBreakerSurvivesTheLossOfAProbe(t *testing.T) {
 	})
 }
 
-// A statement that left before the breaker opened, and came back after it, says nothing about now.
+// If a statement was sent before the breaker opened, its result does not close the breaker.
 func TestBreakerIgnoresWhatWasSentBeforeItOpened(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -314,7 +314,7 @@ func TestBreakerIgnoresWhatWasSentBeforeItOpened(t *testing.T) {
 	})
 }
 
-// Whatever waits for its turn on a connection is not asked if the breaker has opened in the meantime.
+// Calls that wait for their turn on a single connection are not sent if the breaker opens during the wait.
 func TestBreakerOpensDuringTheWaitForATurn(t *testing.T) {
 	t.Parallel()
 	conn := pgtest.Connect(t, pgtest.New(t))
@@ -364,7 +364,7 @@ func TestBreakerOpensDuringTheWaitForATurn(t *testing.T) {
 
 func turnedAwayError() error { return pg.Translate(limitertest.TurnedAway(context.Background()), true) }
 
-// An outage is noticed once for all limiters of a client, and so is its end.
+// All limiters of a client share a breaker, so an outage opens one breaker, and its end closes one breaker.
 func TestOneOutageOpensOneBreaker(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -417,8 +417,8 @@ func TestOneOutageOpensOneBreaker(t *testing.T) {
 	})
 }
 
-// While the breaker is open, whatever concerns only limiters that return errors is asked. If it fails, another pause
-// begins, and if it succeeds, the breaker closes for all.
+// Calls of limiters that return errors ask the database even while the breaker is open. If such a call fails, another
+// pause begins. If it succeeds, the breaker closes for all limiters.
 func TestLimiterThatReturnsErrorsAsksWhileTheBreakerIsOpen(t *testing.T) {
 	t.Parallel()
 	setUp := func(t *testing.T, config ratelimit.ClientConfig) (db *limitertest.ModelDB, closed, one, two *ratelimit.Limiter) {
@@ -460,7 +460,7 @@ func TestLimiterThatReturnsErrorsAsksWhileTheBreakerIsOpen(t *testing.T) {
 			_, err = closed.Grant(t.Context(), "key", 1)
 			require.ErrorIs(t, err, engine.ErrNotTried)
 
-			// Each failure begins another pause.
+			// Each failed call begins another pause.
 			limitertest.Elapse(engine.BreakerPause - 1)
 			require.ErrorIs(t, calls[0](), ratelimit.ErrUnavailable)
 			limitertest.Elapse(engine.BreakerPause - 1)
@@ -514,7 +514,7 @@ func TestLimiterThatReturnsErrorsAsksWhileTheBreakerIsOpen(t *testing.T) {
 			synctest.Wait()
 			ask(one)
 			wg.Wait()
-			// They take turns until it opens, and then only one of them asks.
+			// All limiters send statements until the breaker opens. Then only the limiter that returns errors does.
 			require.Equal(t, engine.BreakerFailures-1+each, db.Statements())
 		})
 	})

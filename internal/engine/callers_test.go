@@ -19,8 +19,8 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// A caller whose context ends while somebody's transaction holds the row leaves at once. The connection stays, and
-// the statement goes on: what was asked is still done when the row is free.
+// A call waits for a row that a transaction has locked. When the context of the call ends, the call returns at once.
+// The connection stays open, and the statement goes on and takes from the row later.
 func TestCallerLeavesWhileTheRowIsHeld(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -51,9 +51,9 @@ func TestCallerLeavesWhileTheRowIsHeld(t *testing.T) {
 		result, err := wait()
 		require.ErrorIs(t, err, context.Canceled, name)
 		require.Zero(t, result)
-		testkit.WaitUntil(t, func() bool { return pool.Stat().AcquiredConns() > 0 }) // between two statements it has none
+		testkit.WaitUntil(t, func() bool { return pool.Stat().AcquiredConns() > 0 }) // the lane has none between two
 
-		_, err = call(ctx) // nor does one begin whose context has ended before
+		_, err = call(ctx) // a call whose context has ended sends nothing
 		require.ErrorIs(t, err, context.Canceled, name)
 
 		require.NoError(t, holder.Commit(t.Context()))
@@ -89,7 +89,7 @@ func TestCallerThatLeavesDoesNotDisturbOthers(t *testing.T) {
 	holder := limitertest.Hold(t, db, config, "key")
 	first := testkit.Later(func() (ratelimit.Result, error) { return limiter.Allow(context.Background(), "key") })
 	waitUntilHeld(t, db.Pool, limiter)
-	// While the table is locked, too, the lane waits in one statement, and those who come stay in its queue.
+	// While the table is locked too, the lane waits in one statement, and new requests stay in the lane's queue.
 	locked := limitertest.Savepoint(t, holder)
 	pgtest.Exec(t, locked, "LOCK TABLE rate_limit_ephemeral")
 	pgtest.WaitUntilBlocked(t, db.Pool, 1)
@@ -109,7 +109,7 @@ func TestCallerThatLeavesDoesNotDisturbOthers(t *testing.T) {
 		require.ErrorIs(t, err, context.Canceled)
 	}
 	require.NoError(t, locked.Rollback(t.Context()))
-	// Later calls may or may not use the memory of calls that have left. It must not matter.
+	// Later calls may reuse the requests of calls that have left. Both must work.
 	waits = append(waits, testkit.Later(func() (ratelimit.Result, error) { return limiter.Allow(context.Background(), "other key") }))
 	_, err = waits[9]()
 	require.NoError(t, err)
@@ -125,7 +125,7 @@ func TestCallerThatLeavesDoesNotDisturbOthers(t *testing.T) {
 		require.Equal(t, want, result.Remaining, i)
 	}
 	require.EqualValues(t, 11, limitertest.Taken(t, db.Pool, config, "key"))
-	require.LessOrEqual(t, pool.Stat().NewConnsCount(), int64(2)) // MaxInFlight, and the lane
+	require.LessOrEqual(t, pool.Stat().NewConnsCount(), int64(2)) // one for MaxInFlight, and one for the lane
 }
 
 func TestNothingIsLeftAtRest(t *testing.T) {
@@ -178,10 +178,10 @@ func TestNewAsksNothing(t *testing.T) {
 	require.Zero(t, pool.Stat().NewConnsCount())
 }
 
-// A server stops answering. All callers are told so within their budget, the limiter holds two connections rather
-// than the whole pool, and nothing of the crowd stays in memory.
+// A server stops answering. All callers get an error within their Timeout. The limiter uses two connections, not the
+// whole pool. After that, no memory of the calls is left.
 //
-//nolint:paralleltest // it looks at the memory of the process
+//nolint:paralleltest // measures the memory of the process
 func TestFrozenServer(t *testing.T) {
 	server := pgtest.Server(t, pgserver.Config{})
 	config, err := pgxpool.ParseConfig(server.URL())
@@ -214,12 +214,12 @@ func TestFrozenServer(t *testing.T) {
 	errs := make([]error, callers)
 	heap := func() int64 {
 		runtime.GC()
-		runtime.GC() // what a sync.Pool keeps goes with the second
+		runtime.GC() // the second collection empties a sync.Pool
 		var m runtime.MemStats
 		runtime.ReadMemStats(&m)
 		return int64(m.HeapAlloc)
 	}
-	testkit.Together(callers, func(int) {}) // the runtime keeps what so many goroutines need
+	testkit.Together(callers, func(int) {}) // so that the runtime has memory for this many goroutines
 	before := heap()
 	var free []*pgxpool.Conn
 	left := testkit.Offspring(t, func(context.Context) {
@@ -230,7 +230,7 @@ func TestFrozenServer(t *testing.T) {
 			)
 			return nil, nil
 		})
-		// All others of the pool can still be had.
+		// All other connections of the pool are free.
 		testkit.WaitUntil(t, func() bool { return pool.Stat().AcquiredConns() == 2 })
 		free = pool.AcquireAllIdle(t.Context())
 		_, _ = done()
@@ -251,11 +251,11 @@ func TestFrozenServer(t *testing.T) {
 		}
 	}
 	clear(errs)
-	testkit.WaitUntil(t, func() bool { return heap() < before+1<<20 }) // a call kept would be 200 bytes of 2 MB
+	testkit.WaitUntil(t, func() bool { return heap() < before+1<<20 }) // 200 bytes for each call would be 2 MB
 	require.Positive(t, unknown)
-	require.LessOrEqual(t, unknown, 2*limitertest.Engine(limiter).Settings.MaxBatch) // what was under way; all others were not asked
+	require.LessOrEqual(t, unknown, 2*limitertest.Engine(limiter).Settings.MaxBatch) // those in flight
 	require.Zero(t, inQueue(limitertest.Client(limiter)))
-	testkit.WaitUntil(t, func() bool { return left() < 20 }) // what closes the two connections
+	testkit.WaitUntil(t, func() bool { return left() < 20 }) // the goroutines that close the two connections
 
 	require.NoError(t, server.Thaw())
 	testkit.WaitUntil(t, func() bool { return left() == 0 })
@@ -271,7 +271,7 @@ func TestFrozenServer(t *testing.T) {
 	for _, row := range pgtest.StoredRows(t, pool, false) {
 		counted += row.Count
 	}
-	require.LessOrEqual(t, counted, int64(unknown)) // only of those it was said that they might count
+	require.LessOrEqual(t, counted, int64(unknown)) // only takes whose caller got ErrOutcomeUnknown
 	result, err := limitertest.New(
 		t,
 		pool,

@@ -56,7 +56,7 @@ func TestOneConnection(t *testing.T) {
 			_, err = limiter.Allow(cancelled, kind)
 			require.ErrorIs(t, err, context.Canceled)
 			require.ErrorIs(t, limiter.Reset(cancelled, kind), context.Canceled)
-			require.Equal(t, 1, pgtest.Scalar[int](t, conn, "SELECT 1")) // the connection is as good as before
+			require.Equal(t, 1, pgtest.Scalar[int](t, conn, "SELECT 1")) // the connection still works
 			if tx, ok := conn.(pgx.Tx); ok {
 				require.NoError(t, tx.Rollback(t.Context()))
 			}
@@ -71,7 +71,7 @@ func poolTx(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
 	return tx
 }
 
-// All limiters on a connection take turns on it, whatever they were made with: the connection, one of a pool, or a
+// All limiters on one connection take turns, whether they were made with a connection, a pool's connection or a
 // transaction.
 func TestLimitersOnOneConnectionTakeTurns(t *testing.T) {
 	t.Parallel()
@@ -125,7 +125,7 @@ func TestLimitersOnOneConnectionTakeTurns(t *testing.T) {
 	}
 }
 
-// A cancelled context ends the wait for a turn on a connection, too.
+// A cancelled context ends the wait for a turn on a single connection.
 func TestCancelledWaitForATurn(t *testing.T) {
 	t.Parallel()
 
@@ -151,14 +151,14 @@ func TestCancelledWaitForATurn(t *testing.T) {
 	}
 	turn.Of(conn).Pass()
 
-	// What comes after the connection's end was never sent.
+	// A call after the end of the connection is not sent.
 	require.NoError(t, conn.Close(t.Context()))
 	limiter = limitertest.New(t, conn, ratelimit.Config{Name: "test", Policy: limitertest.Hourly})
 	_, err = limiter.Allow(t.Context(), "key")
 	limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable)
 }
 
-// The turn of a connection is of that connection alone, and a connection that cannot be told has its own.
+// Each connection has a separate turn. If the connection behind a value is unknown, the value has a separate turn too.
 func TestTurnsAreOfOneConnection(t *testing.T) {
 	t.Parallel()
 
@@ -175,8 +175,8 @@ func TestTurnsAreOfOneConnection(t *testing.T) {
 	require.Nil(t, limitertest.Engine(limitertest.New(t, db.Pool, config)).Database.Turn)
 }
 
-// A limiter never takes a second connection for a call, so small pools are enough, even while callers hold a
-// connection of the same pool in a transaction of their own.
+// A call of a limiter needs only one connection of the pool. So small pools are enough, even if callers use connections
+// of the same pool for transactions.
 func TestSmallPools(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -207,7 +207,7 @@ func TestSmallPools(t *testing.T) {
 	}
 }
 
-// The server may end connections that rest in the pool. Their next call goes to another connection.
+// The server may close idle connections of the pool. The next call then uses another connection.
 func TestSessionsThatAreEndedAtRest(t *testing.T) {
 	t.Parallel()
 

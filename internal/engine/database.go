@@ -10,29 +10,30 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/turn"
 )
 
-// Database has what all statements of a client share.
+// Database is the database as all statements of a client use it.
 type Database struct {
 	DB     pg.DB
-	memory *memdb.DB  // DB if that is in memory; else nil
-	Turn   *turn.Turn // held while DB is in use, and shared by all who use it; nil for a pool
+	memory *memdb.DB  // the same as DB, if DB is in memory; otherwise nil
+	Turn   *turn.Turn // taken by each user of a single connection; nil for a pool
 	schema string
-	// hungAt is when a statement last failed because Postgres is away or slow. It is nil if Postgres has answered
-	// since.
+	// hungAt is when a statement last failed because Postgres was away or slow. It is nil if Postgres has answered since
+	// then.
 	hungAt atomic.Pointer[time.Time]
-	// sharded tells that the database is a proxy for shards. A decision of a shard stays, even if the proxy's own
-	// transaction is rolled back.
+	// sharded is true if the database is a proxy for shards. If the proxy rolls its transaction back, the shards still
+	// keep their decisions.
 	sharded atomic.Bool
 	clock   func() time.Time // replaces the database's clock; may be nil
-	// ManyParts is how many parts requests have together for rate_limit_take_all to be worth it. For 3 parts of one
-	// request it takes as long as rate_limit_all.
+	// ManyParts is the number of parts from which on rate_limit_take_all is faster than rate_limit_all. For one request
+	// with 3 parts, both functions take equally long.
 	ManyParts int
-	// ShadowWait is how long a shadow waits for a locked row, in milliseconds. After that it stays undecided.
+	// ShadowWait is how long a shadow waits for a locked row, in milliseconds. After this wait, the shadow stays
+	// undecided.
 	ShadowWait int32
-	attempts   attempts         // of rate_limit_take_all
-	statements map[int16]string // by the code of the algorithm, ofAll or takesOfAll
+	attempts   attempts         // how the calls of rate_limit_take_all have ended
+	statements map[int16]string // the key is an algorithm's code, ofAll or takesOfAll
 }
 
-// NewDatabase returns a database. It sends nothing.
+// NewDatabase returns a Database, and sends no statement.
 func NewDatabase(db pg.DB, schema string, clock func() time.Time) *Database {
 	d := &Database{DB: db, Turn: turn.Of(db), schema: schema, clock: clock, ManyParts: 6, ShadowWait: 5}
 	d.memory, _ = db.(*memdb.DB)
@@ -43,16 +44,17 @@ func NewDatabase(db pg.DB, schema string, clock func() time.Time) *Database {
 	return d
 }
 
-// Codes of rate_limit_all and rate_limit_take_all, beside those of the algorithms.
+// ofAll and takesOfAll stand for rate_limit_all and rate_limit_take_all where other statements have an algorithm's
+// code.
 const (
 	ofAll      int16 = 0
 	takesOfAll int16 = -1
 )
 
-// pooled tells whether several goroutines can use the database at once.
+// pooled returns whether several goroutines can use the database at once, as with a pool.
 func (d *Database) pooled() bool { return d.Turn == nil }
 
-// now returns the time that replaces the database's clock, or nil.
+// now returns the time to use in place of the database's clock. It returns nil if the database's clock counts.
 func (d *Database) now() *time.Time {
 	if d.clock == nil {
 		return nil
@@ -61,17 +63,17 @@ func (d *Database) now() *time.Time {
 	return &t
 }
 
-// Transaction says how the transaction of a statement is set up. The zero value is for a single connection, which keeps
-// its settings.
+// Transaction has the settings for the transaction of a statement. The zero value changes no settings, as a single
+// connection needs it.
 type Transaction struct {
-	LockTimeout *int32 // in milliseconds if the transaction is ours; -1 in a caller's transaction
-	SkipHeld    bool   // pass over locked rows
+	LockTimeout *int32 // milliseconds for a transaction of the engine; -1 in a caller's
+	SkipHeld    bool   // skip locked rows
 }
 
-// own tells whether the transaction is ours.
+// own returns whether the engine begins and ends the transaction, and not the caller.
 func (tx Transaction) own() bool { return tx.LockTimeout != nil && *tx.LockTimeout > 0 }
 
-// callersTransaction returns the set-up for a single connection or a caller's transaction.
+// callersTransaction returns the settings for a statement on a single connection or in a caller's transaction.
 func callersTransaction(db pg.DB) Transaction {
 	if pg.InTransaction(db) {
 		return Transaction{LockTimeout: new(int32(-1))}
@@ -79,7 +81,7 @@ func callersTransaction(db pg.DB) Transaction {
 	return Transaction{}
 }
 
-// LockTimeout returns a lock_timeout in milliseconds. It is at least 1, because 0 would turn it off.
+// LockTimeout converts d to a lock_timeout in milliseconds. The result is at least 1, because 0 would mean no timeout.
 func LockTimeout(d time.Duration) *int32 {
 	ms := int32(min(max(d.Milliseconds(), 1), 1<<30))
 	return &ms

@@ -23,8 +23,9 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// The functions run as a superuser. A role that may only create, in their schema and in public, has overloaded
-// everything that they and the limiter's statements call. None of that runs, whoever calls, in whatever way.
+// The functions run as a superuser. Another role may create objects in their schema and in public. It has overloaded
+// all functions and operators that our functions and statements call. No such decoy ever runs, whoever calls our
+// functions.
 func TestNothingThatOthersCreateIsRun(t *testing.T) {
 	t.Parallel()
 
@@ -32,8 +33,8 @@ func TestNothingThatOthersCreateIsRun(t *testing.T) {
 	require.NoError(t, callEverything(t, db, pool))
 }
 
-// A decoy runs if the schema is in search_path, before pg_catalog or behind it, or if an argument of a call of ours has
-// another type than the parameter.
+// These mistakes make a decoy run: the schema is in search_path, or an argument's type differs from the parameter's
+// type.
 func TestMistakesThatRunADecoy(t *testing.T) {
 	t.Parallel()
 
@@ -58,19 +59,20 @@ func TestMistakesThatRunADecoy(t *testing.T) {
 		pool.Reset()
 		err := callEverything(t, db, pool)
 		require.Error(t, err, name)
-		// Too many rows: so says a decoy that compares times.
+		// A decoy that compares times causes the error "too many rows".
 		require.Regexp(t, "decoy|is not unique|too many rows|cannot|does not exist|must have type|does not match", err.Error(), name)
 		pgtest.Exec(t, db.Pool, definition)
 	}
 }
 
-// amongDecoys returns a database with the functions in the schema limits, and a pool of an application's role.
+// amongDecoys returns a database with our functions and the decoys in the schema limits, and a pool of an application's
+// role.
 func amongDecoys(t *testing.T) (*pgtest.DB, *pgxpool.Pool) {
 	t.Helper()
-	const role = "pg_signal_backend" // which every server has, and which is not the one that made the decoys
+	const role = "pg_signal_backend" // every server has this role, and it has not made the decoys
 	db := pgtest.Empty(t)
 	if !pgtest.Scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user") {
-		t.Skip("foreign roles: the URL of the server has to name a superuser") // as on servers that the tests start
+		t.Skip("foreign roles: the URL of the server has to name a superuser") // on servers that the tests start, it does
 	}
 	pgtest.Exec(t, db.Pool, "CREATE SCHEMA limits")
 	owner := db.OwnerPool(t, func(config *pgxpool.Config) {
@@ -84,7 +86,7 @@ func amongDecoys(t *testing.T) (*pgtest.DB, *pgxpool.Pool) {
 
 	db.Decoys(t, "limits", pgtest.Statements(t, "../..")...)
 	_, err = owner.Exec(t.Context(), "SELECT cardinality(ARRAY['a'])")
-	require.ErrorContains(t, err, "decoy limits.cardinality(text[]) was run by") // so they are in place
+	require.ErrorContains(t, err, "decoy limits.cardinality(text[]) was run by") // this error shows that the decoys exist
 
 	return db, db.OwnerPool(t, func(config *pgxpool.Config) {
 		config.ConnConfig.RuntimeParams["role"] = role
@@ -101,12 +103,12 @@ func amongDecoys(t *testing.T) (*pgtest.DB, *pgxpool.Pool) {
 	})
 }
 
-// callEverything calls every function in every way, and returns the first error.
+// callEverything calls all functions in all ways, and returns the first error.
 func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 	t.Helper()
 	const stories, stepsOf = 8, 25
 	seed := limitertest.Seed(t)
-	for story := range uint64(stories) { // looks, takes, refunds and grants, of one key and of several, under all policies
+	for story := range uint64(stories) { // for one key and for several, under all policies
 		steps, err := modeltest.NewStory(rand.New(rand.NewPCG(seed, story)), stepsOf)
 		require.NoError(t, err)
 		for _, step := range steps {
@@ -134,7 +136,7 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 						return fmt.Errorf("%s of %s: %w", name, config.Name, err)
 					}
 				}
-				several := []modeltest.Element{{Key: "three", Cost: 6, Count: 2}, {Key: "four", Cost: 6, Count: 2}} // of which one fits
+				several := []modeltest.Element{{Key: "three", Cost: 6, Count: 2}, {Key: "four", Cost: 6, Count: 2}} // one fits
 				if err := decide(t.Context(), limiter, pool, several, engine.Transaction{}); err != nil {
 					return fmt.Errorf("several keys of %s: %w", config.Name, err)
 				}
@@ -159,7 +161,7 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 		}
 	}
 
-	// The functions for people, as the superuser.
+	// Call the functions for people, as the superuser.
 	owner := db.OwnerPool(t, func(config *pgxpool.Config) {
 		config.ConnConfig.RuntimeParams["search_path"] = "limits, public"
 	})
@@ -173,7 +175,7 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 		}
 	}
 
-	// Policies: those that people write, bans, and what processes read of them.
+	// Write policies and bans, and read them as processes do.
 	for _, sql := range []string{
 		"INSERT INTO limits.rate_limit_policy (name, key, policy, comment) VALUES ('n', 'k', 'fixed 9/1h', 'why')",
 		"UPDATE limits.rate_limit_policy SET policy = 'bucket 9 1/1.5h', valid_until = '2100-01-01' WHERE mode = 'enforce'",
@@ -193,7 +195,7 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 		return fmt.Errorf("TRUNCATE: %w", err)
 	}
 
-	// The sweeper, as the superuser, with rows that have expired, and more of them than one call deletes.
+	// Run the sweeper as the superuser. There are more expired rows than one call deletes.
 	sweep, err := os.ReadFile("../../cleanup/sweep.sql")
 	require.NoError(t, err)
 	later := time.Now().Add(10 * limitertest.Year)
@@ -204,7 +206,7 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 			}
 		}
 	}
-	for i := range 2 { // to the end of one pass, and another one
+	for i := range 2 { // to the end of two passes
 		if _, err := owner.Exec(t.Context(), string(sweep), 10_000, 1000, []string{"none"}, "me", time.Microsecond, later.Add(time.Duration(i+1)*time.Second)); err != nil {
 			return err
 		}

@@ -24,10 +24,10 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// elsewhere runs functions on goroutines outside of the test's bubble. While a write is slow, pgx starts another
-// goroutine that reads, and that one may not wake a goroutine in a bubble.
+// elsewhere runs functions in goroutines outside of the test's synctest bubble. During a slow write, pgx starts a
+// goroutine that reads. This goroutine may not wake up a goroutine in a bubble.
 type elsewhere struct {
-	t     *testing.T // whose context is not the bubble's
+	t     *testing.T // its context is not part of the bubble
 	calls chan func()
 	ended chan struct{}
 }
@@ -38,7 +38,7 @@ func newElsewhere(t *testing.T) elsewhere {
 	go func() {
 		for call := range e.calls {
 			go func() {
-				defer func() { e.ended <- struct{}{} }() // also if the test fails there
+				defer func() { e.ended <- struct{}{} }() // even if the test fails in call
 				call()
 			}()
 		}
@@ -47,13 +47,13 @@ func newElsewhere(t *testing.T) elsewhere {
 	return e
 }
 
-// run returns when the function has ended.
+// run runs a function elsewhere, and returns when the function has ended.
 func (e elsewhere) run(call func()) {
 	e.calls <- call
 	<-e.ended
 }
 
-// gate is a database whose statements are executed, and then answered, when the test says so.
+// gate is a database that executes and answers a statement only when the test says so.
 type gate struct {
 	ratelimit.DBTX
 	conn      *pgx.Conn
@@ -61,7 +61,7 @@ type gate struct {
 	waiting   []*underWay
 }
 
-// txElsewhere is a transaction whose statements are executed elsewhere.
+// txElsewhere is a transaction that executes its statements outside of the bubble.
 type txElsewhere struct {
 	pgx.Tx
 	elsewhere elsewhere
@@ -73,13 +73,14 @@ func (tx txElsewhere) Query(_ context.Context, sql string, args ...any) (pgx.Row
 	return s.rows, s.err
 }
 
-// underWay is a statement that has left. The test works on it while all goroutines but its own are blocked.
+// underWay is a statement that was sent and is not answered. The test uses it only while all other goroutines are
+// blocked.
 type underWay struct {
 	sql      string
 	args     []any
 	answer   chan struct{}
 	executed bool
-	event    int // that its execution was
+	event    int // the number of the event of its execution
 	rows     pgx.Rows
 	err      error
 }
@@ -91,13 +92,13 @@ func (g *gate) Query(_ context.Context, sql string, args ...any) (pgx.Rows, erro
 	return s.rows, s.err
 }
 
-// execute has a statement executed, and its transaction committed.
+// execute executes a statement, and commits its transaction.
 func (g *gate) execute(s *underWay) {
 	s.executed = true
 	g.elsewhere.run(func() { s.query(g.conn, g.conn.TypeMap()) })
 }
 
-// query has the statement executed, until all rows have arrived.
+// query executes the statement, and reads all rows of its answer.
 func (s *underWay) query(db ratelimit.DBTX, types *pgtype.Map) {
 	rows, err := db.Query(context.Background(), s.sql, s.args...)
 	if err != nil {
@@ -115,7 +116,7 @@ func (s *underWay) query(db ratelimit.DBTX, types *pgtype.Map) {
 	s.rows, s.err = answer, rows.Err()
 }
 
-// heldRows are rows that have arrived, but that nobody has been told of yet.
+// heldRows are rows of an answer that the caller has not received yet.
 type heldRows struct {
 	pgx.Rows
 	fields []pgconn.FieldDescription
@@ -146,11 +147,11 @@ func (r *heldRows) Scan(targets ...any) error {
 	return nil
 }
 
-// A remembered denial says what the database could have said at that time. That holds whatever is under way, in
-// whatever order it is executed and answered, by whichever method, in transactions that commit or do not. The
-// denial knows everything that the key has taken or got and that has been answered. Of what has not been answered
-// yet, it knows what came first, up to some time. Nothing is said of a key that a transaction has changed before
-// that transaction has ended, because the database would wait.
+// A remembered denial is an answer that the database could have given at the same time. This holds for any order in
+// which statements are executed and answered, for all methods, and for transactions that commit or roll back. The
+// denial includes all changes of the key that were answered. Of the changes that were not answered, it includes those
+// up to some time, and no later ones. While a transaction has changed a key and is still open, no denial of the key is
+// used, because the database would wait.
 func TestDenialsNeverChangeADecisionInAnyOrder(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -165,10 +166,10 @@ func TestDenialsNeverChangeADecisionInAnyOrder(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
 			conn, txConn, elsewhere := pgtest.Connect(t, db), pgtest.Connect(t, db), newElsewhere(t)
-			synctest.Test(t, func(t *testing.T) { // to know when all that can happen has happened
+			synctest.Test(t, func(t *testing.T) { // to wait until all goroutines are blocked
 				o := newOrders(t, policy, conn, txConn, elsewhere)
 				defer o.abandon()
-				rare := func() bool { // some things have not come about often enough
+				rare := func() bool { // whether some events have happened too rarely
 					return slices.ContainsFunc([]string{
 						"hit", "hit while others are under way", "commit", "rollback", "answered in another order",
 					}, func(what string) bool { return o.seen[what] <= 3 })
@@ -183,7 +184,7 @@ func TestDenialsNeverChangeADecisionInAnyOrder(t *testing.T) {
 	}
 }
 
-// orders is a random history of one limiter.
+// orders is a random history of calls of one limiter.
 type orders struct {
 	t       *testing.T
 	step    int
@@ -192,18 +193,18 @@ type orders struct {
 	gate    *gate
 	tx      *pgx.Conn
 	policy  ratelimit.Policy
-	l, lead *ratelimit.Limiter // lead is another one, for requests that are not l's first
-	tiers   []ratelimit.Policy // under which l is asked, too
+	l, lead *ratelimit.Limiter // lead is another limiter, so that l's requests are not first
+	tiers   []ratelimit.Policy // further policies for calls of l
 
-	history   []map[string]modeltest.Row // the rows after each event
-	told      map[string]int             // the last event that has changed a key, and that somebody was told of
-	held      map[string]bool            // by the transaction that has not ended
+	history   []map[string]modeltest.Row // the rows of the database after each event
+	told      map[string]int             // the last event that has changed a key and was answered
+	held      map[string]bool            // the keys that the open transaction has locked
 	inTx      bool
 	abandoned bool
 	seen      map[string]int
 
 	mu    sync.Mutex
-	taken map[string][]ratelimit.Result // of each key, what may be given back
+	taken map[string][]ratelimit.Result // for each key, the results that can be given back
 }
 
 func newOrders(t *testing.T, policy ratelimit.Policy, conn, tx *pgx.Conn, elsewhere elsewhere) *orders {
@@ -235,7 +236,7 @@ func newOrders(t *testing.T, policy ratelimit.Policy, conn, tx *pgx.Conn, elsewh
 	return o
 }
 
-// event notes what the rows are now.
+// event records the rows of the database.
 func (o *orders) event() {
 	rows := map[string]modeltest.Row{}
 	var stored map[modeltest.RowID]modeltest.Row
@@ -248,7 +249,7 @@ func (o *orders) event() {
 	o.history = append(o.history, rows)
 }
 
-// tell notes that somebody was told of an event.
+// tell records that a caller has received the answer of an event.
 func (o *orders) tell(event int) {
 	for _, key := range []string{"a", "b"} {
 		if o.history[event][key] != o.history[event-1][key] {
@@ -278,14 +279,15 @@ func (o *orders) act() {
 	case n < 90 && !o.inTx:
 		o.transact()
 	case n < 95:
-		// Time stands still while anything is under way, or the numbers would allow for it.
+		// The clock moves only while nothing is under way. Otherwise a denial's numbers would allow for the duration of its
+		// statement.
 		if o.drain(); len(o.gate.waiting) == 0 {
 			limitertest.Elapse(time.Duration(o.random.Int64N(1_500_000)) * time.Microsecond)
 		}
 	}
 }
 
-// start runs a call until it has ended or waits for the gate.
+// start starts a call, and waits until the call has ended or is blocked at the gate.
 func (o *orders) start(call func() (ratelimit.Result, error)) (result ratelimit.Result, ended bool) {
 	go func() {
 		var err error
@@ -301,7 +303,7 @@ func (o *orders) start(call func() (ratelimit.Result, error)) (result ratelimit.
 func (o *orders) allow() {
 	l, key := o.tier(), o.key()
 	n := 1 + o.random.Int64N(limitertest.Model(l.Config().Policy).Limit)
-	for range 1 + o.random.IntN(3)*o.random.IntN(3) { // together, they are one element of a count
+	for range 1 + o.random.IntN(3)*o.random.IntN(3) { // these requests are merged into one
 		got, ended := o.start(func() (ratelimit.Result, error) {
 			result, err := l.AllowN(context.Background(), key, n)
 			o.keep(key, result)
@@ -313,7 +315,7 @@ func (o *orders) allow() {
 	}
 }
 
-// check compares what is remembered with what the database would say.
+// check compares a remembered denial with the answers that the database could give.
 func (o *orders) check(l *ratelimit.Limiter, key string, n int64, got ratelimit.Result) {
 	require.Equal(o.t, ratelimit.SourceCachedDenial, got.Source)
 	require.False(o.t, o.held[key], "step %d of seed %d: a transaction holds the key", o.step, o.seed)
@@ -336,7 +338,7 @@ func (o *orders) check(l *ratelimit.Limiter, key string, n int64, got ratelimit.
 	require.Contains(o.t, possible, got, "step %d of seed %d: %v, cost %d", o.step, o.seed, l.Config().Policy, n)
 }
 
-// keep keeps the result of a take, to give it back.
+// keep stores the result of a take for a later refund.
 func (o *orders) keep(key string, result ratelimit.Result) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -345,7 +347,7 @@ func (o *orders) keep(key string, result ratelimit.Result) {
 	}
 }
 
-// some is the result of a take of key, or one that took nothing.
+// some returns the result of a take of key. Without such a take, it returns a result that took nothing.
 func (o *orders) some(key string) ratelimit.Result {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -355,7 +357,7 @@ func (o *orders) some(key string) ratelimit.Result {
 	return o.taken[key][o.random.IntN(len(o.taken[key]))]
 }
 
-// refund gives back something that was taken from key.
+// refund gives back a random take from key.
 func (o *orders) refund(l *ratelimit.Limiter, key string) (ratelimit.Result, error) {
 	result, err := limitertest.AsResult(l.Refund(context.Background(), o.some(key)))
 	return result, unless(err, ratelimit.ErrNothingToRefund)
@@ -385,7 +387,7 @@ func (o *orders) give() {
 	}
 }
 
-// requests are some that can be asked for together.
+// requests returns random requests for one AllowAll.
 func (o *orders) requests() (requests []ratelimit.Request, keys []string) {
 	from := o.random.IntN(2)
 	requests, keys = []ratelimit.Request{o.tier().Request("a", 1), o.tier().Request("b", 1)}[from:], []string{"a", "b"}[from:]
@@ -403,7 +405,7 @@ func (o *orders) allowAll() {
 	})
 }
 
-// execute has one of those that are under way executed. While a transaction has not ended, its rows are locked.
+// execute executes one of the statements under way. It skips statements for rows that the open transaction has locked.
 func (o *orders) execute() {
 	if i := o.one(false); i >= 0 && !o.inTx {
 		o.gate.execute(o.gate.waiting[i])
@@ -412,7 +414,7 @@ func (o *orders) execute() {
 	}
 }
 
-// answer has one of those that were executed answered.
+// answer answers one of the executed statements.
 func (o *orders) answer() {
 	i := o.one(true)
 	if i < 0 {
@@ -431,7 +433,8 @@ func (o *orders) answer() {
 	synctest.Wait()
 }
 
-// one is a random one of those that are under way, executed or not, or -1.
+// one returns the index of a random statement under way, or -1 if there is none. executed says whether the statement
+// was executed.
 func (o *orders) one(executed bool) int {
 	var which []int
 	for i, s := range o.gate.waiting {
@@ -445,7 +448,7 @@ func (o *orders) one(executed bool) int {
 	return which[o.random.IntN(len(which))]
 }
 
-// drain has everything executed and answered.
+// drain executes and answers all statements under way.
 func (o *orders) drain() {
 	for !o.inTx && len(o.gate.waiting) > 0 {
 		o.execute()
@@ -453,7 +456,7 @@ func (o *orders) drain() {
 	}
 }
 
-// abandon ends what is under way, so that a test that fails can end.
+// abandon ends all statements under way, so that a failed test can end.
 func (o *orders) abandon() {
 	o.abandoned = true
 	for len(o.gate.waiting) > 0 {
@@ -465,7 +468,7 @@ func (o *orders) abandon() {
 	}
 }
 
-// transact takes and gives in a transaction, with something else before its end.
+// transact takes and gives units in a transaction. Other calls run before the transaction ends.
 func (o *orders) transact() {
 	ctx := context.Background()
 	tx := txElsewhere{elsewhere: o.gate.elsewhere}
@@ -492,7 +495,7 @@ func (o *orders) transact() {
 		case 3:
 			var result ratelimit.Result
 			result, err = o.refundTx(tx, l, key)
-			changed = result.Allowed // or there was nothing to give back
+			changed = result.Allowed // a refund may have had nothing to give back
 		case 4:
 			_, err = l.WithTx(tx).Grant(ctx, key, 1)
 		case 5:

@@ -21,7 +21,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// testDenials are denials under one policy.
+// testDenials is a cache of denials, used under one policy.
 type testDenials struct {
 	*engine.Denials
 	policy model.Rules
@@ -45,12 +45,12 @@ func (d testDenials) remember(key string, denied model.Decision, asked, told tim
 	d.Remember(&engine.Part{Space: d.space, Rules: d.policy, Key: key, Decision: denied}, asked, told, since)
 }
 
-// remembersDenial tells whether a denial of a key is remembered that denies a cost of n.
+// remembersDenial returns whether the limiter remembers a denial of a key for a cost of n.
 func remembersDenial(l *ratelimit.Limiter, key string, n int64) bool {
 	return limitertest.Engine(l).Denials.Lookup(limitertest.Space(l), limitertest.Model(l.Config().Policy).Rules[0], key, n, &engine.Outcome{})
 }
 
-// rememberDenied takes all of a key's limit at the clock, and has what a denial then says remembered.
+// rememberDenied takes a key's whole limit at the clock's time, and lets d remember the denial that follows.
 func rememberDenied(d testDenials, key string, clock *limitertest.Clock) {
 	at := clock.At.UnixMicro()
 	s, _ := d.policy.Decide(model.State{}, at, d.policy.Numbers().Limit)
@@ -60,8 +60,9 @@ func rememberDenied(d testDenials, key string, clock *limitertest.Clock) {
 	d.remember(key, denied, d.Elapsed(), d.Elapsed(), &since)
 }
 
-// The two limiters get the same requests, and only one remembers denials. With one process, a clock that goes
-// forward, and resets that come through the limiter, no field of a result may differ.
+// Two limiters get the same requests, and only one of them remembers denials. There is only one process, its clock
+// never goes back, and all resets are calls of the limiter. So the results of both limiters must be equal in every
+// field.
 func TestDenialsNeverChangeADecision(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -182,8 +183,8 @@ func TestDenialIsNotTrustedWhenTheLocalClockHasGoneBack(t *testing.T) {
 	require.False(t, ok)
 }
 
-// The database decided somewhere between asked and told. The local denial ends no later than the true one, and the
-// times that it tells are no earlier than the true ones.
+// The database decided at some time between asked and told. So the remembered denial must end no later than the real
+// one. Its RetryAfter and ResetAfter must not be too short.
 func TestDenialAllowsForTheTimeThatTheStatementTook(t *testing.T) {
 	t.Parallel()
 	d, clock := newTestDenials(ratelimit.FixedWindow{Limit: 1, Window: time.Second}, time.Minute)
@@ -204,8 +205,8 @@ func TestDenialAllowsForTheTimeThatTheStatementTook(t *testing.T) {
 	require.False(t, ok)
 }
 
-// A denial whose statement took time is told with a DecidedAt. For every cost, it says what the model says at that
-// time.
+// A remembered denial has a DecidedAt. For every cost, its numbers are those of the model at DecidedAt, even if the
+// statement took long.
 func TestCachedDenialTellsTheTruthAtItsTime(t *testing.T) {
 	t.Parallel()
 	for _, policy := range []ratelimit.Policy{
@@ -283,9 +284,9 @@ func TestDenialDecidedBeforeAResetIsNotRemembered(t *testing.T) {
 	require.False(t, ok)
 }
 
-// With two statements under way, a denial that comes back after the answer to something else is not remembered,
-// because it may have been decided earlier. A denial knows what its own statement has granted. What happens to
-// most other keys does not matter.
+// Two statements are under way. If a denial arrives after the answer to another change of the key, it is not
+// remembered, because it may have been decided before the change. A denial includes the grants of its own statement.
+// Changes of most other keys do not matter.
 func TestDenialThatComesBackLateIsNotRemembered(t *testing.T) {
 	t.Parallel()
 	d, clock := newTestDenials(ratelimit.FixedWindow{Limit: 10, Window: time.Hour}, time.Second)
@@ -319,7 +320,7 @@ func TestDenialThatComesBackLateIsNotRemembered(t *testing.T) {
 	require.Less(t, others, 50, "of which one in %d is to be expected", len(engine.Changes{}.Of))
 }
 
-// An element of several requests, the last of which were denied, is remembered.
+// If only the last of several merged requests are denied, their denial is remembered.
 func TestDenialOfSomeIsRemembered(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -334,7 +335,7 @@ func TestDenialOfSomeIsRemembered(t *testing.T) {
 	})
 }
 
-// A limiter that has not been denied anything holds nothing, and one whose denials are forgotten holds a kilobyte.
+// Without a denial, the cache of a limiter uses no memory. After all denials are forgotten, it uses a kilobyte.
 func TestDenialsOfAnIdleLimiterAreSmall(t *testing.T) {
 	t.Parallel()
 	d, _ := newTestDenials(limitertest.Hourly, time.Second)
@@ -346,7 +347,7 @@ func TestDenialsOfAnIdleLimiterAreSmall(t *testing.T) {
 	require.LessOrEqual(t, unsafe.Sizeof([engine.DenialStripes]engine.DenialStripe{}), uintptr(1024))
 }
 
-// The first denial comes back when there is nothing yet to count changes in.
+// The first denial arrives when there are no stripes yet that count changes.
 func TestFirstDenial(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
@@ -378,8 +379,7 @@ func TestFirstDenial(t *testing.T) {
 	}
 }
 
-// A clock that stands at the zero time when the limiter is made, and is set later, ages denials all the same. New does
-// not read it.
+// Denials get older even if the clock shows the zero time at New and is set later. New does not read the clock.
 func TestDenialsAgeThoughTheClockBeganAtZero(t *testing.T) {
 	t.Parallel()
 	clock := &limitertest.Clock{}
@@ -399,14 +399,14 @@ func TestDenialsAgeThoughTheClockBeganAtZero(t *testing.T) {
 	require.False(t, ok)
 }
 
-// An attacker with a million keys fills the memory of denials, and nothing else. The database is asked about what
-// is not remembered.
+// An attacker with a million keys fills the cache of denials, but uses no more memory. If a denial is not in the cache,
+// the database decides.
 func TestDenialsStayBounded(t *testing.T) {
 	t.Parallel()
 	d, clock := newTestDenials(ratelimit.FixedWindow{Limit: 1, Window: time.Hour}, time.Second)
 	for i := range 1_000_000 {
 		rememberDenied(d, fmt.Sprint("key ", i), clock)
-		clock.At = clock.At.Add(5 * time.Microsecond) // five seconds in all
+		clock.At = clock.At.Add(5 * time.Microsecond) // five seconds for all iterations together
 	}
 	remembered := 0
 	stripes := d.Stripes.Load()
@@ -417,7 +417,7 @@ func TestDenialsStayBounded(t *testing.T) {
 	require.Greater(t, remembered, engine.MaxDenials/2)
 }
 
-//nolint:paralleltest // AllocsPerRun counts everybody's
+//nolint:paralleltest // AllocsPerRun counts all goroutines' allocations
 func TestCachedDenialNeedsNoMemory(t *testing.T) {
 	l := deniedLimiter(t, ratelimit.SlidingWindow{Limit: 10, Window: time.Hour}, nil)
 	require.Zero(t, testing.AllocsPerRun(100, func() {
@@ -427,7 +427,7 @@ func TestCachedDenialNeedsNoMemory(t *testing.T) {
 	}))
 }
 
-// deniedLimiter returns a limiter without a database that remembers a denial of user:123.
+// deniedLimiter returns a limiter without a database. It remembers a denial of user:123.
 func deniedLimiter(t testing.TB, policy ratelimit.Policy, observer *ratelimit.Observer) *ratelimit.Limiter {
 	l := limitertest.New(t, &pgxpool.Pool{}, ratelimit.Config{Name: "test", Policy: policy},
 		ratelimit.ClientConfig{DenialMaxAge: time.Hour, Observer: observer})
@@ -466,7 +466,7 @@ func BenchmarkCachedDenial(b *testing.B) {
 	}
 }
 
-// One cache holds the denials of all limiters of a client, and none of them is taken for another's.
+// The limiters of a client share one cache of denials. A limiter never uses the denial of another limiter.
 func TestDenialsOfLimitersStayApart(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -498,7 +498,7 @@ func TestDenialsOfLimitersStayApart(t *testing.T) {
 			ask(l, true, ratelimit.SourceDatabase)
 			ask(l, false, ratelimit.SourceDatabase)
 		}
-		again := limitertest.Of(t, client, limiters[0].Config()) // is somebody else
+		again := limitertest.Of(t, client, limiters[0].Config()) // another limiter with the same config
 		ask(again, false, ratelimit.SourceDatabase)
 		_, err := again.Grant(t.Context(), "key", 1)
 		require.NoError(t, err)
@@ -507,7 +507,8 @@ func TestDenialsOfLimitersStayApart(t *testing.T) {
 	})
 }
 
-// A denial that is on its way while others say what was given is not remembered, also if it is the first one.
+// If another process gives units to a key while a denial is under way, the denial is not remembered, even if it is the
+// first denial.
 func TestDenialsOnTheirWayAreForgotten(t *testing.T) {
 	t.Parallel()
 
@@ -569,7 +570,7 @@ func TestWaitersUnderAnotherPolicyStandInTheirOwnLine(t *testing.T) {
 	})
 }
 
-// What it costs to have decisions observed, beside BenchmarkCachedDenial.
+// BenchmarkObservedDenial measures the cost of an observer, in comparison with BenchmarkCachedDenial.
 func BenchmarkObservedDenial(b *testing.B) {
 	calls := 0
 	observer := &ratelimit.Observer{Decision: func(ratelimit.DecisionEvent) { calls++ }}
@@ -582,8 +583,7 @@ func BenchmarkObservedDenial(b *testing.B) {
 	}
 }
 
-// A denial that is remembered does not outlive a refund by the same limiter, whether the refund came through or
-// may have.
+// After a refund by the same limiter, a remembered denial is forgotten, even if the result of the refund is unknown.
 func TestRefundForgetsTheDenial(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -613,11 +613,11 @@ func TestRefundForgetsTheDenial(t *testing.T) {
 		require.NoError(t, tx.Commit(t.Context()))
 		all = exhaust()
 
-		// The caller leaves before the refund, which goes on.
+		// The caller leaves before the refund is done. The refund goes on.
 		tx = limitertest.Hold(t, db, config, "key")
 		ctx, leave := context.WithCancel(t.Context())
 		waiting := testkit.Later(func() (ratelimit.Balance, error) { return limiter.Refund(ctx, all) })
-		waitUntilHeld(t, db.Pool, limiter) // before, it might be the caller's own statement, which ends soon after him
+		waitUntilHeld(t, db.Pool, limiter) // now the lane waits, and no longer the caller's own statement
 		leave()
 		_, err = waiting()
 		require.ErrorIs(t, err, context.Canceled)
@@ -633,7 +633,7 @@ func TestRefundForgetsTheDenial(t *testing.T) {
 		_, err = limiter.AllowN(t.Context(), "key", 10)
 		require.NoError(t, err)
 
-		// After an error too.
+		// A refund that fails forgets the denial too.
 		pgtest.Exec(t, db.Pool, "ALTER TABLE "+pgtest.Table(config.Durable)+" RENAME TO elsewhere")
 		_, err = limiter.Refund(t.Context(), all)
 		require.ErrorIs(t, err, ratelimit.ErrNotMigrated)

@@ -21,7 +21,7 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// Only the caller whose key the encoding refuses is told an error, and it shows nothing of the key.
+// Only the caller of the key that the encoding refuses gets an error. The error does not show the key.
 func TestKeyThatTheEncodingRefuses(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -39,7 +39,7 @@ func TestKeyThatTheEncodingRefuses(t *testing.T) {
 			pgtest.Exec(t, db.Pool, fmt.Sprintf("CREATE DATABASE %s ENCODING WIN1252 LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0", other))
 			pool := db.OwnerPool(t, func(config *pgxpool.Config) {
 				config.ConnConfig.Database = other
-				// Otherwise the bytes of the key would be those of other characters, which is no error.
+				// With another client_encoding, the key's bytes would be other valid characters, and no error.
 				config.ConnConfig.RuntimeParams["client_encoding"] = "UTF8"
 			})
 			t.Cleanup(func() {
@@ -109,8 +109,8 @@ func TestKeyThatTheEncodingRefuses(t *testing.T) {
 	}
 }
 
-// Every method tells apart from the key a name that is too long only in the encoding of the database, and a name
-// that the database refuses.
+// Every method returns another error for a refused name than for a refused key. A name is refused if the encoding does
+// not have its characters, or if it is too long in the encoding.
 func TestNameThatTheEncodingRefuses(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -122,7 +122,8 @@ func TestNameThatTheEncodingRefuses(t *testing.T) {
 			func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["client_encoding"] = encoding },
 		)
 	}
-	// In LATIN1 each byte of UTF-8 is a character. In the database it takes two bytes if it is not ASCII.
+	// A client in LATIN1 sends each byte of UTF-8 as a character. Each such character beyond ASCII has two bytes in the
+	// database.
 	eucJP, latin1 := open("EUC_JP"), open("LATIN1")
 	long := strings.Repeat("\u00E4", 256)
 	for _, c := range []struct {
@@ -176,8 +177,8 @@ func TestNameThatTheEncodingRefuses(t *testing.T) {
 	require.Empty(t, pgtest.StoredRows(t, db.Pool, false))
 }
 
-// Of a statement for several limiters, only the callers of the one whose name the encoding refuses are told an error,
-// and the caller of a key that it refuses.
+// One statement is for several limiters. The encoding refuses the name of one limiter, and one key of another limiter.
+// Only callers of this limiter and of this key get an error.
 func TestMixedBatchWithARefusedName(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -187,7 +188,7 @@ func TestMixedBatchWithARefusedName(t *testing.T) {
 	long := strings.Repeat("\u00E4", 64)
 	for encoding, names := range map[string][]string{
 		"EUC_JP": {"a", "b", emoji, "name \u00E9", "c", "d"},
-		// Each byte of UTF-8 is a character of its own there, and takes two in the database.
+		// Here each byte of UTF-8 is a character, with two bytes in the database.
 		"LATIN1": {"a", "b", long, "name \u00E9", "c", "d"},
 	} {
 		pool := db.NewPool(t, func(config *pgxpool.Config) {
@@ -228,13 +229,14 @@ func TestMixedBatchWithARefusedName(t *testing.T) {
 	}
 }
 
-// A schema whose name is not ASCII needs a connection in UTF-8. Any other would ask for another schema, and says so.
+// A schema whose name is not ASCII needs a connection in UTF-8. A connection in another encoding would use another
+// schema's name, so it returns an error.
 func TestSchemaThatIsNotASCII(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	const schema = "régie"
-	for _, encoding := range []string{"UTF8", "LATIN1"} { // of the database
+	for _, encoding := range []string{"UTF8", "LATIN1"} { // the encoding of the database
 		t.Run(encoding, func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.Empty(t)
@@ -249,7 +251,7 @@ func TestSchemaThatIsNotASCII(t *testing.T) {
 					config.ConnConfig.Database = name
 					config.ConnConfig.RuntimeParams["client_encoding"] = clientEncoding
 					config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
-						// The same letters in each encoding.
+						// The escape gives the same letters in each encoding.
 						_, err := conn.Exec(ctx, `SET search_path = U&"r\00e9gie"`)
 						return err
 					}

@@ -1,17 +1,23 @@
-// Package engine brings the requests of a process to one database, and its decisions back. Its words:
+// Package engine sends the requests of a process to one database, and returns the decisions. These words have a special
+// meaning in this package:
 //
-//   - An ask is a question about a key. A request is an ask on its way, and a part is one row of it.
-//   - Requests take, look, give back or grant. A take is what a request takes from one row.
-//   - A receipt has the takes of one decision, or of one lease. A claim is one decision's share of a receipt.
-//   - A queue holds waiting requests, in groups that one call of a function can decide. Limiters take turns.
-//   - A batch is the requests that leave the queue together, in one statement or several.
-//   - Requests that ask for the same are merged. The first of them, the leader, is asked for all.
-//   - A held key is one whose row somebody else has locked. Requests for held keys wait in the lane.
-//   - A lease is units taken ahead, to be spent in this process. A giving is what goes back of leases.
-//   - A kind is what requests need of the database. Each kind has a breaker, which stops asking during an outage.
-//   - A shard is a database behind a proxy, and has a queue of its own. A stripe is a part of a map with its own mutex.
+//   - An ask is a question about a key. A request is an ask that was sent or is about to be. A part is one row of a
+//     request.
+//   - Requests take, look, give back or grant. A take is the units that a request takes from one row.
+//   - A receipt has the takes of one decision, or of one lease. A claim is the part of a receipt that belongs to one
+//     decision.
+//   - A queue holds waiting requests, in groups. One call of a function can decide a group. Limiters take turns.
+//   - A batch is a number of requests that leave the queue together, in one statement or several.
+//   - Requests for the same key and cost are merged into a list. The database is asked about the first request, the
+//     leader.
+//   - A held key is a key whose row another transaction keeps locked. Requests for held keys wait in the lane.
+//   - A lease is a number of units that this process has taken ahead of requests. A giving returns unused units of
+//     leases.
+//   - A kind says which table requests need, and whether their commits wait for the WAL. Each kind has a breaker, which
+//     turns requests away during an outage.
+//   - A shard is a database behind a proxy. Each shard has a queue. A stripe is a part of a map with a separate mutex.
 //
-// A database in memory, and a fallback while Postgres is away, decide by package model instead.
+// Package model decides requests if the database is in memory, and for the fallback while Postgres is away.
 package engine
 
 import (
@@ -22,32 +28,32 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// Engine sends the requests of a process to one database. Several goroutines may use it at once.
+// Engine sends the requests of a process to one database. Several goroutines may use an Engine at once.
 type Engine struct {
 	Settings Settings
 	Database *Database
 	Queues   queues
-	Batcher  *Batcher // of the first queue; it also decides in callers' transactions
-	Denials  *Denials // nil if none are remembered
+	Batcher  *Batcher // the batcher of the first queue; it also decides in callers' transactions
+	Denials  *Denials // nil if the engine remembers no denials
 	Leases   *Leases
 	Fallback *Fallback
 	Requests requestPool
-	sets     Space // stands for all sets where limiters take turns
+	sets     Space // stands for all sets of AllowAll in the queue, where each limiter has a Space
 }
 
 // Settings say how an Engine uses its database.
 type Settings struct {
-	Schema       string        // of the functions; "": search_path finds them
-	Timeout      time.Duration // of a call, above 0
-	MaxInFlight  int           // how many statements may be under way, at least 1
+	Schema       string        // the schema of the functions; "" means that search_path finds them
+	Timeout      time.Duration // the timeout of a call, above 0
+	MaxInFlight  int           // how many statements may be under way at once, at least 1
 	MaxBatch     int           // how many requests a statement may have, at least 1
 	DenialMaxAge time.Duration
 	Clock        func() time.Time // replaces the clocks of the database and of this process; may be nil
-	Logger       *slog.Logger     // nil: slog.Default
+	Logger       *slog.Logger     // nil means slog.Default
 	Hooks        Hooks
 }
 
-// Hooks are called when something happens. Each may be nil.
+// Hooks are functions that the engine calls after statements, uses of leases and changes of breakers. Each may be nil.
 type Hooks struct {
 	Statement func(Statement)
 	Lease     func(LeaseUse)
@@ -56,29 +62,30 @@ type Hooks struct {
 
 // Statement describes a statement that has ended.
 type Statement struct {
-	Limiter string // "" for several limiters
+	Limiter string // "" if the statement was for several limiters
 	Shard   int    // from 0
-	Size    int    // how many requests it was for
-	Queued  int    // how many requests stayed behind when it left
+	Size    int    // how many requests the statement decided
+	Queued  int    // how many requests stayed in the queue
 	Err     error
 	Latency time.Duration
 }
 
-// LeaseUse counts the units of leases that were taken ahead, went back, or could not go back.
+// LeaseUse counts units of leases. Taken units were taken ahead, Returned ones went back, and Stranded ones could not
+// go back.
 type LeaseUse struct {
 	Limiter                   string
 	Taken, Returned, Stranded int64
 }
 
-// BreakerChange says that a breaker has opened or closed.
+// BreakerChange describes that a breaker has opened or closed.
 type BreakerChange struct {
 	Kind  string
 	Shard int // from 0
 	Open  bool
-	Err   error // why it has opened
+	Err   error // why the breaker has opened
 }
 
-// NewEngine returns an engine for a database. It starts nothing and sends nothing.
+// NewEngine returns an engine for a database. It starts no goroutine and sends no statement.
 func NewEngine(db pg.DB, s Settings) *Engine {
 	e := &Engine{Settings: s, Database: NewDatabase(db, s.Schema, s.Clock), Fallback: NewFallback(s.Clock)}
 	if e.Pooled() {
@@ -90,7 +97,7 @@ func NewEngine(db pg.DB, s Settings) *Engine {
 	return e
 }
 
-// newQueue returns the queue of a shard.
+// newQueue returns a new queue for a shard.
 func (e *Engine) newQueue(shard int) *Queue {
 	e.Database.sharded.Store(shard > 0)
 	s, begin := &e.Settings, time.Now()
@@ -103,27 +110,28 @@ func (e *Engine) newQueue(shard int) *Queue {
 	}, s.MaxInFlight, s.MaxBatch)
 }
 
-// Pooled tells whether several goroutines can use the database at once, as with a pool.
+// Pooled returns whether several goroutines can use the database at once, as with a pool.
 func (e *Engine) Pooled() bool { return e.Database.pooled() }
 
-// Shards is how many shards are known, or 1.
+// Shards returns the number of known shards, or 1 if there is no proxy.
 func (e *Engine) Shards() int { return e.Queues.Shards() }
 
-// SameRows tells whether another engine uses the same rows. It may return false for the same database in two pools.
+// SameRows returns whether another engine uses the same rows. If the engines have different pools, it returns false,
+// even if both pools connect to the same database.
 func (e *Engine) SameRows(other *Engine) bool {
 	return e == other || e.Settings.Schema == other.Settings.Schema && e.Database.DB == other.Database.DB
 }
 
-// SameSchema tells whether another engine calls the functions of the same schema.
+// SameSchema returns whether another engine calls functions in a schema of the same name.
 func (e *Engine) SameSchema(other *Engine) bool { return e.Settings.Schema == other.Settings.Schema }
 
-// Cache refers to the remembered denials of an engine. It does not keep the engine in memory.
+// Cache is a weak reference to the remembered denials of an engine. A Cache does not keep the engine in memory.
 type Cache struct{ denials weak.Pointer[Denials] }
 
-// Cache returns the engine's cache.
+// Cache returns a weak reference to the remembered denials of the engine.
 func (e *Engine) Cache() Cache { return Cache{weak.Make(e.Denials)} }
 
-// ForgetIf forgets the denials of the keys for which is returns true. It tells whether the engine is still in use.
+// ForgetIf forgets the denials of all keys for which is returns true. It returns whether the engine is still in use.
 func (c Cache) ForgetIf(is func(limiter, key string) bool) (inUse bool) {
 	d := c.denials.Value()
 	if d != nil {

@@ -10,32 +10,34 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Fallback decides in this process, by package model, while the database is away. It identifies keys by a 64-bit hash
-// with a random seed. So long keys need no more memory than short ones, and two keys practically never share a state.
+// Fallback decides requests in this process, by package model, while the database is away. It identifies keys by a
+// 64-bit hash with a random seed. So a long key needs no more memory than a short key. Two keys practically never have
+// the same hash.
 type Fallback struct {
-	clock func() time.Time // replaces the clock, unless it is nil
+	clock func() time.Time // replaces the clock in tests; may be nil
 	begin time.Time
 	seed  maphash.Seed
 
 	mu     sync.Mutex
 	States map[uint64]localState
 	Used   int   // bytes of LocalMemory in use
-	swept  int64 // when expired states were last deleted
+	swept  int64 // when expired states were last deleted, in microseconds
 }
 
-// localState is a key's state.
+// localState is the state of a key in the fallback.
 type localState struct {
 	algorithm int16
-	Size      int // bytes of LocalMemory that it uses
+	Size      int // how many bytes of LocalMemory the key uses
 	State     model.State
 }
 
-// LocalMemory is how many bytes a fallback may use. It is enough for 65,536 keys. No key is pushed out, so a flood of
-// new keys does not help anybody to a fresh start. Keys without room share one state, and so one key's limit, until
-// others have expired. There is one shared state for each policy of an All, on top of LocalMemory.
+// LocalMemory is how many bytes a fallback may use, enough for 65,536 keys. New keys never replace known keys. So a
+// client cannot reset its key by a flood of new keys. If the memory is full, all new keys share one state, and so the
+// limit of a single key, until other keys have expired. Each policy of an All has such a shared state, on top of
+// LocalMemory.
 const LocalMemory = 18 << 20
 
-// LocalSize is an upper bound of the bytes that a key needs under a policy.
+// LocalSize returns how many bytes a key needs at most under a policy.
 func LocalSize(m model.Rules) int {
 	if n := m.Numbers(); n.Algorithm == algorithm.SlidingLog {
 		return 288 + 8*int(n.Limit)
@@ -43,13 +45,13 @@ func LocalSize(m model.Rules) int {
 	return 288
 }
 
-// NewFallback returns a fallback that knows no key yet.
+// NewFallback returns a fallback without keys.
 func NewFallback(clock func() time.Time) *Fallback {
 	return &Fallback{clock: clock, begin: time.Now(), seed: maphash.MakeSeed()}
 }
 
-// now returns this process's clock, and the same in microseconds. The microseconds are monotonic even if the machine's
-// clock is set.
+// now returns the time, and the same time in microseconds. The microseconds never go back, even if somebody sets the
+// machine's clock.
 func (f *Fallback) now() (time.Time, int64) {
 	if f.clock != nil {
 		now := f.clock()
@@ -59,7 +61,7 @@ func (f *Fallback) now() (time.Time, int64) {
 	return now, f.begin.UnixMicro() + now.Sub(f.begin).Microseconds()
 }
 
-// Take decides a request. shares are the rules of its parts with reduced limits.
+// Take decides a request. shares are the rules of the request's parts, with reduced limits.
 func (f *Fallback) Take(r *Request, shares []model.Rules) {
 	now, clock := f.now()
 	f.mu.Lock()
@@ -79,13 +81,13 @@ func (f *Fallback) Take(r *Request, shares []model.Rules) {
 		case !several || n == 0:
 		case fits:
 			decide(i, n, true)
-		case r.Parts[i].Decision.Granted == 1: // it had room, but another part had not
+		case r.Parts[i].Decision.Granted == 1: // this part had room, but another part denies the request
 			decide(i, 0, false)
 		}
 	}
 }
 
-// Hash returns the hash of a part's row. Limiters of one name share their keys here too.
+// Hash returns the hash of a part's row. Two limiters with the same name get the same hash for a key.
 func (f *Fallback) Hash(p *Part) uint64 {
 	var h maphash.Hash
 	h.SetSeed(f.seed)
@@ -93,12 +95,13 @@ func (f *Fallback) Hash(p *Part) uint64 {
 	if p.Space.Durable {
 		_ = h.WriteByte(1)
 	}
-	_ = h.WriteByte(0) // which no name has
+	_ = h.WriteByte(0) // no name contains a zero byte
 	_, _ = h.WriteString(p.Key)
 	return h.Sum64()
 }
 
-// One decides under the i-th rules of a policy. keep tells whether to store the new state.
+// One decides a request for one key. i is the index of the rules in the policy. keep says whether to store the new
+// state.
 func (f *Fallback) One(m model.Rules, hash, i uint64, n, clock int64, keep bool) model.Decision {
 	size := LocalSize(m)
 	hash = f.room(hash, i, size, clock)
@@ -111,7 +114,7 @@ func (f *Fallback) One(m model.Rules, hash, i uint64, n, clock int64, keep bool)
 		if f.States == nil {
 			f.States = make(map[uint64]localState)
 		}
-		if known.Size < size { // it is new, or asked for by With under a policy that needs more
+		if known.Size < size { // the key is new, or its new policy needs more memory
 			f.Used += size - known.Size
 			known.Size = size
 		}
@@ -121,7 +124,7 @@ func (f *Fallback) One(m model.Rules, hash, i uint64, n, clock int64, keep bool)
 	return d
 }
 
-// room returns the hash under which a key's state is stored: its own, or the shared one if there is no room.
+// room returns the hash under which to store a key's state. If the memory is full, that is shared.
 func (f *Fallback) room(hash, shared uint64, size int, clock int64) uint64 {
 	fits := func() bool {
 		known := f.States[hash].Size
@@ -130,7 +133,7 @@ func (f *Fallback) room(hash, shared uint64, size int, clock int64) uint64 {
 	if fits() {
 		return hash
 	}
-	// Looking through all states takes a millisecond or two, so it is done once a second.
+	// A search through all states takes a millisecond or two, so there is at most one search each second.
 	if clock-f.swept >= time.Second.Microseconds() {
 		f.swept = clock
 		for other, known := range f.States {
@@ -146,7 +149,7 @@ func (f *Fallback) room(hash, shared uint64, size int, clock int64) uint64 {
 	return shared
 }
 
-// sharesOf returns rules with a share of their limits. The share is above 0 and at most 1.
+// sharesOf returns the same rules with limits reduced to a share. share is above 0 and at most 1.
 func sharesOf(models []model.Rules, share float64) []model.Rules {
 	shares := make([]model.Rules, len(models))
 	for i, m := range models {
@@ -155,11 +158,12 @@ func sharesOf(models []model.Rules, share float64) []model.Rules {
 	return shares
 }
 
-// Scaled returns a policy with a share of its limit.
+// Scaled returns the same policy with its limit reduced to a share.
 func Scaled(n algorithm.Numbers, share float64) algorithm.Numbers {
 	n.Limit = ShareOf(n.Limit, share)
 	if n.Algorithm == algorithm.TokenBucket {
-		// It raises Every, because a share of Refill might be less than 1, but not beyond the exact range.
+		// Increase Every instead of reducing Refill, because the share of Refill may be less than 1. Every must stay so small
+		// that the arithmetic is exact.
 		every := int64(min(math.Ceil(float64(model.Micros(n.Span))/share), model.MaxSpan))
 		every = min(every, model.MaxProduct/n.Limit)
 		if n.Refill < n.Limit {
@@ -170,8 +174,8 @@ func Scaled(n algorithm.Numbers, share float64) algorithm.Numbers {
 	return n
 }
 
-// ShareOf returns a share of a limit, rounded down, but at least 1. The factor makes up for the inexact float64, so
-// that 0.29 of 100 is 29.
+// ShareOf returns a share of a limit. The result is rounded down, and at least 1. The factor 1 + 1e-12 corrects the
+// rounding of float64, so that 0.29 of 100 is 29.
 func ShareOf(limit int64, share float64) int64 {
 	scaled := math.Floor(float64(limit) * share * (1 + 1e-12))
 	return min(max(int64(min(scaled, 1<<62)), 1), limit)

@@ -24,7 +24,7 @@ func newTestFallback(clock *limitertest.Clock) *engine.Fallback {
 	return engine.NewFallback(clock.Now)
 }
 
-// decide decides a request of a limiter with one policy.
+// decideBy decides a request for a key under one policy, by the fallback.
 func decideBy(f *engine.Fallback, policy ratelimit.Policy, key string, n int64) (model.Decision, time.Time) {
 	var r engine.Request
 	r.Add(&engine.Space{Name: "test"}, limitertest.Model(policy), key, n, nil)
@@ -35,7 +35,7 @@ func decideBy(f *engine.Fallback, policy ratelimit.Policy, key string, n int64) 
 	return d, at
 }
 
-// Several policies take from all of them, or from none.
+// A limiter of several policies takes from all of them, or from none.
 func TestFallbackOfSeveralPolicies(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -101,7 +101,7 @@ func TestFallbackOfSeveralPolicies(t *testing.T) {
 	})
 }
 
-// It decides as the model does, for every key by itself and for every algorithm.
+// The fallback decides as the model does, for each key and each algorithm.
 func TestFallbackDecidesAsTheModel(t *testing.T) {
 	t.Parallel()
 	for _, policy := range []ratelimit.Policy{
@@ -127,7 +127,7 @@ func TestFallbackDecidesAsTheModel(t *testing.T) {
 	}
 }
 
-// A key that is asked for under another algorithm starts anew, as in the database.
+// If a key is used under another algorithm, its state begins again, as in the database.
 func TestFallbackKeepsAlgorithmsApart(t *testing.T) {
 	t.Parallel()
 	f := newTestFallback(&limitertest.Clock{At: limitertest.T0})
@@ -139,8 +139,8 @@ func TestFallbackKeepsAlgorithmsApart(t *testing.T) {
 	require.Equal(t, engine.LocalSize(limitertest.Rule(limitertest.Hourly)), f.Used)
 }
 
-// A flood of keys takes a bounded amount of memory, however long the keys are. It gains nothing for a key that is
-// known. Keys for which there is no room share one share. What has expired makes room.
+// A flood of keys uses bounded memory, however long the keys are. It does not reset known keys. If the memory is full,
+// new keys share one limit. Expired keys make room for new ones.
 func TestFallbackIsBounded(t *testing.T) {
 	t.Parallel()
 	clock := &limitertest.Clock{At: limitertest.T0}
@@ -180,12 +180,12 @@ func TestFallbackIsBounded(t *testing.T) {
 	require.True(t, allowed("new"))
 	require.False(t, allowed("new"))
 	require.True(t, allowed("newer"))
-	require.Len(t, f.States, 3) // with the shared one
+	require.Len(t, f.States, 3) // one of them is the shared state
 	require.Equal(t, 3*engine.LocalSize(limitertest.Rule(policy)), f.Used)
 }
 
-// With may ask for keys under any policies. The memory of their states is accounted for and bounded, and a state
-// that grows has to find room first.
+// Callers of With may use any policies for a key. The memory of all states is bounded. A state can grow only if there
+// is room.
 func TestFallbackIsBoundedThroughWith(t *testing.T) {
 	t.Parallel()
 	clock := &limitertest.Clock{At: limitertest.T0}
@@ -219,7 +219,7 @@ func TestFallbackIsBoundedThroughWith(t *testing.T) {
 	}
 	requireAccounted()
 
-	// As many keys as there is room for, and then some of them under the largest policy.
+	// First fill the memory with keys. Then use some of these keys under the largest policy.
 	small, large := ratelimit.SlidingLog{Limit: 2, Window: time.Hour}, ratelimit.SlidingLog{Limit: model.MaxLogLimit, Window: time.Hour}
 	for i := range engine.LocalMemory / engine.LocalSize(limitertest.Rule(small)) {
 		_, _ = decideBy(f, small, fmt.Sprint("key ", i), 1)
@@ -239,7 +239,7 @@ func TestFallbackIsBoundedThroughWith(t *testing.T) {
 	requireAccounted()
 }
 
-// The clock is monotonic, so changes to the machine's clock play no part.
+// The fallback uses the monotonic clock, so changes of the machine's clock do not matter.
 func TestFallbackCountsElapsedTime(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -303,8 +303,8 @@ func TestShares(t *testing.T) {
 	}
 }
 
-// A share of any policy is a policy that works. Its numbers stay within the exact range, and in the long run it
-// gives no more.
+// A share of any policy is a valid policy. Its numbers are within the exact range. In the long run, it allows no more
+// than the share.
 func TestScaledPolicies(t *testing.T) {
 	t.Parallel()
 	bucket := ratelimit.TokenBucket{Capacity: 100, Refill: 5, Every: 10 * time.Second}
@@ -357,9 +357,9 @@ func TestScaledPolicies(t *testing.T) {
 	}
 }
 
-// What stands in FallbackLocal's comment.
+// The comment of FallbackLocal promises this bound of memory.
 //
-//nolint:paralleltest // it measures the memory of the process
+//nolint:paralleltest // measures the memory of the process
 func TestFallbackMemory(t *testing.T) {
 	var before, after runtime.MemStats
 	f := newTestFallback(&limitertest.Clock{At: limitertest.T0})

@@ -7,37 +7,38 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// GaveUp returns the error for a caller whose context has ended.
+// GaveUp returns the error for a caller whose context has ended. It wraps err, the context's error.
 func GaveUp(err error) error { return fmt.Errorf("ratelimit: gave up waiting: %w", err) }
 
-// ZoneError is the error for callers of a limiter with an unknown time zone.
+// ZoneError is the error for callers of a limiter whose time zone is unknown.
 type ZoneError struct{ Zone, Why string }
 
 func (e *ZoneError) Error() string {
 	return fmt.Sprintf("ratelimit: the time zone %q, %s", e.Zone, e.Why)
 }
 
-// keyHeld returns the error for callers whose key is held.
+// keyHeld returns the error for a caller whose row another transaction keeps locked.
 func keyHeld() error {
 	return pg.NewError(errStillHeld, pg.ErrTimeout, pg.ErrKeyHeld)
 }
 
 var (
 	errStillHeld = errors.New("it was held each time that it was asked for, and nothing was taken")
-	// errOthersHeld is for callers whose time was used up by locks. These may be on other callers' rows, or on their
-	// own row by one transaction after the other.
+	// errOthersHeld is the error for a caller whose timeout has passed while statements waited for locks. The locks were
+	// on rows of other callers, or on the caller's row by one transaction after the other.
 	errOthersHeld error = pg.NewError(pg.ErrHeldUp, pg.ErrTimeout)
 )
 
-// ErrNotTried is the error of calls that are turned away while the breaker is open. Callers of Allow, Peek and Wait get
-// the answer of OnFailure instead.
+// ErrNotTried is the error of calls that the open breaker turns away. Callers of Allow, Peek and Wait get the answer of
+// OnFailure instead.
 var ErrNotTried error = pg.NewError(
 	errors.New("it has just failed, and is tried by one call at a time; this was not the one"), pg.ErrUnavailable)
 
-// errNotAsked is the error of a call that has waited too long in this process.
+// errNotAsked is the error of a call that has waited too long in the queue of this process.
 var errNotAsked error = pg.NewError(
 	errors.New("the statements before this one took that long; it was not asked"), pg.ErrTimeout)
 
-// ErrNoConnection is the error of a call that has waited too long while the statements before it had no connection.
+// ErrNoConnection is the error of a call that has waited too long in the queue because the pool had no connection for
+// earlier statements.
 var ErrNoConnection error = pg.NewError(
 	errors.New("the statements before this one got none; it was not asked"), pg.ErrPoolExhausted, pg.ErrTimeout)

@@ -19,7 +19,7 @@ import (
 
 func silent(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }
 
-// rowHeld is what a statement meets that has waited for a row in vain.
+// rowHeld returns the error of a statement that has waited for a locked row in vain.
 func rowHeld(ctx context.Context) error {
 	<-time.After(time.Millisecond)
 	return limitertest.SQLState("55P03")(ctx)
@@ -60,7 +60,7 @@ func TestWhatIsAnOutage(t *testing.T) {
 						peeked, peekErr := l.Peek(t.Context(), "key")
 						if !c.outage {
 							require.Error(t, err)
-							if name == "row held" { // who looks waits for no row: so it is the table that is locked
+							if name == "row held" { // a look never waits for a row, so the table must be locked
 								require.Equal(t, source, peeked.Source)
 							} else {
 								require.Error(t, peekErr)
@@ -94,7 +94,8 @@ func TestWhatIsAnOutage(t *testing.T) {
 	}
 }
 
-// Wrong keys and costs, contexts that have ended, transactions of the caller's and resets are no matter of OnFailure.
+// OnFailure does not answer calls with wrong keys or costs, calls whose context has ended, calls in callers'
+// transactions, and resets.
 func TestWhatStaysAnErrorInAnOutage(t *testing.T) {
 	t.Parallel()
 	postgres := pgtest.New(t)
@@ -130,7 +131,7 @@ func TestWhatStaysAnErrorInAnOutage(t *testing.T) {
 	}
 }
 
-// With a single connection, calls take turns. Those that wait for theirs are answered as soon as the breaker opens.
+// Calls on a single connection take turns. When the breaker opens, the waiting calls are answered at once.
 func TestOnFailureOfASingleConnection(t *testing.T) {
 	t.Parallel()
 	postgres := pgtest.New(t)
@@ -166,7 +167,8 @@ func TestFailedClosedIsARetryableDenial(t *testing.T) {
 	require.Equal(t, ratelimit.Result{Source: ratelimit.SourceFailedClosed, Limit: 100, RetryAfter: engine.BreakerPause}, result)
 }
 
-// A key has its share once for a window, over any number of outages, beside what the database grants it.
+// The fallback grants a key its share once in each window, however many outages there are. The database's grants come
+// on top.
 func TestFallbackGrantsItsShareAndNoMore(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -219,7 +221,8 @@ func TestFallbackGrantsItsShareAndNoMore(t *testing.T) {
 	})
 }
 
-// AllowAll is not answered by OnFailure; but it fails at once while the breaker is open, and is a probe as good as any.
+// OnFailure does not answer AllowAll. While the breaker is open, AllowAll fails at once. A call of AllowAll can be a
+// probe.
 func TestAllowAllInAnOutage(t *testing.T) {
 	t.Parallel()
 	postgres := pgtest.New(t)

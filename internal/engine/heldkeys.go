@@ -8,52 +8,53 @@ import (
 	"time"
 )
 
-// heldKeys knows which keys were found locked a moment ago by transactions of others.
+// heldKeys remembers which keys other transactions have recently kept locked.
 type heldKeys struct {
-	timeout time.Duration // of calls
+	timeout time.Duration // the Timeout of a call
 
 	Mu   sync.Mutex
-	Rows map[HeldKey]heldRow // nil if there are none
+	Rows map[HeldKey]heldRow // nil if no key is held
 	size atomic.Int32        // the length of Rows, to be read without the mutex
 }
 
 const (
 	maxHeldKeys = 1024
 
-	// MaxRowWait is long compared with the statements of other processes, which take a few milliseconds, and short
-	// enough for a caller not to notice.
+	// MaxRowWait is the longest rowWait. Statements of other processes take a few milliseconds, so such a wait is long
+	// enough for them. It is short enough for a caller not to notice.
 	MaxRowWait = 10 * time.Millisecond
 )
 
-// HeldKey is a key of a limiter.
+// HeldKey is a key of a limiter, in one of the two tables.
 type HeldKey struct {
 	durable   bool
 	name, key string
 }
 
-// heldRow describes a key that was found locked.
+// heldRow describes the locked row of a key.
 type heldRow struct {
 	by           int64 // the transaction that has locked it; 0 if the row is being inserted
 	since, until time.Time
-	seen         time.Time // when that transaction last held it
-	Sure         bool      // some transaction has held it for longer than a statement of ours would
-	waited       bool      // a statement for this key alone has waited for that transaction in vain
+	seen         time.Time // when the transaction was last found to lock the row
+	Sure         bool      // a transaction has kept it locked for longer than a statement of the engine
+	waited       bool      // a statement for this key alone has waited for the transaction in vain
 }
 
-// Patience is how long a call waits for a held row, counted from the call.
+// Patience returns how long a call waits for a locked row, counted from the start of the call.
 func (h *heldKeys) Patience() time.Duration { return h.timeout / 4 }
 
-// long is how long a row must be locked to tell a transaction from a statement of ours.
+// long returns how long a row must be locked until it counts as surely held. The engine's own statements lock rows for
+// a shorter time.
 func (h *heldKeys) long() time.Duration { return min(MaxRowWait, h.Patience()) }
 
-// Memory is how long a key counts as held after it was found locked. It is longer than the gap between two transactions
-// that lock the key by turns.
+// Memory returns how long a key counts as held after it was found locked. The result is longer than the pause between
+// two transactions that lock the key by turns.
 func (h *heldKeys) Memory() time.Duration { return max(h.Patience(), 100*time.Millisecond) }
 
-// HeldKeys returns the keys that a request asks for. There is one, except for AllowAll.
+// HeldKeys returns the keys that a request asks for. Only a request of AllowAll has more than one key.
 func (r *Request) HeldKeys() []HeldKey {
 	n := len(r.Parts)
-	if r.Policy != nil { // the rows of all policies of an All count as one key
+	if r.Policy != nil { // a limiter of several policies has several rows, which count as one key
 		n = 1
 	}
 	keys := make([]HeldKey, n)
@@ -64,8 +65,8 @@ func (r *Request) HeldKeys() []HeldKey {
 	return keys
 }
 
-// lockedBy returns the transactions that have locked a request's keys, in the order of the keys. NotLocked stands for a
-// key that no transaction has locked, or that the statement did not get to.
+// lockedBy returns, for each key of a request, the id of the transaction that has locked the row. The id is NotLocked
+// if no transaction has locked the row, or if the statement has not reached the key.
 func (r *Request) lockedBy() []int64 {
 	holders := make([]int64, len(r.Parts))
 	for i := range r.Parts {
@@ -80,10 +81,10 @@ func (r *Request) lockedBy() []int64 {
 	return holders
 }
 
-// NotLocked stands for no transaction.
+// NotLocked stands for "no transaction" in place of a transaction's id.
 const NotLocked = -1
 
-// Knows tells whether one of a request's keys is surely held.
+// Knows returns whether one of a request's keys is surely held.
 func (h *heldKeys) Knows(r *Request) bool {
 	if h.size.Load() == 0 || r.Looks() {
 		return false
@@ -94,8 +95,8 @@ func (h *heldKeys) Knows(r *Request) bool {
 	return ok
 }
 
-// longHeld returns the held row of a request, and whether it was locked for so long that the caller can be told. Half
-// the patience is enough, because the row was first looked at some statements after the call.
+// longHeld returns the held row of a request, and whether the row was locked for so long that the caller gets an error.
+// That is half of Patience, because the row was first found locked several statements after the start of the call.
 func (h *heldKeys) longHeld(r *Request) (row heldRow, long bool) {
 	h.Mu.Lock()
 	defer h.Mu.Unlock()
@@ -103,7 +104,7 @@ func (h *heldKeys) longHeld(r *Request) (row heldRow, long bool) {
 	return row, ok && row.seen.Sub(row.since) >= h.Patience()/2
 }
 
-// find returns the row of the first key of a request that is surely held. The caller holds h.Mu.
+// find returns the first row of a request that is surely held. The caller holds h.Mu.
 func (h *heldKeys) find(r *Request) (row heldRow, ok bool) {
 	if len(h.Rows) == 0 || r.Looks() {
 		return heldRow{}, false
@@ -120,7 +121,7 @@ func (h *heldKeys) find(r *Request) (row heldRow, ok bool) {
 	return heldRow{}, false
 }
 
-// NoTime returns the error for a caller whose time was used up by locks.
+// NoTime returns the error for a caller whose timeout has passed while statements waited for locks.
 func (h *heldKeys) NoTime(r *Request) error {
 	if _, held := h.longHeld(r); held {
 		return keyHeld()
@@ -128,8 +129,8 @@ func (h *heldKeys) NoTime(r *Request) error {
 	return errOthersHeld
 }
 
-// Decided forgets keys that are not locked any more: those that were locked only for a moment, and those whose row was
-// being inserted.
+// Decided forgets the keys of decided requests, because nobody locks their rows any more. It keeps the keys that were
+// surely held, unless their row was being inserted.
 func (h *heldKeys) Decided(requests []*Request) {
 	if h.size.Load() == 0 {
 		return
@@ -148,7 +149,7 @@ func (h *heldKeys) Decided(requests []*Request) {
 	}
 }
 
-// Found remembers which transactions lock a request's keys. It tells whether one of the keys is surely held.
+// Found remembers which transactions lock a request's keys. It returns whether one of the keys is surely held.
 func (h *heldKeys) Found(r *Request, holders []int64) (sure bool) {
 	h.Mu.Lock()
 	defer h.Mu.Unlock()
@@ -166,7 +167,7 @@ func (h *heldKeys) Found(r *Request, holders []int64) (sure bool) {
 		}
 		row, ok := h.Rows[key]
 		if !ok && len(h.Rows) >= maxHeldKeys {
-			sure = true // there is no room to remember it, and it will be found again
+			sure = true // the map is full, so the request goes to the lane, where the row is found again
 			continue
 		}
 		if ok && !now.Before(row.until) {
@@ -176,7 +177,7 @@ func (h *heldKeys) Found(r *Request, holders []int64) (sure bool) {
 			row.by, row.since, row.waited = holders[i], now, false
 		}
 		row.seen = now
-		// Statements of ours insert rows too, but this one was found after a wait.
+		// A row that is being inserted counts as held at once, because a statement has already waited for it.
 		long := row.by == 0 || now.Sub(row.since) >= h.long()
 		if long || !row.Sure {
 			row.until = now.Add(h.Memory())
@@ -193,8 +194,8 @@ func (h *heldKeys) Found(r *Request, holders []int64) (sure bool) {
 	return sure
 }
 
-// Still makes a key count as held for another Memory, because a statement for it alone has waited for long. inVain
-// tells whether the key stayed locked.
+// Still makes a key count as held for another Memory. A statement for this key alone has waited for long(). inVain says
+// whether the key was still locked after this wait.
 func (h *heldKeys) Still(key HeldKey, inVain bool) {
 	h.Mu.Lock()
 	defer h.Mu.Unlock()

@@ -20,7 +20,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// keep begins a transaction that has taken from a key, whose row it has locked, or, if made is true, has just made.
+// keep begins a transaction that takes from a key. If made is true, the transaction has made the key's row. Otherwise
+// it has locked an existing row.
 func keep(t *testing.T, db *pgtest.DB, config ratelimit.Config, key string, made bool) pgx.Tx {
 	t.Helper()
 	db = db.Of(key)
@@ -59,8 +60,8 @@ func eachTableAndRow(t *testing.T, test func(t *testing.T, durable, made bool)) 
 	}
 }
 
-// Calls for keys that nobody holds are decided while other keys are held. Calls for held keys are decided one
-// after the other as soon as the keys are released. None of this is an outage.
+// While some keys are held, calls for other keys are decided. Calls for held keys are decided as soon as the
+// transactions end. Nothing of this counts as an outage.
 func TestHeldRowsHoldUpNobodyElse(t *testing.T) {
 	t.Parallel()
 
@@ -110,7 +111,7 @@ func TestHeldRowsHoldUpNobodyElse(t *testing.T) {
 	})
 }
 
-// A key that is held for good is an ErrKeyHeld, whatever OnFailure says, and no more than that.
+// If a key stays held, its callers get ErrKeyHeld, whatever OnFailure says. There are no other errors.
 func TestKeysHeldForGood(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -158,7 +159,7 @@ func TestKeysHeldForGood(t *testing.T) {
 			require.NotErrorIs(t, err, ratelimit.ErrOutcomeUnknown)
 			require.Zero(t, results[i])
 		}
-		if err := limiter.Reset(t.Context(), "held 0"); !made { // what is only being made is not there to be reset
+		if err := limiter.Reset(t.Context(), "held 0"); !made { // a row that is only being made cannot be reset
 			require.ErrorIs(t, err, ratelimit.ErrKeyHeld)
 		}
 		peeked, err := limiter.Peek(t.Context(), "held 0")
@@ -172,7 +173,7 @@ func TestKeysHeldForGood(t *testing.T) {
 	})
 }
 
-// An AllowAll with a held part waits in the lane, and keeps its other parts from nobody.
+// An AllowAll with a held key waits in the lane. It does not keep its other rows locked meanwhile.
 func TestSetsWithAHeldPart(t *testing.T) {
 	t.Parallel()
 
@@ -205,7 +206,8 @@ func TestSetsWithAHeldPart(t *testing.T) {
 	}
 }
 
-// A locked table is an outage, not a held row. A table that is locked for a moment is waited for.
+// A locked table counts as an outage, not as a held row. If a table is locked only for a moment, calls wait for the
+// table.
 func TestLockedTable(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -220,7 +222,7 @@ func TestLockedTable(t *testing.T) {
 			OnFailure: ratelimit.FailOpen(),
 		}
 		patient := limitertest.New(t, pool, config)
-		clientConfig := ratelimit.ClientConfig{Timeout: 3 * time.Second} // a quarter of it, in which a busy machine finds the lock
+		clientConfig := ratelimit.ClientConfig{Timeout: 3 * time.Second} // for busy machines, too
 		open := limitertest.New(t, pool, config, clientConfig)
 		config.OnFailure = ratelimit.ReturnError()
 		strict := limitertest.New(t, pool, config, clientConfig)
@@ -265,8 +267,8 @@ func TestLockedTable(t *testing.T) {
 	}
 }
 
-// A statement that passes over rows tells which transactions have locked them, also for rows that are just being
-// made, and decides the others.
+// A statement that skips locked rows returns which transactions have locked them, and decides the other requests. For
+// rows that are just being made, it returns 0.
 func TestHoldersOfSkippedRows(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -291,7 +293,7 @@ func TestHoldersOfSkippedRows(t *testing.T) {
 			{Key: "there", Cost: 1, Count: 1}, {Key: "made", Cost: 1, Count: 1},
 			{Key: "held", Cost: 1, Count: 1}, {Key: "new", Cost: 1, Count: 1},
 		}
-		// Long enough for "new", too, to be made, which comes last.
+		// The timeout is long enough to make the row "new", which comes last.
 		skip := engine.Transaction{LockTimeout: engine.LockTimeout(time.Second), SkipHeld: true}
 		require.NoError(t, decide(t.Context(), limiter, db.Pool, elements, skip))
 		granted := map[string]int64{}
@@ -307,7 +309,7 @@ func TestHoldersOfSkippedRows(t *testing.T) {
 	}
 }
 
-// Calls for rows that are there are decided by the second statement, however many are being made beside them.
+// The second statement decides all calls for existing rows, however many other rows are being made.
 func TestRowsBeingMadeDelayNobody(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -355,8 +357,8 @@ func TestRowsBeingMadeDelayNobody(t *testing.T) {
 	require.NoError(t, errors.Join(errs...))
 }
 
-// An AllowAll whose key is held by one transaction after the other has lost races, and is not told that somebody holds
-// it. Nor is it in anybody's way that the key of another AllowAll is held for good.
+// If one transaction after the other holds a key of an AllowAll, the AllowAll loses races, but does not get ErrKeyHeld.
+// If a key of another AllowAll stays held, that does not delay the first one.
 func TestSetsThatLoseRacesAreNotHeld(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -379,7 +381,7 @@ func TestSetsThatLoseRacesAreNotHeld(t *testing.T) {
 					return ratelimit.AllowAll(context.Background(), limiter.Request(user, 1), limiter.Request("all", 1))
 				}))
 			}
-			// Nobody but these transactions gets a turn, because each of them waits before the one before it ends.
+			// Only these transactions ever get the lock, because each one waits for the lock before the previous one ends.
 			conns := []*pgx.Conn{turn.Conn(), pgtest.Connect(t, db)}
 			for began, i := time.Now(), 1; time.Since(began) < limitertest.Engine(limiter).Batcher.Held.Patience()*5/4; i++ {
 				next, err := conns[i%2].Begin(t.Context())

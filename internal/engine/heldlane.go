@@ -5,12 +5,12 @@ import (
 	"time"
 )
 
-// heldLane is a queue for requests whose keys are held. One goroutine serves it while it has requests. It uses one
-// connection, besides those of MaxInFlight.
+// heldLane is a queue for requests whose keys are held. One goroutine serves the lane while there are requests in it.
+// The lane uses one connection on top of MaxInFlight.
 type heldLane struct {
 	batcher  *Batcher
 	maxBatch int
-	lost     func([]*Request) // called with requests that have lost a race
+	lost     func([]*Request) // receives the requests that have lost a race
 
 	Mu       sync.Mutex
 	Requests []*Request
@@ -18,12 +18,12 @@ type heldLane struct {
 }
 
 const (
-	// laneTurn is how long the lane waits for one key while it has requests for other keys. aloneTurn is how long
-	// otherwise.
+	// laneTurn is how long the lane waits for one key while it has requests for other keys. aloneTurn is how long the lane
+	// waits for its only key.
 	laneTurn  = 25 * time.Millisecond
 	aloneTurn = 100 * time.Millisecond
-	// An AllowAll keeps its other rows locked while it waits for one. So it waits for setWait only, and once in
-	// setPause.
+	// A statement of AllowAll keeps rows locked while it waits for another row. So it waits only for setWait, and only
+	// once in each setPause.
 	setWait  = 5 * time.Millisecond
 	setPause = 40 * time.Millisecond
 )
@@ -43,8 +43,8 @@ func (h *heldLane) Add(requests []*Request) {
 	}
 }
 
-// serve serves the lane until it is empty. By turns, it asks for all requests while passing over locked rows, and waits
-// for the row of the first request alone.
+// serve sends statements until the lane is empty. One statement skips locked rows and asks for all requests. The next
+// statement waits for the row of the first request. Then serve begins again.
 func (h *heldLane) serve() {
 	var requests []*Request
 	for {
@@ -71,7 +71,7 @@ func (h *heldLane) serve() {
 	}
 }
 
-// askAll sends statements for requests, and returns those whose keys are held.
+// askAll sends statements for requests, and returns the requests whose keys are still held.
 func (h *heldLane) askAll(requests []*Request) (held []*Request) {
 	for len(requests) > 0 {
 		var batch, rest []*Request
@@ -88,7 +88,7 @@ func (h *heldLane) askAll(requests []*Request) (held []*Request) {
 	return held
 }
 
-// ask sends a statement for requests of one group, and returns those whose keys are held.
+// ask sends a statement for requests of one group, and returns the requests whose keys are still held.
 func (h *heldLane) ask(requests []*Request, skip bool, wait time.Duration) (held []*Request) {
 	requests, probe := h.batcher.Breaker.turnAway(requests)
 	if len(requests) == 0 {
@@ -101,11 +101,12 @@ func (h *heldLane) ask(requests []*Request, skip bool, wait time.Duration) (held
 	return s.held
 }
 
-// GiveUp ends requests that have waited long enough for a held key, and returns the others.
+// GiveUp ends the requests that have waited for Patience, and returns the other requests.
 //
-// Nobody can see who is inserting a row. It may be one statement of ours after the other, each undone because it has
-// waited for another key. So such a row counts as held only if a statement for it alone has waited in vain. For an
-// AllowAll no statement waits that long, so its rows count at once.
+// If a row is being inserted, no statement can see which transaction does so. It may be one statement of the engine
+// after the other, and each is undone because it waits for another key. So such a row counts as held only after a
+// statement for its key alone has waited in vain. For AllowAll, a row that is being inserted counts as held at once,
+// because no statement of AllowAll waits that long.
 func (h *heldLane) GiveUp(requests []*Request) (others []*Request) {
 	known := h.batcher.Held
 	for _, r := range requests {
@@ -120,8 +121,8 @@ func (h *heldLane) GiveUp(requests []*Request) (others []*Request) {
 	return others
 }
 
-// waitForFirst waits for the row of the first request, in a statement for its key alone. It returns the undecided
-// requests in such an order that another one has the next turn.
+// waitForFirst waits for the row of the first request, in a statement for this key alone. It returns the undecided
+// requests, and puts the requests for this key last.
 func (h *heldLane) waitForFirst(requests []*Request) []*Request {
 	known, first := h.batcher.Held, requests[0]
 	oldest := first.Since
@@ -146,18 +147,18 @@ func (h *heldLane) waitForFirst(requests []*Request) []*Request {
 		wait = min(wait, left)
 	}
 	isSet := first.Policy == nil             // AllowAll
-	parts := time.Duration(len(first.Parts)) // read now, because the caller uses the request again once it is decided
+	parts := time.Duration(len(first.Parts)) // read now, because the caller reuses the request after the decision
 	if !isSet {
-		wait /= parts // it waits for each of its rows
+		wait /= parts // the statement may wait for each of these rows
 	}
-	wait += time.Millisecond // LockTimeout rounds down
+	wait += time.Millisecond // makes up for LockTimeout, which rounds down
 	pause := time.Duration(0)
 	if isSet {
 		pause = min(setPause, wait)
 		wait = min(wait, setWait)
 	}
 	began := time.Now()
-	key := first.HeldKeys()[0] // read now, for the same reason
+	key := first.HeldKeys()[0] // read now, because the caller reuses the request after the decision
 	held := h.ask(mine, false, wait)
 	took := time.Since(began)
 	if !isSet && took >= known.long()/parts {

@@ -20,7 +20,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// A statement with a key whose row is held by somebody's transaction fails for that key alone.
+// If a transaction holds the row of one key, only calls for this key fail, and not the whole batch.
 func TestHeldKeyDoesNotSpoilItsBatch(t *testing.T) {
 	t.Parallel()
 
@@ -28,8 +28,8 @@ func TestHeldKeyDoesNotSpoilItsBatch(t *testing.T) {
 		t.Run(pgtest.Table(durable), func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
-			// The call waits for the row for a quarter of the Timeout. What is left must be enough for the others
-			// on any machine.
+			// A call waits for a locked row for a quarter of the Timeout. The rest must be enough for the other calls, even on a
+			// slow machine.
 			config := ratelimit.Config{
 				Name:    "test",
 				Policy:  ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year},
@@ -60,7 +60,7 @@ func TestHeldKeyDoesNotSpoilItsBatch(t *testing.T) {
 				if key := c.Parts[0].Key; key == "held" || key == "deleted" {
 					require.ErrorIs(t, errs[i], ratelimit.ErrTimeout)
 					require.ErrorIs(t, errs[i], ratelimit.ErrKeyHeld)
-					require.NotErrorIs(t, errs[i], ratelimit.ErrOutcomeUnknown) // it has not counted
+					require.NotErrorIs(t, errs[i], ratelimit.ErrOutcomeUnknown) // the call has taken nothing
 					require.Zero(t, results[i])
 					continue
 				}
@@ -70,12 +70,13 @@ func TestHeldKeyDoesNotSpoilItsBatch(t *testing.T) {
 			for key, want := range map[string]int64{"z": 1, "held": 1, "deleted": 1, "b": 3, "a": 3} {
 				require.Equal(t, want, limitertest.Taken(t, db.Pool, config, key), key)
 			}
-			require.LessOrEqual(t, pool.Stat().NewConnsCount(), int64(2)) // the lane's
+			require.LessOrEqual(t, pool.Stat().NewConnsCount(), int64(2)) // one of them is for the lane
 		})
 	}
 }
 
-// A call that has nearly no time left would leave none to the others of its batch.
+// A call whose Timeout is nearly over ends without a statement, because it would leave too little time to the other
+// calls of its batch.
 func TestCallThatHasWaitedTooLongIsNotAsked(t *testing.T) {
 	t.Parallel()
 
@@ -103,7 +104,7 @@ func TestCallThatHasWaitedTooLongIsNotAsked(t *testing.T) {
 	require.EqualValues(t, 2, limitertest.Taken(t, db.Pool, limiter.Config(), "key"))
 }
 
-// However many wait for a key that somebody holds, the pool's other connections are free for the application.
+// However many calls wait for a held key, the pool's other connections are free for the application.
 func TestHeldKeyLeavesThePoolToOthers(t *testing.T) {
 	t.Parallel()
 
@@ -129,14 +130,14 @@ func TestHeldKeyLeavesThePoolToOthers(t *testing.T) {
 	for range 20 {
 		require.Equal(t, 1, pgtest.Scalar[int](t, pool, "SELECT 1"))
 	}
-	require.LessOrEqual(t, pool.Stat().AcquiredConns(), int32(3)) // MaxInFlight, and the lane
+	require.LessOrEqual(t, pool.Stat().AcquiredConns(), int32(3)) // two for MaxInFlight, and one for the lane
 	require.NoError(t, holder.Commit(t.Context()))
 	_, err = done()
 	require.NoError(t, err)
 	require.EqualValues(t, callers+1, limitertest.Taken(t, db.Pool, limiter.Config(), "key"))
 }
 
-// At rest, a limiter that has met held rows has no goroutine.
+// After held rows were released, an idle limiter has no goroutine.
 func TestLaneIsServedByNobodyAtRest(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -164,7 +165,7 @@ func TestLaneIsServedByNobodyAtRest(t *testing.T) {
 	require.False(t, lane.Serving)
 }
 
-// A key is surely held if the same transaction is found to have locked it for longer than a statement of ours would.
+// A key is surely held if the same transaction has locked its row for longer than a statement of the engine would.
 func TestWhatIsSurelyHeld(t *testing.T) {
 	t.Parallel()
 
@@ -177,7 +178,7 @@ func TestWhatIsSurelyHeld(t *testing.T) {
 			require.Equal(t, sure, known())
 			return sure
 		}
-		for by := int64(1); by < 20; by++ { // one after the other
+		for by := int64(1); by < 20; by++ { // one transaction after the other
 			require.False(t, find(by))
 			<-time.After(engine.MaxRowWait - 1)
 			require.False(t, find(by))
@@ -196,9 +197,9 @@ func TestWhatIsSurelyHeld(t *testing.T) {
 	})
 }
 
-// A row that is being made each time that it is asked for may be made by one statement of another process after the
-// other, none of which can make it, because each holds a key too long that somebody holds for good. It is not held by a
-// transaction unless a statement that waits for it alone has seen so.
+// A row may be in the process of being made each time that a statement looks. Perhaps statements of other processes
+// make the row again and again, and each is undone because it also waits for another, held key. So the row counts as
+// held by a transaction only if a statement for this key alone has waited in vain.
 func TestRowsThatAreMadeByTurnsAreNotHeldForLong(t *testing.T) {
 	t.Parallel()
 
@@ -207,7 +208,7 @@ func TestRowsThatAreMadeByTurnsAreNotHeldForLong(t *testing.T) {
 		lane, held := limitertest.EngineOf(client).Queues.First().Lane, limitertest.EngineOf(client).Batcher.Held
 		for name, c := range map[string]struct {
 			holders  func(i int) int64
-			waits    bool // in vain, for the row alone
+			waits    bool // a statement has waited for this row alone in vain
 			longHeld bool
 		}{
 			"made by turns": {holders: func(int) int64 { return 0 }},
@@ -230,7 +231,7 @@ func TestRowsThatAreMadeByTurnsAreNotHeldForLong(t *testing.T) {
 	})
 }
 
-// What was found a while ago does not tell that a row is still held.
+// If a row was found locked a while ago, it does not count as held any more.
 func TestRowsThatWereHeldAreNotHeldForLong(t *testing.T) {
 	t.Parallel()
 
@@ -245,13 +246,13 @@ func TestRowsThatWereHeldAreNotHeldForLong(t *testing.T) {
 		require.NotErrorIs(t, held.NoTime(r), ratelimit.ErrKeyHeld)
 		held.Found(r, []int64{1})
 		require.ErrorIs(t, held.NoTime(r), ratelimit.ErrKeyHeld)
-		for _, cause := range []string{"transaction that stays open", "overloaded server"} { // nobody can tell which of them it is
+		for _, cause := range []string{"transaction that stays open", "overloaded server"} { // to a client they are alike
 			require.ErrorContains(t, held.NoTime(r), cause)
 		}
 	})
 }
 
-// A key that one transaction after the other holds, none of them for long, is waited for until Timeout.
+// If one transaction after the other holds a key for a short time, calls for the key wait until Timeout.
 func TestKeyHeldByTurns(t *testing.T) {
 	t.Parallel()
 
@@ -284,8 +285,8 @@ func TestKeyHeldByTurns(t *testing.T) {
 	})
 }
 
-// However short the Timeout is, or the session's statement_timeout, a held key is an ErrKeyHeld within the Timeout, and
-// no outage, nor does it make one of the keys beside it.
+// A call for a held key returns ErrKeyHeld within the Timeout, even if the Timeout or the session's statement_timeout
+// is short. Neither this call nor calls for other keys count as an outage.
 func TestHeldKeysAndShortTimeouts(t *testing.T) {
 	t.Parallel()
 
@@ -335,9 +336,9 @@ func TestHeldKeysAndShortTimeouts(t *testing.T) {
 	}
 }
 
-// On a single connection, the session's lock_timeout or statement_timeout ends the wait for a held row, which is no
-// outage, and for a locked table, which is one. A session that has neither waits for Timeout, and what it has waited
-// for cannot be told.
+// On a single connection, the session's lock_timeout or statement_timeout ends the wait for a held row or a locked
+// table. A held row is not an outage, and a locked table is one. Without these settings, a call waits for Timeout, and
+// does not know what it has waited for.
 func TestSingleConnectionTellsRowsFromTables(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -359,7 +360,7 @@ func TestSingleConnectionTellsRowsFromTables(t *testing.T) {
 						clientConfig.Timeout = 300 * time.Millisecond
 					}
 					conn, err := db.NewPool(t, func(config *pgxpool.Config) {
-						// A statement_timeout must not end the statement that waits for nobody, however busy the machine is.
+						// statement_timeout must not end the statement that skips locked rows, even on a busy machine.
 						if session != "" {
 							config.ConnConfig.RuntimeParams[session] = map[string]string{
 								"lock_timeout": "500ms", "statement_timeout": "3s",
@@ -395,7 +396,7 @@ func TestSingleConnectionTellsRowsFromTables(t *testing.T) {
 	}
 }
 
-// All who wait for a database that does not answer are told within one budget.
+// If the database does not answer, all calls of Wait return within one Timeout.
 func TestWaitersOnAFrozenDatabase(t *testing.T) {
 	t.Parallel()
 
@@ -437,7 +438,7 @@ func TestWaitersOnAFrozenDatabase(t *testing.T) {
 						require.Equal(t, ratelimit.SourceFailedOpen, one.Result.Source)
 					}
 				case "fallback":
-					require.Len(t, told, 10) // a tenth of 100
+					require.Len(t, told, 10) // 10 is a tenth of 100
 					require.EqualValues(t, 10, observed)
 				}
 				cancel()
@@ -448,8 +449,8 @@ func TestWaitersOnAFrozenDatabase(t *testing.T) {
 	}
 }
 
-// However many limiters of a client have held keys, one connection waits for all of these, and other keys are decided
-// meanwhile.
+// However many limiters of a client have held keys, the client uses one connection to wait for them. Calls for other
+// keys are decided meanwhile.
 func TestHeldKeysOfFourLimitersLeaveConnections(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")

@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// inQueue is how many calls wait for the next statement, in the queues of all shards.
+// inQueue returns how many calls wait for the next statement, in the queues of all shards.
 func inQueue(c *ratelimit.Client) (waiting int) {
 	for _, q := range *limitertest.EngineOf(c).Queues.All.Load() {
 		q.Mu.Lock()
@@ -27,7 +27,7 @@ func inQueue(c *ratelimit.Client) (waiting int) {
 	return waiting
 }
 
-// waitUntilHeld returns when the lane of a limiter waits for a row.
+// waitUntilHeld waits until the lane of a limiter waits for a row.
 func waitUntilHeld(t *testing.T, pool *pgxpool.Pool, l *ratelimit.Limiter) {
 	t.Helper()
 	testkit.WaitUntil(t, func() bool {
@@ -44,7 +44,7 @@ func waitUntilHeld(t *testing.T, pool *pgxpool.Pool, l *ratelimit.Limiter) {
 	pgtest.WaitUntilBlocked(t, pool, 1)
 }
 
-// inLane is how many calls wait for the lane.
+// inLane returns how many calls are in the lane.
 func inLane(c *ratelimit.Client) int {
 	limitertest.EngineOf(c).Queues.First().Lane.Mu.Lock()
 	defer limitertest.EngineOf(c).Queues.First().Lane.Mu.Unlock()
@@ -66,7 +66,7 @@ func newShadow(l *ratelimit.Limiter, row *policytable.Row, key string, cost int6
 	})
 }
 
-// requestsOf are the requests that ask for elements.
+// requestsOf returns a request for each element.
 func requestsOf(l *ratelimit.Limiter, elements []modeltest.Element) []*engine.Request {
 	requests := make([]*engine.Request, len(elements))
 	for i, e := range elements {
@@ -77,7 +77,7 @@ func requestsOf(l *ratelimit.Limiter, elements []modeltest.Element) []*engine.Re
 	return requests
 }
 
-// requestsFor are requests for a key, one of each cost.
+// requestsFor returns requests for a key, one for each cost.
 func requestsFor(l *ratelimit.Limiter, key string, costs ...int64) (requests []*engine.Request) {
 	for _, cost := range costs {
 		requests = append(requests, requestsOf(l, []modeltest.Element{{Key: key, Cost: cost, Count: 1}})...)
@@ -85,14 +85,14 @@ func requestsFor(l *ratelimit.Limiter, key string, costs ...int64) (requests []*
 	return requests
 }
 
-// decide has one statement decide elements.
+// decide decides elements in one statement.
 func decide(ctx context.Context, l *ratelimit.Limiter, db ratelimit.DBTX, elements []modeltest.Element, tx engine.Transaction) error {
 	return decideElements(requestsOf(l, elements), elements, func(requests []*engine.Request) error {
 		return limitertest.Engine(l).Database.Execute(ctx, db, requests, tx)
 	})
 }
 
-// decideAndRemember has one statement of the limiter's own decide elements, and remembers denials.
+// decideAndRemember decides elements in one statement on the limiter's database, and remembers denials.
 func decideAndRemember(ctx context.Context, l *ratelimit.Limiter, elements []modeltest.Element) error {
 	return decideElements(requestsOf(l, elements), elements, func(requests []*engine.Request) error {
 		return limitertest.Engine(l).Batcher.Decide(ctx, limitertest.Engine(l).Database.DB, requests, ownTransaction(l))
@@ -107,12 +107,12 @@ func decideElements(requests []*engine.Request, elements []modeltest.Element, de
 	return err
 }
 
-// ownTransaction is one that waits for rows as long as a call does.
+// ownTransaction returns the settings of a transaction that waits for rows as long as a call does.
 func ownTransaction(l *ratelimit.Limiter) engine.Transaction {
 	return engine.Transaction{LockTimeout: engine.LockTimeout(limitertest.Engine(l).Batcher.Held.Patience())}
 }
 
-// send has a batch leave at once.
+// send sends a batch of requests at once.
 func send(l *ratelimit.Limiter, batch []*engine.Request) {
 	q := limitertest.Engine(l).Queues.First()
 	held, lost := q.Batcher.Send(&engine.Departure{Requests: slices.Clone(batch)})
@@ -120,7 +120,7 @@ func send(l *ratelimit.Limiter, batch []*engine.Request) {
 	q.PushBack(lost)
 }
 
-// outcomes waits for calls.
+// outcomes waits until the requests are decided, and returns their results and errors.
 func outcomes(batch []*engine.Request) (results []ratelimit.Result, errs []error) {
 	for _, c := range batch {
 		<-c.Done

@@ -9,16 +9,17 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// ErrMemoryTx is the error for a caller's transaction, which cannot contain rows in memory.
+// ErrMemoryTx is the error for a call in a caller's transaction on a database in memory. Rows in memory cannot be part
+// of a transaction.
 var ErrMemoryTx = errors.New("ratelimit: a row in memory is part of no transaction")
 
-// memoryRow is a row in memory.
+// memoryRow is a row of the database in memory.
 type memoryRow struct {
 	algorithm int16
 	State     model.State
 }
 
-// decideInMemory decides requests by package model, one after the other, as the database would.
+// decideInMemory decides requests by package model, one after the other. The answers are those of a database.
 func (d *Database) decideInMemory(db pg.DB, requests []*Request) error {
 	if db != d.DB {
 		return ErrMemoryTx
@@ -44,7 +45,7 @@ func (d *Database) decideInMemory(db pg.DB, requests []*Request) error {
 	return nil
 }
 
-// decideIn decides a request and those merged with it. Each takes from all of its rows, or from none.
+// decideIn decides a request and the requests merged with it. Each request takes from all of its rows, or from none.
 func (r *Request) decideIn(db *memdb.DB, clock int64) {
 	before := make([]model.State, len(r.Parts))
 	for i := range r.Parts {
@@ -65,8 +66,8 @@ func (r *Request) decideIn(db *memdb.DB, clock int64) {
 		_, p.Decision = p.decide(now, clock, 0)
 		p.Decision.RetryAfter, p.Decision.State.Log = 0, ""
 		if granted < r.Count {
-			if next, d := p.decide(now, clock, p.Cost); d.Granted == 0 { // this part denies
-				p.store(db, next) // the clock may have jumped back, and the row with it
+			if next, d := p.decide(now, clock, p.Cost); d.Granted == 0 { // this part denies the request
+				p.store(db, next) // the denial may have changed the row, if the clock was set back
 				p.Decision = d
 			}
 		}
@@ -83,7 +84,7 @@ func (r *Request) decideIn(db *memdb.DB, clock int64) {
 	}
 }
 
-// fitsIn tells whether all parts of a request have room for it.
+// fitsIn returns whether all rows of a request have room for its cost.
 func (r *Request) fitsIn(db *memdb.DB, clock int64) bool {
 	for i := range r.Parts {
 		p := &r.Parts[i]
@@ -94,7 +95,8 @@ func (r *Request) fitsIn(db *memdb.DB, clock int64) bool {
 	return true
 }
 
-// decide decides about a row in the state s. n is a take, a look (0), or what is given back or granted (below 0).
+// decide applies a request to a row's state s. A positive n takes units, and 0 looks. A negative n gives units back, or
+// grants units if p.Refund is nil.
 func (p *Part) decide(s model.State, clock, n int64) (model.State, model.Decision) {
 	switch {
 	case n >= 0:
@@ -107,18 +109,18 @@ func (p *Part) decide(s model.State, clock, n int64) (model.State, model.Decisio
 	return p.Rules.Refund(s, clock, k)
 }
 
-// credit returns the granted credit of a row in the state s.
+// credit returns the granted credit of a row whose state is s.
 func (p *Part) credit(s model.State, clock int64) int64 {
 	_, d := p.decide(s, clock, 0)
 	return *d.State.CreditColumn(p.Rules.Numbers().Algorithm)
 }
 
-// row returns the name of the part's row in memory.
+// row returns the identity of the part's row in the database in memory.
 func (p *Part) row() memdb.Row {
 	return memdb.Row{Durable: p.Space.Durable, Name: p.Name, Key: p.Key}
 }
 
-// load returns the state of the part's row. A row of another algorithm counts as none.
+// load returns the state of the part's row. It returns an empty state if the row is missing or has another algorithm.
 func (p *Part) load(db *memdb.DB) model.State {
 	row, _ := db.Rows[p.row()].(memoryRow)
 	if row.algorithm != p.Rules.Numbers().Algorithm {
@@ -128,7 +130,7 @@ func (p *Part) load(db *memdb.DB) model.State {
 }
 
 func (p *Part) store(db *memdb.DB, s model.State) {
-	if s == p.load(db) { // it adds no row if there is nothing to give back to
+	if s == p.load(db) { // a refund for a missing row must not make a row
 		return
 	}
 	if db.Rows == nil {
@@ -137,7 +139,7 @@ func (p *Part) store(db *memdb.DB, s model.State) {
 	db.Rows[p.row()] = memoryRow{algorithm: p.Rules.Numbers().Algorithm, State: s}
 }
 
-// resetInMemory deletes rows of a key.
+// resetInMemory deletes rows of a key from the database in memory.
 func (d *Database) resetInMemory(db pg.DB, space *Space, names []string, key string) error {
 	if db != d.DB {
 		return ErrMemoryTx

@@ -21,15 +21,15 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// year2106 is until when the time of a decision on Postgres is exact; see database.decisions.
+// year2106 is the last microsecond at which a DecidedAt from Postgres is exact. See TestTimesAreReadExactly.
 const year2106 = 4_291_747_200_000_000
 
-// twins are limiters with the same history, on Postgres and in memory.
+// twins are two limiters, on Postgres and in memory, that get the same calls.
 type twins struct {
 	real, memory *ratelimit.Limiter
 }
 
-// with asks both under another policy.
+// with calls With on both limiters.
 func (w twins) with(t *testing.T, policy ratelimit.Policy) (twins, bool) {
 	t.Helper()
 	onPostgres, err := w.real.With(policy)
@@ -38,14 +38,14 @@ func (w twins) with(t *testing.T, policy ratelimit.Policy) (twins, bool) {
 	return twins{onPostgres, inMemory}, err == nil
 }
 
-// told is what a call has returned.
+// told is the result and the error of a call.
 type told struct {
 	result ratelimit.Result
 	err    error
 }
 
-// seen is what the caller sees. What a result remembers of its take is compared by giving back.
-// Which denials are remembered depends on a random hash, too.
+// seen returns the fields of told that must be equal. Receipts are compared by refunds instead. Whether a denial is
+// remembered depends on a random hash.
 func (w told) seen() told {
 	if w.result.Source == ratelimit.SourceCachedDenial {
 		w.result.Source = ratelimit.SourceDatabase
@@ -53,14 +53,14 @@ func (w told) seen() told {
 	return told{limitertest.Plain(w.result), w.err}
 }
 
-// A limiter in memory answers as one on Postgres does: every field and every error, whatever is asked in which order.
+// A limiter in memory answers as a limiter on Postgres does, in every field and every error, for any order of calls.
 func TestMemoryEqualsPostgres(t *testing.T) {
 	t.Parallel()
 
 	pool := pgtest.New(t).Pool
 	seed := limitertest.Seed(t)
 	var took, denied, looked, gaveBack, granted, failed, sets, halfRefused, together int
-	varied := func() bool { // there was enough of everything
+	varied := func() bool { // whether each kind of event has happened often enough
 		return min(took, denied, looked, gaveBack, granted, failed, sets, halfRefused, together) > 5
 	}
 	for story := uint64(0); story < uint64(20*limitertest.Rounds(t)) || !varied(); story++ {
@@ -195,8 +195,8 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 	}
 }
 
-// decideTogether is what is decided about the rows of a key if several callers ask at the same time. The rows' state is told
-// for denials alone, which are remembered.
+// decideTogether returns the decisions about the rows of a key if count callers ask at the same time. It returns the
+// rows' states only for denials, because only denials are remembered.
 func decideTogether(ctx context.Context, l *ratelimit.Limiter, key string, n, count int64) ([]model.Decision, error) {
 	r := newRequest(l, key, n)
 	r.Count = count
@@ -215,7 +215,7 @@ func decideTogether(ctx context.Context, l *ratelimit.Limiter, key string, n, co
 	return decisions, nil
 }
 
-// Callers of several limiters on one database in memory are admitted exactly the limit.
+// If several limiters use one database in memory, exactly the limit is admitted.
 func TestMemoryIsExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
 
@@ -236,7 +236,7 @@ func TestMemoryIsExactUnderConcurrency(t *testing.T) {
 	})
 }
 
-// What has no sense in memory is refused, and takes nothing.
+// Transactions are refused for a database in memory, and nothing is taken.
 func TestMemoryHasNoTransactions(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")

@@ -1,24 +1,24 @@
 package engine
 
-// kind is what a request needs of the database: which table, and whether its commit waits for the WAL. One kind can
-// fail while the others work: a table is locked or damaged, a disk is full, or a standby keeps commits waiting. So
-// requests of different kinds leave in different statements, and each kind has a breaker of its own.
+// kind is what a request needs from the database: which table, and whether the commit waits for the WAL. One kind can
+// fail while other kinds work. A table may be locked or damaged, a disk full, or a commit waiting for a standby. So
+// requests of different kinds are sent in different statements, and the breaker has a state for each kind.
 type kind uint8
 
 // The kinds.
 const (
 	KindEphemeral kind   = iota // rate_limit_ephemeral
 	KindDurable                 // rate_limit_durable
-	kindFlushing                // rate_limit_durable, and the commit waits for the WAL
-	kindSeveral                 // AllowAll over several of these
-	kindCount     = iota        // how many there are
+	kindFlushing                // rate_limit_durable, with a commit that waits for the WAL
+	kindSeveral                 // AllowAll for keys of several kinds
+	kindCount     = iota        // how many kinds there are
 )
 
 func (k kind) String() string {
 	return [kindCount]string{"ephemeral", "durable", "synchronous", "several"}[k]
 }
 
-// kind is the kind of requests for these keys.
+// kind returns the kind of requests for keys of s.
 func (s *Space) kind() kind {
 	switch {
 	case !s.Durable:

@@ -16,8 +16,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// What makes the statements of one limiter fail is no failure of the others of its client, whose calls may leave in
-// the same statements.
+// If one limiter makes statements fail, the other limiters of its client still work, even if their calls are in the
+// same statements.
 func TestFailureOfOneLimiterLeavesOthersAlone(t *testing.T) {
 	t.Parallel()
 
@@ -28,7 +28,7 @@ func TestFailureOfOneLimiterLeavesOthersAlone(t *testing.T) {
 			CREATE TRIGGER boom BEFORE INSERT OR UPDATE ON rate_limit_durable FOR EACH ROW EXECUTE FUNCTION boom()`
 	}
 	for what, fault := range map[string]struct {
-		durable bool // the guilty limiter
+		durable bool // whether the failing limiter is durable
 		sql     string
 	}{
 		"a damaged page":  {true, trigger("XX001")},
@@ -74,7 +74,7 @@ func TestFailureOfOneLimiterLeavesOthersAlone(t *testing.T) {
 	}
 }
 
-// A lock on one table does not open the breaker for limiters of the other one.
+// A lock on one table does not open the breaker for limiters of the other table.
 func TestLockedTableOpensNoBreakerForTheOther(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -84,7 +84,7 @@ func TestLockedTableOpensNoBreakerForTheOther(t *testing.T) {
 	policy := ratelimit.FixedWindow{Limit: 5, Window: time.Hour}
 	login := limitertest.Of(t, client, ratelimit.Config{Name: "login", Policy: policy, OnFailure: ratelimit.FailOpen()})
 	quota := limitertest.Of(t, client, ratelimit.Config{Name: "quota", Policy: policy, Durable: true, OnFailure: ratelimit.FailOpen()})
-	pgtest.Exec(t, pgtest.Begin(t, db), "LOCK TABLE rate_limit_durable IN SHARE MODE") // as CREATE INDEX does
+	pgtest.Exec(t, pgtest.Begin(t, db), "LOCK TABLE rate_limit_durable IN SHARE MODE") // CREATE INDEX takes this lock
 	for i := range engine.BreakerFailures {
 		result, err := quota.Allow(t.Context(), fmt.Sprint(i))
 		require.NoError(t, err)
@@ -101,7 +101,7 @@ func TestLockedTableOpensNoBreakerForTheOther(t *testing.T) {
 	require.Equal(t, 5, through)
 }
 
-// While the statements of one kind are slow, they leave a place to the others, who leave at once.
+// Slow statements of one kind leave a place for other kinds, whose statements are sent at once.
 func TestSlowKindLeavesAPlace(t *testing.T) {
 	t.Parallel()
 
@@ -138,8 +138,8 @@ func TestSlowKindLeavesAPlace(t *testing.T) {
 	require.True(t, q.MayLeave(engine.KindDurable), "it is fast again")
 }
 
-// While the only statement is about to leave, or has just come back, no second one leaves. Those who come then go with
-// the one that there is.
+// While the only statement is being prepared, or has just ended, no second statement is sent. New requests go into the
+// next statement of the same goroutine.
 func TestSecondStatementDoesNotLeaveBetweenTwo(t *testing.T) {
 	t.Parallel()
 
@@ -148,7 +148,7 @@ func TestSecondStatementDoesNotLeaveBetweenTwo(t *testing.T) {
 	q.MaxInFlight, q.Batcher = 2, &engine.Batcher{Begin: time.Now()}
 	b.push("login", 5, 1, 1)
 	require.True(t, q.MayLeave(engine.KindEphemeral), "nothing is in flight")
-	q.InFlight++ // its goroutine starts
+	q.InFlight++ // the goroutine of a statement starts
 	b.push("login", 5, 1, 1)
 	require.False(t, q.MayLeave(engine.KindEphemeral))
 	require.Equal(t, []string{"login 5: 2"}, b.next())

@@ -8,15 +8,15 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// rest is what is left of a lease, to be given back: the units from From to before To.
+// rest is the unused units of a lease, which have to go back to the database.
 type rest struct {
 	space    *Space
 	receipt  *Receipt
 	from, to int64
-	ended    int64 // how many units the lease does not hold any more: these, and those that were spent
+	ended    int64 // how many units the lease no longer holds: the unused ones and the spent ones
 }
 
-// takes returns the takes that the database needs to take the units back.
+// takes returns the takes that a request needs in order to give the units back.
 func (r *rest) takes() []model.Take {
 	takes := r.receipt.Between(r.from, r.to)
 	for i := range takes {
@@ -25,14 +25,14 @@ func (r *rest) takes() []model.Take {
 	return takes
 }
 
-// giving is units of leases on their way back.
+// giving is a number of unused units that this process is giving back to the database.
 type giving struct {
 	rests []rest
-	err   error         // why something did not arrive
-	done  chan struct{} // closed when it has ended
+	err   error         // why some units did not go back
+	done  chan struct{} // closed when the giving has ended
 }
 
-// begin starts a giving. It is called before its leases end, so that ReturnLeases waits for them.
+// begin starts a giving. It must be called before the leases end, so that ReturnLeases waits for their units.
 func (ls *Leases) begin() *giving {
 	g := &giving{done: make(chan struct{})}
 	ls.mu.Lock()
@@ -44,7 +44,7 @@ func (ls *Leases) begin() *giving {
 	return g
 }
 
-// end ends a giving, whether it has arrived or not.
+// end ends a giving, even if its units could not go back.
 func (ls *Leases) end(g *giving) {
 	ls.mu.Lock()
 	defer ls.mu.Unlock()
@@ -52,15 +52,15 @@ func (ls *Leases) end(g *giving) {
 	close(g.done)
 }
 
-// onTheirWay returns all givings that have not ended.
+// onTheirWay returns all givings that have not ended yet.
 func (ls *Leases) onTheirWay() []*giving {
 	ls.mu.Lock()
 	defer ls.mu.Unlock()
 	return slices.Collect(maps.Keys(ls.returning))
 }
 
-// endLease ends the lease of a key of which too little is left, so that this goes back before the call asks. It returns
-// nil if nothing is left.
+// endLease ends a lease that has too few units for a call. Its unused units go back before the call asks the database.
+// endLease returns nil if there are no unused units.
 func (ls *Leases) endLease(space *Space, key string) *giving {
 	s := ls.stripe(key)
 	if s == nil {
@@ -79,7 +79,7 @@ func (ls *Leases) endLease(space *Space, key string) *giving {
 	return back
 }
 
-// forget ends the lease of a key that was just reset.
+// forget ends the lease of a key after a reset.
 func (ls *Leases) forget(space *Space, key string) {
 	if space.Lease == nil {
 		return
@@ -90,9 +90,9 @@ func (ls *Leases) forget(space *Space, key string) {
 	go ls.giveBack(back)
 }
 
-// drop ends the lease, and returns what Forget has to give back, and when the timer is due. The lease goes back,
-// because it may have been taken after the reset. A lease that was asked for earlier and is still on its way is not
-// spent either.
+// drop ends the lease of a key after a reset. It returns the unused units, and the time for wakeAt. The units go back,
+// because they may have been taken after the reset. If another lease of the key is still being taken, it will not be
+// spent.
 func (ls *Leases) drop(space *Space, key string, now instant) (back *giving, due time.Duration) {
 	s := ls.Make(key)
 	s.mu.Lock()
@@ -105,7 +105,7 @@ func (ls *Leases) drop(space *Space, key string, now instant) (back *giving, due
 	return back, e.due()
 }
 
-// wakeAt makes the timer fire at a time at the latest.
+// wakeAt makes sure that the timer fires at the time at or earlier.
 func (ls *Leases) wakeAt(at, now time.Duration) {
 	ls.mu.Lock()
 	defer ls.mu.Unlock()
@@ -121,7 +121,7 @@ func (ls *Leases) wakeAt(at, now time.Duration) {
 	}
 }
 
-// tidy gives back the leases that end soon, and forgets the keys that nobody asks for.
+// tidy gives back the unused units of leases that end soon. It also deletes the entries of keys that nobody asks for.
 func (ls *Leases) tidy() {
 	ls.mu.Lock()
 	ls.Due = 0
@@ -134,12 +134,12 @@ func (ls *Leases) tidy() {
 	ls.giveBack(back)
 }
 
-// outdated ends the leases that end soon, and forgets the keys that nobody asks for. It returns what is to be given
-// back, and when it has to be called next.
+// outdated ends the leases that end soon, and deletes the entries of keys that nobody asks for. It returns the unused
+// units, and the time of the next call of outdated.
 func (ls *Leases) outdated(now instant) (back *giving, next time.Duration) {
 	next = model.Never
 	back = ls.collect(func(e *Lease) (lapse, forget bool) {
-		// Leases that are due a little later go back now, in the same statement.
+		// A lease that is due a little later ends now too, so that one statement is enough for both.
 		if e.next < e.end && (now.elapsed >= e.due()-e.lasts/16 || now.since(e.asked) >= e.lasts) {
 			next = min(next, e.known.asked.elapsed+e.memory)
 			return true, false
@@ -153,12 +153,13 @@ func (ls *Leases) outdated(now instant) (back *giving, next time.Duration) {
 	return back, next
 }
 
-// all ends all leases, and returns what is to be given back.
+// all ends all leases, and returns their unused units.
 func (ls *Leases) all() *giving {
 	return ls.collect(func(*Lease) (lapse, forget bool) { return true, false })
 }
 
-// collect ends and forgets leases as which says, and returns what is left of them.
+// collect calls which for each entry. It ends the lease if lapse is true, and deletes the entry if forget is true. It
+// returns the unused units of the ended leases.
 func (ls *Leases) collect(which func(*Lease) (lapse, forget bool)) *giving {
 	back := ls.begin()
 	stripes := ls.Stripes.Load()
@@ -181,11 +182,11 @@ func (ls *Leases) collect(which func(*Lease) (lapse, forget bool)) *giving {
 	return back
 }
 
-// giveBack gives back what is left of leases, and waits until that has ended.
+// giveBack gives unused units of leases back, and waits until they are in the database.
 func (e *Engine) giveBack(back *giving) { e.sendBack(back)() }
 
-// sendBack puts what is to be given back into the queue, before what comes later. It returns a function that waits
-// until that has ended.
+// sendBack puts requests that give unused units back into the queue. It returns a function that waits for the decisions
+// of these requests.
 func (e *Engine) sendBack(back *giving) (wait func()) {
 	requests := make([]*Request, len(back.rests))
 	for i, left := range back.rests {

@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 )
 
-// A flood of keys keeps no busy key out, and ends no lease.
+// During a flood of keys, busy keys still get leases, and no lease ends early.
 func TestLeasesInAFloodOfKeys(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
@@ -36,7 +36,7 @@ func TestLeasesInAFloodOfKeys(t *testing.T) {
 	})
 }
 
-// While one call takes ahead, the others of the process ask for themselves alone.
+// While one call takes ahead, the other calls of the process take only their own cost.
 func TestOneCallTakesALease(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
@@ -53,7 +53,7 @@ func TestOneCallTakesALease(t *testing.T) {
 	})
 }
 
-// Of requests that are decided as one, any may be the one that takes ahead.
+// Any of several merged requests can be the request that takes ahead.
 func TestLeaseOfRequestsThatAreAlike(t *testing.T) {
 	t.Parallel()
 	l := limitertest.New(t, limitertest.NewModelDB(), ratelimit.Config{Name: "api", Policy: limitertest.Hourly})
@@ -69,7 +69,7 @@ func TestLeaseOfRequestsThatAreAlike(t *testing.T) {
 	require.EqualValues(t, 3+4, leaders[0].Count)
 }
 
-// StatementEvent.Size counts calls, not what they take ahead.
+// StatementEvent.Size counts calls. It does not count units taken ahead.
 func TestObserverOfStatementsThatLease(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
@@ -78,7 +78,7 @@ func TestObserverOfStatementsThatLease(t *testing.T) {
 	})
 }
 
-// What goes back from leases is not announced to other processes, because that would be too often.
+// If unused units of leases go back, other processes are not notified, because that happens too often.
 func TestWhatGoesBackFromLeasesIsNotAnnounced(t *testing.T) {
 	t.Parallel()
 	withLeases(t, func(c *ratelimit.Config) {
@@ -99,13 +99,13 @@ func TestWhatGoesBackFromLeasesIsNotAnnounced(t *testing.T) {
 	})
 }
 
-// A bucket has more in it than was known when the call asked. Then nothing of several policies is held, and all that was
-// taken ahead goes back. So no more is admitted than the bucket admits, and nothing is lost.
+// A limiter has several policies, and its bucket has more tokens than the process knew. Then the process keeps no
+// lease, and gives all units taken ahead back. So no more is admitted than the bucket allows, and no units are lost.
 func TestLeasesOfSeveralPoliciesFromAFullerBucket(t *testing.T) {
 	t.Parallel()
 	const limit = 2560
 	withLeases(t, func(c *ratelimit.Config) {
-		bucket := ratelimit.TokenBucket{Capacity: limit, Refill: 1, Every: time.Second} // 20 s of 2560 s: 20
+		bucket := ratelimit.TokenBucket{Capacity: limit, Refill: 1, Every: time.Second} // period 20 s: 20 tokens
 		c.Policy, c.Lease = ratelimit.All(bucket, ratelimit.FixedWindow{Limit: 2 * limit, Window: time.Hour}), &ratelimit.Lease{MaxShare: 0.1}
 	}, func(t *testing.T, l *leaseTest) {
 		_, err := l.AllowN(t.Context(), "key", 1000)

@@ -14,9 +14,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/memdb"
 )
 
-const fleet = 16 // processes, for which the defaults of Lease are made
+const fleet = 16 // the number of processes for which the defaults of Lease were chosen
 
-// newFleet returns the limiters of so many processes on one database.
+// newFleet returns the limiters of fleet processes on one database.
 func newFleet(t *testing.T, policy ratelimit.Policy, lease *ratelimit.Lease) (limiters []*ratelimit.Limiter) {
 	t.Helper()
 	db := &memdb.DB{}
@@ -28,7 +28,7 @@ func newFleet(t *testing.T, policy ratelimit.Policy, lease *ratelimit.Lease) (li
 	return limiters
 }
 
-// heldByFleet is what all processes hold of the key.
+// heldByFleet returns how many units of the key all processes together hold in leases.
 func heldByFleet(limiters []*ratelimit.Limiter) (held int64) {
 	for _, l := range limiters {
 		held += limitertest.Engine(l).Leases.Held(limitertest.Space(l), limitertest.Model(l.Config().Policy), "key")
@@ -36,7 +36,7 @@ func heldByFleet(limiters []*ratelimit.Limiter) (held int64) {
 	return held
 }
 
-// ask asks at a pace for some time, and returns how many calls were allowed.
+// ask calls Allow once in each pace, for the time lasts. It returns how many calls were allowed.
 func ask(t *testing.T, l *ratelimit.Limiter, pace, lasts time.Duration) (allowed int64) {
 	t.Helper()
 	for end := time.Now().Add(lasts); time.Now().Before(end); limitertest.Elapse(pace) {
@@ -52,7 +52,7 @@ func ask(t *testing.T, l *ratelimit.Limiter, pace, lasts time.Duration) (allowed
 	return allowed
 }
 
-// askTogether has all ask, and returns how many calls of each were allowed.
+// askTogether runs ask for all limiters at once. It returns how many calls of each limiter were allowed.
 func askTogether(t *testing.T, limiters []*ratelimit.Limiter, lasts time.Duration, pace func(i int) time.Duration) []int64 {
 	t.Helper()
 	allowed := make([]int64, len(limiters))
@@ -74,7 +74,8 @@ func sumOf(counts []int64) (sum int64) {
 	return sum
 }
 
-// After a burst, all processes together hold a hundredth of the limit at most, and nothing when the leases have ended.
+// After a burst, all processes together hold at most a hundredth of the limit. After the end of the leases, they hold
+// nothing.
 func TestLeasesHoardNothing(t *testing.T) {
 	t.Parallel()
 	const limit = 1_000_000
@@ -104,8 +105,8 @@ func TestLeasesHoardNothing(t *testing.T) {
 	}
 }
 
-// Processes that share a bucket that is nearly full need fewer statements with leases, although a lease is short, and
-// makes room in the bucket first.
+// Processes that share a nearly full bucket need fewer statements with leases. Leases of a bucket are short, and a
+// process must first make room in the bucket.
 func TestLeasesOfAFullBucketSaveStatements(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -126,7 +127,7 @@ func TestLeasesOfAFullBucketSaveStatements(t *testing.T) {
 	})
 }
 
-// While more is asked than there is, a window admits 97 of 100 at least, and never more than all.
+// If demand exceeds the limit, a window admits at least 97 % of the limit, and never more than the limit.
 func TestLeasesUseTheLimit(t *testing.T) {
 	t.Parallel()
 	const limit = 20_000
@@ -142,8 +143,7 @@ func TestLeasesUseTheLimit(t *testing.T) {
 	})
 }
 
-// While more is asked than there is, a bucket admits 97 of 100 of what it would admit without leases, although room is
-// made in it for them.
+// If demand exceeds the refill, a bucket with leases admits at least 97 % of what it admits without leases.
 func TestLeasesUseABucket(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -158,14 +158,16 @@ func TestLeasesUseABucket(t *testing.T) {
 	})
 }
 
-// Of processes that ask for a hundredth of what one asks for, none gets less with leases than without.
+// One process asks a hundred times as often as each of the others. With leases, no process gets less than without
+// leases.
 func TestLeasesStarveNobody(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var shares [2][]int64
 		for i, lease := range []*ratelimit.Lease{nil, {}} {
 			limiters := newFleet(t, ratelimit.TokenBucket{Capacity: 5_000, Refill: 500, Every: time.Second}, lease)
-			// Some time in which the first takes all that there is, and some in which it goes on so.
+			// During the first askTogether, the busiest process empties the bucket. The second askTogether measures what
+			// follows.
 			pace := func(i int) time.Duration {
 				if i == 0 {
 					return time.Millisecond

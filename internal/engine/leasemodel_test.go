@@ -14,60 +14,60 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// leaseWorld is a database, and processes that lease from one key. The processes run the code of this package, and the
-// database is the model. All that happens between them happens at times that the test chooses.
+// leaseWorld is a database and several processes that lease units of one key. The processes run the code of this
+// package, and the database is package model. The test chooses when each step of a process happens.
 type leaseWorld struct {
 	policy    model.Rules
 	rows      map[memdb.Row]any
-	clock     int64 // the database's, in microseconds
+	clock     int64 // the database's clock, in microseconds
 	processes []*leaser
 	uses      []leaseUse
 	mistake   leaseMistake
-	leased    int64 // what was spent of leases
-	stepped   bool  // somebody has set the database's clock
+	leased    int64 // how many units were spent from leases
+	stepped   bool  // whether the database's clock was set
 	resets    []int64
 }
 
-// leaser is a process.
+// leaser is a process with leases.
 type leaser struct {
 	leases  *Leases
 	space   *Space
 	rules   *model.Policy
-	at      instant // by its own clocks
-	slow    int64   // how many microseconds its clocks lose in 1,000
+	at      instant // the time by the process's clocks
+	slow    int64   // how many microseconds its clocks lose in 1,000 µs
 	request *Request
 	asked   instant
 	decided bool
-	outbox  []rest // on their way back
-	mine    []int  // its uses that were not given back
+	outbox  []rest // units that are on their way back
+	mine    []int  // indexes of its uses that were not given back
 }
 
-// leaseUse is a request that was let through.
+// leaseUse is a request that was allowed.
 type leaseUse struct {
-	at      int64 // when, by the database's clock
+	at      int64 // when it was allowed, by the database's clock
 	told    int64 // the result's DecidedAt
 	receipt *Receipt
-	first   int64 // of the units of the receipt
+	first   int64 // the first of its units in the receipt
 	n       int64
-	back    bool // it was given back
+	back    bool // whether its units were given back
 }
 
-// leaseMistake is a fault in the code.
+// leaseMistake is a mistake that the test makes on purpose.
 type leaseMistake int
 
 const (
 	noMistake         leaseMistake = iota
-	survivesItsWindow              // a lease lasts beyond its window
-	fullBucket                     // a bucket is leased from while it fills up
-	wrongClock                     // a lease ends by the wall clock alone
-	sinceTheAnswer                 // a lease lasts from the answer on, not from the question
-	returnedTwice                  // what is left goes back twice
-	refundedTwice                  // what was spent and given back goes back once more, with what is left
-	spentAndReturned               // what has gone back is spent nevertheless
-	fillsUp                        // what goes back may fill a bucket although it is leased from
+	survivesItsWindow              // a lease lasts longer than its window
+	fullBucket                     // a lease of a bucket may last until the bucket is full
+	wrongClock                     // the end of a lease depends on the wall clock alone
+	sinceTheAnswer                 // the time of a lease starts at the answer
+	returnedTwice                  // unused units go back twice
+	refundedTwice                  // refunded units go back again with the unused units
+	spentAndReturned               // units are spent although they went back
+	fillsUp                        // returned units may fill a bucket during a lease
 )
 
-// carelessModel makes mistakes in how long a lease lasts.
+// carelessModel wraps rules, and makes a mistake in the size or duration of leases.
 type carelessModel struct {
 	model.Rules
 
@@ -119,7 +119,7 @@ func (w *leaseWorld) read(p *leaser) instant {
 	return p.at
 }
 
-// clone is a world that goes its own way from here.
+// clone returns a copy of the world that shares nothing with w.
 func (w *leaseWorld) clone() *leaseWorld {
 	c := *w
 	c.rows, c.uses = maps.Clone(w.rows), slices.Clone(w.uses)
@@ -155,7 +155,8 @@ func (w *leaseWorld) clone() *leaseWorld {
 	return &c
 }
 
-// call has a process do the next step of a call: spend or ask, have the database decide, or hear the answer.
+// call does the next step of a process's call. A step spends from a lease, sends a statement, decides the statement, or
+// reads the answer.
 func (w *leaseWorld) call(p *leaser, n int64) {
 	switch {
 	case p.request == nil:
@@ -173,7 +174,7 @@ func (w *leaseWorld) call(p *leaser, n int64) {
 	case !p.decided:
 		w.decide(p.request)
 		p.decided = true
-		if r := p.request.Outcome(); r.Allowed { // it counts from here on, as without leases
+		if r := p.request.Outcome(); r.Allowed { // without a lease, a use counts from the decision
 			w.use(p, leaseUse{at: w.clock, told: r.DecidedAt.UnixMicro(), receipt: r.Claim.Receipt, n: r.Claim.Receipt.Left()})
 		}
 	default:
@@ -195,7 +196,7 @@ func (w *leaseWorld) use(p *leaser, u leaseUse) {
 
 func (w *leaseWorld) decide(r *Request) {
 	r.decideIn(w.database(), w.clock)
-	if row, ok := w.rows[r.Parts[0].row()].(memoryRow); ok && w.mistake == fillsUp { // it forgets what is leased
+	if row, ok := w.rows[r.Parts[0].row()].(memoryRow); ok && w.mistake == fillsUp { // forgets leased units
 		row.State.Log = ""
 		w.rows[r.Parts[0].row()] = row
 	}
@@ -203,7 +204,8 @@ func (w *leaseWorld) decide(r *Request) {
 
 func (w *leaseWorld) database() *memdb.DB { return &memdb.DB{Rows: w.rows} }
 
-// giveBack has a process send what is on its way back, or end its leases, all of them or those that are due.
+// giveBack sends the units in a process's outbox. If the outbox is empty, it ends the leases that are due, or all
+// leases if all is true.
 func (w *leaseWorld) giveBack(p *leaser, all bool) {
 	if len(p.outbox) > 0 {
 		back := p.outbox[0]
@@ -225,14 +227,14 @@ func (w *leaseWorld) giveBack(p *leaser, all bool) {
 	}
 }
 
-// refund gives back units of a take.
+// refund gives back n units of a receipt.
 func (w *leaseWorld) refund(of *Receipt, n int64, takes []model.Take) {
 	r := &Request{Space: of.Space, Policy: of.Policy, Count: 1, place: 1}
 	r.Add(of.Space, of.Policy, "key", -n, takes)
 	w.decide(r)
 }
 
-// refundUse gives back what one of the process's calls has taken.
+// refundUse gives back the units of one call of the process.
 func (w *leaseWorld) refundUse(p *leaser, i int) {
 	u := &w.uses[p.mine[i]]
 	p.mine = slices.Delete(p.mine, i, i+1)
@@ -243,7 +245,7 @@ func (w *leaseWorld) refundUse(p *leaser, i int) {
 	}
 }
 
-// pass lets time pass. The machine of one process may stand still meanwhile.
+// pass lets micros microseconds pass. The machine of one process may be suspended during this time.
 func (w *leaseWorld) pass(micros int64, suspended *leaser) {
 	w.clock += micros
 	for _, p := range w.processes {
@@ -255,20 +257,21 @@ func (w *leaseWorld) pass(micros int64, suspended *leaser) {
 	}
 }
 
-// crash ends a process, and begins another one.
+// crash replaces a process by a new one without leases.
 func (w *leaseWorld) crash(i int) { w.processes[i] = w.newProcess() }
 
-// judge tells what the policy does not admit of what was let through and not given back. It knows nothing of leases.
+// judge returns an error if the policy does not admit all uses that were not given back. judge does not know about
+// leases.
 func (w *leaseWorld) judge() error {
 	window := model.Micros(w.policy.Numbers().Span)
 	inWindow := map[int64]int64{}
 	limit := w.policy.Numbers().Limit
 	level, last := int64(0), int64(0)
 	for _, u := range w.uses {
-		if u.told > u.at+w.policy.Lasts()/1000 && !w.stepped { // a process's clock may be a little fast
+		if u.told > u.at+w.policy.Lasts()/1000 && !w.stepped { // because a process's clock may be a little fast
 			return fmt.Errorf("a decision of %d says that it is of %d", u.at, u.told)
 		}
-		if w.stepped { // as far as the callers know
+		if w.stepped { // then judge by the times in the results
 			u.at = u.told
 		}
 		if u.back {
@@ -302,14 +305,15 @@ func (w *leaseWorld) judge() error {
 	return nil
 }
 
-// Every order of what two processes do, for some steps, with a limit of 3. They have called before, and so take ahead.
+// Two processes do their steps in every possible order, with a limit of 3. Both have called before, so their next call
+// takes ahead.
 func TestLeasesInEveryOrder(t *testing.T) {
 	t.Parallel()
 	depth := min(5+testkit.Rounds(t, "RATELIMIT_TEST_ROUNDS", 1)/4, 7)
 	for name, policy := range map[string]model.Rules{
 		"fixed":   model.FixedWindow{Limit: 3, Window: 800 * time.Millisecond},
 		"sliding": model.SlidingWindow{Limit: 3, Window: 800 * time.Millisecond},
-		"bucket":  model.TokenBucket{Capacity: 3, Refill: 1, Every: 4096 * time.Millisecond}, // leased from for 96 ms
+		"bucket":  model.TokenBucket{Capacity: 3, Refill: 1, Every: 4096 * time.Millisecond}, // a lease lasts 96 ms
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -329,7 +333,8 @@ func TestLeasesInEveryOrder(t *testing.T) {
 	}
 }
 
-// newLeasingWorld has two processes that have called before, so that the next call takes 2 ahead.
+// newLeasingWorld returns a world with two processes. Both have called before, so that the next call takes 2 units
+// ahead.
 func newLeasingWorld(policy model.Rules, mistake leaseMistake) *leaseWorld {
 	w := newLeaseWorld(policy, 2, mistake)
 	for _, p := range w.processes {
@@ -344,7 +349,7 @@ func newLeasingWorld(policy model.Rules, mistake leaseMistake) *leaseWorld {
 	return w
 }
 
-// inEveryOrder does all that may happen next, and goes on from there.
+// inEveryOrder tries each possible next step, and calls itself after each, until depth is 0.
 func inEveryOrder(w *leaseWorld, depth int, leased *int64) error {
 	if err := w.judge(); err != nil || depth == 0 {
 		return err
@@ -357,7 +362,7 @@ func inEveryOrder(w *leaseWorld, depth int, leased *int64) error {
 			before, asks := next.leased, p.request == nil
 			next.call(p, 1)
 			if *leased += next.leased - before; asks && next.leased == before {
-				next.call(p, 1) // the database decides at once
+				next.call(p, 1) // the database decides in the same step
 			}
 		case 1:
 			next.giveBack(p, true)

@@ -10,103 +10,104 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Leases is what this process has taken ahead.
+// Leases contains the units that this process has taken ahead.
 //
-// A lease is spent only while it surely has not ended by the database's clock. The database decided after the statement
-// left. So since the decision, no more time has passed there than here since the statement left. That holds whatever
-// the clocks show, as long as they run. Here the monotonic clock counts, so setting the wall clock makes no lease
-// longer. On some machines the monotonic clock stands still during suspension, but the wall clock is set right
-// afterwards. So whichever clock has advanced further counts.
+// A lease may be spent only if it has surely not ended by the database's clock. The statement was sent before the
+// database decided. So the time since the statement was sent is at least the time since the decision. This is true even
+// if the clocks of the machines show different times. The process measures by its monotonic clock, so nobody can make a
+// lease longer by setting the wall clock. On some machines the monotonic clock stops while the machine is suspended,
+// and only the wall clock is corrected later. So the process uses the clock that has advanced further.
 //
-// Each key that was asked for has an entry, even if nothing is leased of it, so that keys that are asked for again are
-// known. It is forgotten when nobody has asked for MaxLength. A timer runs only while there are entries.
+// Each key that a call has asked for has an entry, even without a lease. The entry shows that the next call for the key
+// is not the first. An entry is deleted if nobody asks for its key during MaxLength. A timer runs only while there are
+// entries.
 type Leases struct {
 	now      func() instant
 	timeout  time.Duration
 	seed     maphash.Seed
 	giveBack func(*giving)                             // see Engine.giveBack
 	told     func(LeaseUse)                            // may be nil
-	Stripes  atomic.Pointer[[leaseStripes]LeaseStripe] // nil until a limiter with a Lease has asked
+	Stripes  atomic.Pointer[[leaseStripes]LeaseStripe] // nil until the first call of a limiter with a Lease
 
 	mu        sync.Mutex
 	timer     *time.Timer
 	Due       time.Duration    // when the timer fires; 0 if it is not set
-	returning map[*giving]bool // what is on its way back
+	returning map[*giving]bool // the givings that have not ended
 }
 
-// Bounds of leases.
+// Bounds of the number and size of leases.
 const (
 	leaseStripes = 16
-	MaxLeased    = 16384 // how many keys may have an entry
-	firstLease   = 4     // how many calls the first lease is for, at most
-	// ShortestLease is the shortest time that a lease is worth it. It also keeps the timer from firing all the time.
+	MaxLeased    = 16384 // how many keys can have an entry
+	firstLease   = 4     // for how many calls the first lease of a key is enough, at most
+	// ShortestLease is the shortest useful duration of a lease. It also bounds how often the timer fires.
 	ShortestLease = 10 * time.Millisecond
-	// If the last answer about a key is older than freshFor, at most staleUnits are taken ahead, because others may
-	// have taken nearly all by now.
+	// If the last answer about a key is older than freshFor, a call takes at most staleUnits ahead, because other
+	// processes may have taken most units since.
 	freshFor, staleUnits = 100 * time.Millisecond, 64
 )
 
-// LeaseTerms say how much is taken ahead of a key.
+// LeaseTerms say how many units a lease may have, and for how long.
 type LeaseTerms struct {
-	MaxShare  float64       // of what remains, above 0
-	MaxLength time.Duration // of a lease
+	MaxShare  float64       // the largest part of Remaining to take ahead, above 0
+	MaxLength time.Duration // the longest duration of a lease
 }
 
-// LeaseStripe is a part of the keys with a mutex of its own.
+// LeaseStripe has a part of the keys, and a mutex for this part.
 type LeaseStripe struct {
 	mu   sync.Mutex
 	Keys map[DenialKey]*Lease
-	_    [48]byte // keeps the mutexes on cache lines of their own
+	_    [48]byte // keeps the mutexes of two stripes out of the same cache line
 }
 
-// Lease is what a process holds of a key, and what it knows about the key.
+// Lease is the units of a key that this process has taken ahead, and what this process knows about the key.
 type Lease struct {
 	policy    *model.Policy
-	receipt   *Receipt // for what was taken ahead; nil if nothing is held
-	next, end int64    // the units that are left: from next to before end
-	size      int64    // how many units to take ahead, by demand
-	decidedAt int64    // when they were taken, by the database's clock
-	asked     instant  // when the statement left that took them
-	told      instant  // when that statement came back
+	receipt   *Receipt // the receipt for the units taken ahead; nil without a lease
+	next, end int64    // the unused units are the range [next, end)
+	size      int64    // how many units to take ahead, according to demand
+	decidedAt int64    // when the units were taken, by the database's clock
+	asked     instant  // when the statement that took the units was sent
+	told      instant  // when the answer to this statement came
 	lasts     time.Duration
 
-	// What the latest decision about the key has told.
+	// known is what the latest answer has said about the key.
 	known struct {
-		Remaining int64         // the least of all rows
-		rows      []knownRow    // all rows of the key
+		Remaining int64         // the smallest number of all rows
+		rows      []knownRow    // the rows of the key
 		States    []model.State // the states of these rows
 		decidedAt int64
 		asked     instant
-		lasts     time.Duration // how long a lease taken then could last
+		lasts     time.Duration // how long a lease taken at decidedAt could last
 	}
-	asking time.Duration // until then another call is taking ahead
-	reset  time.Duration // when the key was last reset; leases asked for earlier are not spent
-	memory time.Duration // how long the entry is kept after the last answer
+	asking time.Duration // another call takes ahead until this time
+	reset  time.Duration // when the key was last reset; a lease asked for before is not spent
+	memory time.Duration // how long to keep the entry after the last answer
 }
 
-// knownRow is what an answer has told about a row.
+// knownRow is what an answer has said about one row.
 type knownRow struct {
 	limit, remaining int64
-	resetAt          int64 // when it is as good as new, by the database's clock
+	resetAt          int64 // when the row is as good as new, by the database's clock
 }
 
 // instant is a time by the clocks of this process.
 type instant struct {
-	elapsed time.Duration // by the monotonic clock
-	wall    time.Duration // since 1970
+	elapsed time.Duration // the monotonic clock
+	wall    time.Duration // the wall clock, since 1970
 }
 
-// since returns how long ago an earlier instant was.
+// since returns how much time has passed since an earlier instant, by the clock that has advanced further.
 func (t instant) since(earlier instant) time.Duration {
 	return max(t.elapsed-earlier.elapsed, t.wall-earlier.wall)
 }
 
-// newLeases returns empty leases. told may be nil.
+// newLeases returns a Leases without entries. told may be nil.
 func newLeases(clock func() time.Time, timeout time.Duration, told func(LeaseUse)) *Leases {
 	return &Leases{now: clocksOf(clock), timeout: timeout, seed: maphash.MakeSeed(), told: told}
 }
 
-// clocksOf returns a function that reads the clocks of this process, or the clock that replaces them.
+// clocksOf returns a function that reads the clocks of this process. If clock is not nil, it replaces both clocks.
 func clocksOf(clock func() time.Time) func() instant {
 	begin := time.Now()
 	return func() instant {
@@ -119,7 +120,7 @@ func clocksOf(clock func() time.Time) func() instant {
 	}
 }
 
-// stripe returns a key's stripe, or nil if nobody has asked yet.
+// stripe returns the stripe of a key. It returns nil until the first call of a limiter with a Lease.
 func (ls *Leases) stripe(key string) *LeaseStripe {
 	stripes := ls.Stripes.Load()
 	if stripes == nil {
@@ -128,7 +129,7 @@ func (ls *Leases) stripe(key string) *LeaseStripe {
 	return &stripes[maphash.String(ls.seed, key)%leaseStripes]
 }
 
-// left returns how many units may be spent at an instant.
+// left returns how many units of the lease can be spent at the time now.
 func (e *Lease) left(now instant) int64 {
 	if e.receipt == nil || now.since(e.asked) >= e.lasts {
 		return 0
@@ -136,8 +137,8 @@ func (e *Lease) left(now instant) int64 {
 	return e.end - e.next
 }
 
-// spend takes n from the lease of a key, and sets o. It returns false if the lease does not have as much. With leases,
-// 16 clients of 2 callers with 100 busy keys make 13 times as many decisions.
+// spend takes n units from the lease of a key, and writes the decision to o. It returns false if the lease has fewer
+// than n units. With leases, 16 clients of 2 callers with 100 busy keys make 13 times as many decisions.
 func (ls *Leases) spend(space *Space, policy *model.Policy, key string, n int64, o *Outcome) bool {
 	s := ls.stripe(key)
 	if s == nil {
@@ -152,7 +153,7 @@ func (ls *Leases) spend(space *Space, policy *model.Policy, key string, n int64,
 	}
 	first := e.next
 	e.next += n
-	// The database's clock shows this time, or a later one by at most the time that its answer took.
+	// The database's clock shows this time or a later time. The difference is at most the time that the answer took.
 	clock := e.decidedAt + int64(max(now.elapsed-e.told.elapsed, 0)/time.Microsecond)
 	e.outcome(clock, o)
 	o.Claim = Claim{e.receipt, first, n}
@@ -160,7 +161,7 @@ func (ls *Leases) spend(space *Space, policy *model.Policy, key string, n int64,
 	return true
 }
 
-// outcome sets o to the outcome of a call that spends from the lease. clock is the time by the database's clock.
+// outcome writes the decision of a call that spends units of the lease to o. clock is the time by the database's clock.
 func (e *Lease) outcome(clock int64, o *Outcome) {
 	if len(e.known.rows) == 1 {
 		e.outcomeOf(&e.known.rows[0], clock, o)
@@ -173,7 +174,7 @@ func (e *Lease) outcome(clock int64, o *Outcome) {
 	*o = outcomeOfAll(each)
 }
 
-// outcomeOf is Outcome for one row.
+// outcomeOf writes the decision for one row of the key to o.
 func (e *Lease) outcomeOf(row *knownRow, clock int64, o *Outcome) {
 	*o = Outcome{
 		Allowed:    true,
@@ -185,7 +186,7 @@ func (e *Lease) outcomeOf(row *knownRow, clock int64, o *Outcome) {
 	}
 }
 
-// Held returns how many units of a key this process may spend.
+// Held returns how many units this process can spend from the lease of a key.
 func (ls *Leases) Held(space *Space, policy *model.Policy, key string) int64 {
 	s := ls.stripe(key)
 	if s == nil {
@@ -200,7 +201,7 @@ func (ls *Leases) Held(space *Space, policy *model.Policy, key string) int64 {
 	return e.left(ls.now())
 }
 
-// ahead returns how many more requests for n a call asks for, when it has to ask anyway.
+// ahead returns how many further requests for n units a call takes ahead, besides its own request.
 func (ls *Leases) ahead(space *Space, policy *model.Policy, key string, n int64) int64 {
 	s := ls.stripe(key)
 	if s == nil {
@@ -227,15 +228,15 @@ func (ls *Leases) ahead(space *Space, policy *model.Policy, key string, n int64)
 	case excess > 0 && len(policy.Rules) > 1: // room made in a bucket would cost the other policies units
 		return 0
 	case size+excess > staleUnits && now.since(e.known.asked) > freshFor:
-		return 0 // this call's answer tells what is left, and the next call takes ahead
+		return 0 // wait for the answer to this call, and let the next call take ahead
 	}
 	e.asking = now.elapsed + ls.timeout
 	return (size + excess) / n
 }
 
-// wants returns how many units to take ahead by demand. After an exhausted lease, outlived decides. Otherwise it is
-// what was used of the last lease. If nothing was used, it is half of what calls will use if they keep coming at the
-// present interval, but at most firstLease calls.
+// wants returns how many units to take ahead, according to demand. If the last lease is used up, outlived decides.
+// Otherwise the result is the used part of the last lease. If no units were used, the result is enough for half of the
+// calls that come during a lease at the present rate, but for at most firstLease calls.
 func (e *Lease) wants(now instant, n int64) int64 {
 	if e.receipt != nil {
 		e.size = e.next
@@ -250,8 +251,8 @@ func (e *Lease) wants(now instant, n int64) int64 {
 	return e.size
 }
 
-// outlived returns the size of the next lease after one that was not enough. It doubles if less than half of the
-// lease's time has passed.
+// outlived returns the size of the next lease after a lease that was used up. If less than half of the lease's time has
+// passed, the size doubles.
 func (e *Lease) outlived(now instant) int64 {
 	if now.since(e.asked) < e.lasts/2 {
 		return 2 * e.end
@@ -259,15 +260,15 @@ func (e *Lease) outlived(now instant) int64 {
 	return e.end
 }
 
-// tell calls the hook, if something was taken ahead or went back.
+// tell calls the hook for leases if one of the numbers in use is not 0.
 func (ls *Leases) tell(use LeaseUse) {
 	if ls.told != nil && use != (LeaseUse{}) {
 		ls.told(use)
 	}
 }
 
-// settle stores what a statement has taken ahead for a request, and what its answer says about the key. asked and told
-// are when the statement left and came back.
+// settle updates the lease of a request's key after a statement. asked is when the statement was sent, and told is when
+// the answer came.
 func (ls *Leases) settle(r *Request, err error, asked, told instant) {
 	back, due, event := ls.learn(r, err, asked, told)
 	ls.tell(event)
@@ -309,7 +310,7 @@ func (ls *Leases) learn(
 	return back, due, event
 }
 
-// Make returns a key's stripe, and makes the stripes if they are missing.
+// Make returns the stripe of a key. The first call makes all stripes.
 func (ls *Leases) Make(key string) *LeaseStripe {
 	if ls.Stripes.Load() == nil {
 		ls.Stripes.CompareAndSwap(nil, new([leaseStripes]LeaseStripe))
@@ -317,8 +318,8 @@ func (ls *Leases) Make(key string) *LeaseStripe {
 	return ls.stripe(key)
 }
 
-// Entry returns the entry of a key, and whether it is stored. If add is true, it stores a new one if there is room. The
-// caller holds s.mu.
+// Entry returns the entry of a key, and whether the entry is in s.Keys. If the entry is missing and add is true, Entry
+// adds a new entry if there is room. The caller holds s.mu.
 func (s *LeaseStripe) Entry(space *Space, key string, now time.Duration, add bool) (e *Lease, kept bool) {
 	if e := s.Keys[DenialKey{space, key}]; e != nil {
 		return e, true
@@ -334,9 +335,9 @@ func (s *LeaseStripe) Entry(space *Space, key string, now time.Duration, add boo
 	return e, true
 }
 
-// evict forgets a key of which nothing is held, so that a flood of keys keeps no busy key out for long. It looks at a
-// few keys only, and tells whether it has found one. It keeps a key that was just reset, because an older lease may be
-// on its way. The caller holds s.mu.
+// evict deletes the entry of a key without unused units, so that busy keys find room during a flood of other keys. It
+// looks at no more than 8 entries, and returns whether it has deleted one. It keeps the entry of a key that was just
+// reset, because the answer to an older lease may still come. The caller holds s.mu.
 func (s *LeaseStripe) evict(now time.Duration) bool {
 	tries := 8
 	for k, e := range s.Keys { // in random order
@@ -351,12 +352,13 @@ func (s *LeaseStripe) evict(now time.Duration) bool {
 	return false
 }
 
-// learn is Leases.Learn for the entry. It returns what is to be given back. The caller holds the mutex of the stripe.
+// learn updates the entry after an answer of the database. It returns the units that must go back. The caller holds the
+// mutex of the stripe.
 func (e *Lease) learn(r *Request, asked, told instant) (rests []rest, event LeaseUse) {
 	first := &r.Parts[0]
 	space, d := first.Space, &first.Decision
 	decidedAt := d.DecidedAt.UnixMicro()
-	// A lease ends under another policy, and when the database's clock has been set forward beyond its end.
+	// A lease ends if the policy has changed. It also ends if the database's clock was set forward beyond the lease's end.
 	if !e.policy.Is(r.Policy) || decidedAt >= e.decidedAt+int64(e.lasts/time.Microsecond) {
 		rests = e.lapse(space)
 	}
@@ -371,7 +373,7 @@ func (e *Lease) learn(r *Request, asked, told instant) (rests []rest, event Leas
 
 	rests = append(rests, e.lapse(space)...)
 	e.asking = 0
-	used := (r.Count - r.Ahead) * first.Cost // by the callers who asked
+	used := (r.Count - r.Ahead) * first.Cost // for the callers, not for the lease
 	surplus := d.Granted*first.Cost - used
 	if surplus <= 0 {
 		return rests, event
@@ -391,7 +393,7 @@ func (e *Lease) learn(r *Request, asked, told instant) (rests []rest, event Leas
 		len(r.Parts) > 1 && spare < surplus { // room made in a bucket would cost the other policies units
 		e.end = 0
 	}
-	// The rest goes back. But if that would fill a bucket while something is held, some of it is lost.
+	// The surplus beyond e.end goes back. But units that would fill the bucket too far during a lease are lost.
 	returns := surplus
 	if e.end > 0 {
 		returns = min(surplus, spare)
@@ -403,8 +405,9 @@ func (e *Lease) learn(r *Request, asked, told instant) (rests []rest, event Leas
 	return rests, LeaseUse{Limiter: space.Name, Taken: surplus, Stranded: surplus - returns}
 }
 
-// know stores what an answer says about the key, unless a later decision has come before it. It returns how much may be
-// held of the key, and for how long. The caller holds the mutex of the stripe.
+// know stores what an answer says about the key. If the answer to a later decision has come before, know stores
+// nothing. It returns how many units of the key a lease may have, and for how long. The caller holds the mutex of the
+// stripe.
 func (e *Lease) know(r *Request, asked instant) (spare int64, lasts time.Duration) {
 	space, decidedAt := r.Parts[0].Space, r.Parts[0].Decision.DecidedAt.UnixMicro()
 	spare, longest := int64(model.Never), model.Micros(space.Lease.MaxLength)
@@ -413,7 +416,7 @@ func (e *Lease) know(r *Request, asked instant) (spare int64, lasts time.Duratio
 		room, micros := p.Rules.LeaseOf(p.Decision.State, decidedAt, longest)
 		spare, longest = min(spare, max(room, 0)), min(longest, micros)
 	}
-	lasts = model.Duration(max(longest, 0)) / 256 * 255 // allows for clocks whose rates differ by 0.4 %
+	lasts = model.Duration(max(longest, 0)) / 256 * 255 // 255/256 allows for clocks whose rates differ by 0.4 %
 	known := &e.known
 	if decidedAt < known.decidedAt {
 		return spare, lasts
@@ -428,7 +431,7 @@ func (e *Lease) know(r *Request, asked instant) (spare int64, lasts time.Duratio
 			limit: p.Rules.Numbers().Limit, remaining: p.Decision.Remaining, resetAt: decidedAt + p.Decision.ResetAfter,
 		})
 		state := p.Decision.State
-		if r.Ahead == 0 && len(before) > 0 { // only an answer to a take ahead says what is leased
+		if r.Ahead == 0 && len(before) > 0 { // only the answer to a take ahead shows which units are leased
 			state.Log = before[i].Log
 		}
 		known.States = append(known.States, state)
@@ -436,7 +439,7 @@ func (e *Lease) know(r *Request, asked instant) (spare int64, lasts time.Duratio
 	return spare, lasts
 }
 
-// lapse ends a lease, and returns what is left of it, to be given back. The caller holds the mutex of the stripe.
+// lapse ends a lease, and returns its unused units. The caller holds the mutex of the stripe.
 func (e *Lease) lapse(space *Space) (rests []rest) {
 	if e.receipt == nil {
 		return nil
@@ -448,8 +451,9 @@ func (e *Lease) lapse(space *Space) (rests []rest) {
 	return rests
 }
 
-// due returns when the entry needs the timer, by the monotonic clock. Then a lease has to go back, early enough to
-// arrive before it ends, or the key is forgotten. The caller holds the mutex of the stripe.
+// due returns when tidy must look at the entry, by the monotonic clock. At this time, tidy gives the unused units back,
+// or deletes an entry without units. The time is so early that units are in the database before the lease ends. The
+// caller holds the mutex of the stripe.
 func (e *Lease) due() time.Duration {
 	if e.next < e.end {
 		return e.asked.elapsed + e.lasts/8*7

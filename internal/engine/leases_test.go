@@ -20,7 +20,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// leaseTest is a limiter with leases on a database that is a model, and what its observer was told.
+// leaseTest is a limiter with leases on a model of a database, and the events that its observer has received.
 type leaseTest struct {
 	*ratelimit.Limiter
 
@@ -28,11 +28,11 @@ type leaseTest struct {
 	db *limitertest.ModelDB
 
 	mu      sync.Mutex
-	leases  ratelimit.LeaseEvent // the sum
-	decided int                  // by statements
+	leases  ratelimit.LeaseEvent // the sum of all events
+	decided int                  // how many requests statements have decided
 }
 
-// withLeases runs a test in a bubble. The limit is 100,000, of which one process holds 1,000 at most.
+// withLeases runs a test in a synctest bubble. The limit is 100,000, and a lease has at most 1,000 units.
 func withLeases(t *testing.T, change func(*ratelimit.Config), test func(t *testing.T, l *leaseTest)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
@@ -66,7 +66,7 @@ func (l *leaseTest) observe(e ratelimit.LeaseEvent) {
 	l.leases.Stranded += e.Stranded
 }
 
-// told returns the sum of what the observer was told, once nothing is under way.
+// told waits until nothing is under way, and returns the sum of all events.
 func (l *leaseTest) told() ratelimit.LeaseEvent {
 	synctest.Wait()
 	l.mu.Lock()
@@ -74,7 +74,7 @@ func (l *leaseTest) told() ratelimit.LeaseEvent {
 	return l.leases
 }
 
-// allow calls n times, and returns how often the database was asked.
+// allow calls Allow n times, and returns how many statements were sent for these calls.
 func (l *leaseTest) allow(key string, n int) (asked int) {
 	l.t.Helper()
 	before := l.db.Statements()
@@ -83,16 +83,16 @@ func (l *leaseTest) allow(key string, n int) (asked int) {
 		require.NoError(l.t, err)
 		require.True(l.t, result.Allowed)
 	}
-	synctest.Wait() // for what goes back
+	synctest.Wait() // until unused units have gone back
 	return l.db.Statements() - before
 }
 
-// held is how much of a key the process holds.
+// held returns how many units of a key the process holds in a lease.
 func (l *leaseTest) held(key string) int64 {
 	return limitertest.Engine(l.Limiter).Leases.Held(limitertest.Space(l.Limiter), limitertest.Model(l.Limiter.Config().Policy), key)
 }
 
-// left is what the database has left of a key.
+// left returns how many units of a key the database has left.
 func (l *leaseTest) left(key string) int64 {
 	l.t.Helper()
 	result, err := l.Peek(l.t.Context(), key)
@@ -100,8 +100,7 @@ func (l *leaseTest) left(key string) int64 {
 	return result.Remaining - l.held(key)
 }
 
-// A key that is asked for once, or seldom, is not leased. What is taken ahead doubles while it is used up
-// soon.
+// A key that is used once or rarely gets no lease. If a lease is used up early, the size of the next lease doubles.
 func TestLeasesFollowTheDemand(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
@@ -132,8 +131,8 @@ func TestLeasesFollowTheDemand(t *testing.T) {
 	})
 }
 
-// What is not used goes back before the lease ends. The next lease has what was used of this one, and nothing is left
-// at rest.
+// Unused units go back before the lease ends. The next lease has as many units as were used of this lease. An idle
+// process holds no lease.
 func TestLeasesGoBack(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
@@ -153,7 +152,7 @@ func TestLeasesGoBack(t *testing.T) {
 
 		require.Equal(t, 1, l.allow("key", 1))
 		require.EqualValues(t, 5, l.held("key"))
-		limitertest.Elapse(90 * time.Second) // it goes back, and the key is forgotten
+		limitertest.Elapse(90 * time.Second) // the lease goes back, and the entry of the key is deleted
 		synctest.Wait()
 		require.Equal(t, ratelimit.LeaseEvent{Taken: 65, Returned: 32}, l.told())
 		require.Zero(t, limitertest.Engine(l.Limiter).Leases.Due, "no timer at rest")
@@ -163,7 +162,7 @@ func TestLeasesGoBack(t *testing.T) {
 	})
 }
 
-// Near the limit each call asks, and takes for itself alone.
+// Near the limit, each call asks the database and takes nothing ahead.
 func TestNoLeasesNearTheLimit(t *testing.T) {
 	t.Parallel()
 	withLeases(t, func(c *ratelimit.Config) { c.Lease = &ratelimit.Lease{} }, func(t *testing.T, l *leaseTest) {
@@ -201,7 +200,7 @@ func TestLeasedResults(t *testing.T) {
 	})
 }
 
-// The other methods beside a lease.
+// All other methods work for a key with a lease.
 func TestMethodsBesideALease(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
@@ -220,15 +219,15 @@ func TestMethodsBesideALease(t *testing.T) {
 		require.Equal(t, ratelimit.SourceDatabase, sets.Each[0].Source)
 		require.EqualValues(t, 8, l.held("key"))
 
-		several, err := l.AllowN(ctx, "key", 9) // more than is held
+		several, err := l.AllowN(ctx, "key", 9) // more than the lease has
 		require.NoError(t, err)
 		require.Equal(t, ratelimit.SourceDatabase, several.Source)
 		waited, err := l.WaitN(ctx, "key", 2)
 		require.NoError(t, err)
 		require.Equal(t, ratelimit.SourceLease, waited.Source)
 
-		// A refund is the database's, and gives back once.
-		synctest.Wait() // what that lease had left goes back
+		// The database decides a refund of leased units. Each unit goes back once.
+		synctest.Wait() // until the lease's unused units are back
 		before := l.left("key")
 		leased, err := l.AllowN(ctx, "key", 3)
 		require.NoError(t, err)
@@ -243,7 +242,7 @@ func TestMethodsBesideALease(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, before+5, l.left("key"))
 
-		// So is a receipt's.
+		// The database also decides a refund by a receipt.
 		leased, err = l.AllowN(ctx, "key", 2)
 		require.NoError(t, err)
 		require.Equal(t, ratelimit.SourceLease, leased.Source)
@@ -258,7 +257,7 @@ func TestMethodsBesideALease(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, before+2, l.left("key"))
 
-		// A lease under another policy is not spent, and goes back when the key is asked for.
+		// A lease is not spent under another policy. It goes back at the next call for the key.
 		held, returned := l.held("key"), l.told().Returned
 		require.Positive(t, held)
 		other, err := l.With(ratelimit.FixedWindow{Limit: 50, Window: time.Hour})
@@ -272,7 +271,7 @@ func TestMethodsBesideALease(t *testing.T) {
 	})
 }
 
-// Those who wait behind somebody who spends from a lease are not told that the database is away.
+// If one caller of Wait spends from a lease, callers behind it do not get the error that the database is away.
 func TestWaitersBesideALease(t *testing.T) {
 	t.Parallel()
 	withLeases(t, func(c *ratelimit.Config) { c.OnFailure = ratelimit.FailOpen() }, func(t *testing.T, l *leaseTest) {
@@ -290,7 +289,8 @@ func TestWaitersBesideALease(t *testing.T) {
 	})
 }
 
-// What is left of a lease goes back before a call asks for which it is not enough. So what remains can be had.
+// If a lease has too few units for a call, its units go back before the call asks the database. So a call can get all
+// remaining units.
 func TestAllThatRemainsCanBeHad(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
@@ -306,7 +306,8 @@ func TestAllThatRemainsCanBeHad(t *testing.T) {
 	})
 }
 
-// Others may have taken nearly all since this process last asked. So it takes little ahead until it has asked again.
+// If this process has not asked for a while, other processes may have taken nearly all units. So its first lease after
+// that is small.
 func TestLeasesByWhatWasKnownLongAgo(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
@@ -330,7 +331,7 @@ func TestLeasesByWhatWasKnownLongAgo(t *testing.T) {
 	})
 }
 
-// Others may have taken nearly all just now. Then a process holds its share of what they have left.
+// If other processes have just taken nearly all units, a lease gets only its share of the remaining units.
 func TestLeasesAreAShareOfWhatIsLeft(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
@@ -340,19 +341,19 @@ func TestLeasesAreAShareOfWhatIsLeft(t *testing.T) {
 		other := limitertest.New(t, l.db, ratelimit.Config{Name: "api", Policy: l.Config().Policy})
 		_, err := other.AllowN(t.Context(), "key", l.left("key")-1000)
 		require.NoError(t, err)
-		require.Equal(t, 1, l.allow("key", 32+1)-1) // it asks, and gives back
+		require.Equal(t, 1, l.allow("key", 32+1)-1) // one call asks the database, and units go back
 		require.EqualValues(t, 9, l.held("key"), "a hundredth of 999")
 	})
 }
 
-// ReturnLeases waits for what is on its way already.
+// ReturnLeases also waits for units that are already on their way back.
 func TestReturnLeasesWaits(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
 		l.allow("key", 1+5)
 		require.Equal(t, 1, l.allow("key", 1))
 		l.db.Set(func(context.Context) error { limitertest.Elapse(5 * time.Second); return nil })
-		limitertest.Elapse(27 * time.Second) // it is on its way
+		limitertest.Elapse(27 * time.Second) // the lease is on its way back
 		require.Zero(t, l.held("key"))
 		require.Zero(t, l.told().Returned)
 		require.NoError(t, limitertest.Client(l.Limiter).ReturnLeases(t.Context()))
@@ -374,7 +375,7 @@ func TestReturnLeasesWaits(t *testing.T) {
 	})
 }
 
-// What goes back while a statement is slow does not have callers wait for that one.
+// If units go back during a slow statement, callers do not have to wait for that statement.
 func TestCallersDoNotWaitBehindWhatGoesBack(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
@@ -400,7 +401,7 @@ func TestCallersDoNotWaitBehindWhatGoesBack(t *testing.T) {
 	})
 }
 
-// Of several policies, a bucket that is nearly full costs the others nothing: nothing is leased.
+// A limiter has several policies, and its bucket is nearly full. Then nothing is leased, and no policy loses units.
 func TestLeasesOfSeveralPolicies(t *testing.T) {
 	t.Parallel()
 	change := func(c *ratelimit.Config) {
@@ -428,7 +429,7 @@ func TestLeasesOfSeveralPolicies(t *testing.T) {
 	})
 }
 
-// While the database is away, a lease is spent until it ends. What cannot go back counts as used.
+// While the database is away, calls spend a lease until it ends. Units that cannot go back count as used.
 func TestLeasesWhileTheDatabaseIsAway(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
@@ -446,13 +447,13 @@ func TestLeasesWhileTheDatabaseIsAway(t *testing.T) {
 	})
 }
 
-// An answer that comes too late leaves nothing to spend. All that was taken ahead goes back at once, also what would have
-// made room in a bucket.
+// If the answer comes after the end of a lease, no unit of the lease is spent. All units taken ahead go back at once,
+// even those that would have made room in a bucket.
 func TestLeaseThatEndsOnItsWay(t *testing.T) {
 	t.Parallel()
 	for _, policy := range []ratelimit.Policy{
 		ratelimit.FixedWindow{Limit: 100_000, Window: 160 * time.Millisecond},
-		ratelimit.TokenBucket{Capacity: 128_000, Refill: 50_000, Every: time.Second}, // 20 ms of 2.56 s: 1,000
+		ratelimit.TokenBucket{Capacity: 128_000, Refill: 50_000, Every: time.Second}, // period 20 ms: 1,000
 	} {
 		withLeases(t, func(c *ratelimit.Config) { c.Policy = policy }, func(t *testing.T, l *leaseTest) {
 			l.allow("key", 1)
@@ -468,11 +469,11 @@ func TestLeaseThatEndsOnItsWay(t *testing.T) {
 	}
 }
 
-// A bucket that fills up while it is leased from has room for what could go back.
+// If a bucket fills up during a lease, it still has room for all units of the lease.
 func TestLeaseOfAFullBucket(t *testing.T) {
 	t.Parallel()
 	withLeases(t, func(c *ratelimit.Config) {
-		c.Policy = ratelimit.TokenBucket{Capacity: 128_000, Refill: 1000, Every: time.Second} // 1 s of 128 s: 1,000
+		c.Policy = ratelimit.TokenBucket{Capacity: 128_000, Refill: 1000, Every: time.Second} // period 1 s: 1,000
 	}, func(t *testing.T, l *leaseTest) {
 		l.allow("key", 1)
 		l.allow("key", 1)
@@ -484,7 +485,8 @@ func TestLeaseOfAFullBucket(t *testing.T) {
 	})
 }
 
-// A row of rate_limit_policy holds at once for a key that is leased, and keys with a shadow are not leased.
+// A new row of rate_limit_policy is in force at once, even for a key with a lease. Keys with a shadow policy get no
+// lease.
 func TestLeasesUnderPolicies(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -514,7 +516,7 @@ func TestLeasesUnderPolicies(t *testing.T) {
 	}
 }
 
-// After a reset, nothing that this process took before is spent, or goes back.
+// After a reset, units that this process took before are not spent, and giving them back adds nothing.
 func TestResetForgetsALease(t *testing.T) {
 	t.Parallel()
 	const limit = 10_000
@@ -539,7 +541,7 @@ func TestResetForgetsALease(t *testing.T) {
 	require.EqualValues(t, limit-1, result.Remaining)
 }
 
-// What is given back of a lease takes no more memory than the gaps between it, in whatever order it comes.
+// Refunds of a lease's units need memory only for the gaps between the refunded units, in any order of refunds.
 func TestRefundsFromALeaseTakeNoMemory(t *testing.T) {
 	t.Parallel()
 
@@ -582,8 +584,8 @@ func TestRefundsFromALeaseTakeNoMemory(t *testing.T) {
 	}
 }
 
-// Takes of a lease are given back in parts, and some parts come back because they did not count. What is left of each
-// is what a note of each unit says.
+// Takes from a lease are refunded in parts, and some refunds fail. The test keeps a record for each single unit. Left
+// must agree with this record.
 func TestWhatIsLeftOfALease(t *testing.T) {
 	t.Parallel()
 
@@ -612,7 +614,7 @@ func TestWhatIsLeftOfALease(t *testing.T) {
 	}
 }
 
-// counting counts from a number to before another.
+// counting yields the numbers from from to before to, in steps of step.
 func counting(from, to, step int) iter.Seq[int] {
 	return func(yield func(int) bool) {
 		for i := from; i*step < to*step && yield(i); i += step {

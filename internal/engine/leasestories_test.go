@@ -13,8 +13,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// Stories of what may happen to five processes, their clocks and the database. In some, somebody sets the database's
-// clock. Then the windows are those that the callers are told.
+// Random stories of five processes, their clocks and the database. In some stories, somebody sets the database's clock.
+// Then the windows are judged by the times in the results.
 func TestLeasesInStories(t *testing.T) {
 	t.Parallel()
 	for name, policy := range storyPolicies {
@@ -35,7 +35,7 @@ func TestLeasesInStories(t *testing.T) {
 var storyPolicies = map[string]model.Rules{
 	"fixed":    model.FixedWindow{Limit: 1000, Window: 800 * time.Millisecond},
 	"sliding":  model.SlidingWindow{Limit: 1000, Window: 800 * time.Millisecond},
-	"bucket":   model.TokenBucket{Capacity: 1000, Refill: 1000, Every: 13 * time.Second}, // leased from for 101 ms
+	"bucket":   model.TokenBucket{Capacity: 1000, Refill: 1000, Every: 13 * time.Second}, // a lease lasts 101 ms
 	"calendar": model.CalendarWindow{Limit: 1000, Span: time.Minute, Zone: "UTC"},
 }
 
@@ -47,10 +47,11 @@ func TestMistakesInLeasesShowInStories(t *testing.T) {
 		} {
 			_, bucket := policy.(model.TokenBucket)
 			_, calendar := policy.(model.CalendarWindow)
-			// The room that a bucket keeps hides the wrong clock: it did no harm in 10,000 stories. The windows show it.
+			// A bucket keeps some room empty, so the wrong clock did no harm in 10,000 stories of a bucket. Windows show this
+			// mistake.
 			if bucket && (mistake == survivesItsWindow || mistake == wrongClock) ||
 				!bucket && (mistake == fullBucket || mistake == fillsUp) ||
-				calendar && mistake != survivesItsWindow { // as of a fixed window
+				calendar && mistake != survivesItsWindow { // the fixed window shows the other mistakes
 				continue
 			}
 			t.Run(fmt.Sprint(name, " with mistake ", mistake), func(t *testing.T) {
@@ -69,7 +70,7 @@ func TestMistakesInLeasesShowInStories(t *testing.T) {
 	}
 }
 
-// wants has the process take so much ahead, whatever its demand is.
+// wants makes the process take size units ahead at the next call, whatever its demand is.
 func (p *leaser) wants(size int64) {
 	if s := p.leases.stripe("key"); s != nil {
 		for _, e := range s.Keys {
@@ -80,15 +81,15 @@ func (p *leaser) wants(size int64) {
 	}
 }
 
-// tell tells a story.
+// tell runs a random story.
 func (w *leaseWorld) tell(r *rand.Rand) {
 	_, longest := w.policy.LeaseOf(model.State{WindowStart: w.clock, Scale: model.Micros(time.Minute), ExpiresAt: model.Never}, w.clock, 6e7)
 	_, bucket := w.policy.(model.TokenBucket)
 	steps := !bucket && r.IntN(3) == 0
-	busy := r.IntN(2) == 0 // there is never room for long
+	busy := r.IntN(2) == 0 // demand always exceeds the limit
 	for _, p := range w.processes {
 		p.slow = r.Int64N(6) - 3
-		for range 3 { // so that the next call takes ahead
+		for range 3 { // the next call takes ahead then
 			w.call(p, 1)
 		}
 		p.wants(r.Int64N(500))
@@ -108,7 +109,7 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 			if len(p.mine) > 0 {
 				w.refundUse(p, r.IntN(len(p.mine)))
 			}
-		case 5: // a machine is suspended of which nobody sets the clock: else no clock would show how long
+		case 5: // suspend a machine whose wall clock nobody sets
 			if i%2 == 0 {
 				w.pass(r.Int64N(longest), p)
 			}
@@ -129,13 +130,13 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 			}
 		case 12:
 			if !bucket && r.IntN(10) == 0 {
-				w.pass(1, nil) // so that the next window does not begin when this one did
+				w.pass(1, nil) // so that the next window begins at another time
 				clear(w.rows)
 				w.resets = append(w.resets, w.clock)
 			}
-		case 13: // whatever it takes ahead
+		case 13: // the process takes another number of units ahead
 			p.wants(r.Int64N(500))
-		case 16: // a bucket is leased from as soon as it is full, and some give back
+		case 16: // lease from a full bucket, with refunds and returns
 			if !bucket {
 				continue
 			}
@@ -165,7 +166,7 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 				p.leases.learn(p.request, ErrNotTried, p.asked, w.read(p))
 				p.request = nil
 			}
-		case 14: // all take what they can
+		case 14: // all processes take all that they can get
 			w.takeAll(r)
 		default:
 			n := 1 + r.Int64N(10)
@@ -187,7 +188,8 @@ func (w *leaseWorld) takeAll(r *rand.Rand) {
 	}
 }
 
-// What is given back leaves room for what is still leased. Otherwise the bucket would be full before the lease ends.
+// A refund leaves room in the bucket for units that are still leased. Otherwise the bucket would be full before the
+// lease ends.
 func TestLeasesOfABucketThatOthersGiveBackTo(t *testing.T) {
 	t.Parallel()
 	for _, refund := range []bool{false, true} {
@@ -206,7 +208,7 @@ func TestLeasesOfABucketThatOthersGiveBackTo(t *testing.T) {
 			w.pass(w.policy.Lasts(), nil)
 			w.uses = nil
 
-			ask(first, 9) // as much flows in while a lease of it lasts
+			ask(first, 9) // during a lease, 9 tokens flow in
 			if refund {
 				ask(first, 100)
 			} else {
@@ -236,8 +238,8 @@ func TestLeasesOfABucketThatOthersGiveBackTo(t *testing.T) {
 	}
 }
 
-// A reset comes while a question is on its way. What was taken before it is not spent, and what was taken after it goes
-// back.
+// A reset comes while a statement is under way. Units taken before the reset are not spent. Units taken after the reset
+// go back.
 func TestResetWhileALeaseIsOnItsWay(t *testing.T) {
 	t.Parallel()
 	for _, before := range []bool{false, true} {
@@ -254,7 +256,7 @@ func TestResetWhileALeaseIsOnItsWay(t *testing.T) {
 		}
 		w.pass(1, nil)
 		p.leases.drop(p.space, "key", p.at)
-		w.call(p, 1) // it hears of it
+		w.call(p, 1) // the process reads the answer
 		require.Zero(t, p.leases.Held(p.space, p.rules, "key"))
 		require.Len(t, p.outbox, 1)
 		w.giveBack(p, false)
@@ -265,7 +267,7 @@ func TestResetWhileALeaseIsOnItsWay(t *testing.T) {
 	}
 }
 
-// Answers come in any order. What is known of a key is what the latest tells.
+// Answers arrive in any order. A process knows a key's state from the answer to the latest decision.
 func TestLeasesKnowTheLatest(t *testing.T) {
 	t.Parallel()
 	w := newLeaseWorld(model.FixedWindow{Limit: 1000, Window: time.Hour}, 1, noMistake)
@@ -285,7 +287,7 @@ func TestLeasesKnowTheLatest(t *testing.T) {
 	require.EqualValues(t, 800, hear(2*time.Second, 800))
 }
 
-// Only an answer to what asks ahead tells what is leased of a bucket. That is remembered beside later answers.
+// Only the answer to a take ahead shows which units of a bucket are leased. Later answers do not overwrite this.
 func TestLeasesRememberWhatIsLeased(t *testing.T) {
 	t.Parallel()
 	w := newLeaseWorld(model.TokenBucket{Capacity: 1000, Refill: 1, Every: time.Second}, 1, noMistake)
@@ -306,7 +308,7 @@ func TestLeasesRememberWhatIsLeased(t *testing.T) {
 	require.Empty(t, hear(3, ""))
 }
 
-// holdsTwo returns a world with a process that holds 2 of a limit of 3, for 100 ms at most.
+// holdsTwo returns a world with a process that leases 2 of 3 units, for at most 100 ms.
 func holdsTwo(t *testing.T) (*leaseWorld, *leaser) {
 	t.Helper()
 	w := newLeasingWorld(model.FixedWindow{Limit: 3, Window: 800 * time.Millisecond}, noMistake)
@@ -318,10 +320,10 @@ func holdsTwo(t *testing.T) (*leaseWorld, *leaser) {
 	return w, p
 }
 
-// held is how much of the key the process holds.
+// held returns how many units of the key the process holds in a lease.
 func (p *leaser) held() int64 { return p.leases.Held(p.space, p.rules, "key") }
 
-// No lease outlasts its length by the database's clock, whatever the process's clocks do.
+// By the database's clock, no lease is longer than its length, whatever the process's clocks show.
 func TestLeasesEndByTheDatabasesClock(t *testing.T) {
 	t.Parallel()
 	for name, pass := range map[string]func(w *leaseWorld, p *leaser){
@@ -335,11 +337,11 @@ func TestLeasesEndByTheDatabasesClock(t *testing.T) {
 	}
 }
 
-// A lease ends when any answer for the key tells that the database's clock was set forward beyond its end.
+// A lease ends when an answer for the key shows that the database's clock was set forward beyond the lease's end.
 func TestLeaseEndsWhenTheClockIsSetForward(t *testing.T) {
 	t.Parallel()
 	w, p := holdsTwo(t)
-	hear := func() { // by a call that asked before the lease was there
+	hear := func() { // reads the answer to a call from before the lease
 		p.request = &Request{Space: p.space, Policy: p.rules, Count: 1, place: 1}
 		p.request.Add(p.space, p.rules, "key", 1, nil)
 		p.decided = false
@@ -355,7 +357,7 @@ func TestLeaseEndsWhenTheClockIsSetForward(t *testing.T) {
 	require.Len(t, p.outbox, 1)
 }
 
-// A reset is not forgotten in a flood of keys while what was taken before it is on its way.
+// During a flood of keys, a reset is remembered until the answers to earlier statements have come.
 func TestResetWhileALeaseIsOnItsWayInAFlood(t *testing.T) {
 	t.Parallel()
 	w := newLeasingWorld(model.FixedWindow{Limit: 3, Window: 800 * time.Millisecond}, noMistake)

@@ -22,8 +22,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// deadlocks returns how many deadlocks the database has ever had. It closes the connections of the pools first, so
-// that theirs are counted.
+// deadlocks returns how many deadlocks the database has ever had. It closes the pools first, because a session may
+// report its deadlocks only when it ends.
 func deadlocks(t *testing.T, db *pgtest.DB, pools ...*pgxpool.Pool) int64 {
 	t.Helper()
 	for _, pool := range pools {
@@ -36,8 +36,8 @@ func deadlocks(t *testing.T, db *pgtest.DB, pools ...*pgxpool.Pool) int64 {
 	return pgtest.Scalar[int64](t, db.Pool, "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()")
 }
 
-// Batches of many keys cross each other, and most of the keys are new. Each key gets exactly its limit, and there
-// is no deadlock.
+// Statements for many keys, most of them new, lock the same rows at the same time. Each key gets exactly its limit, and
+// there is no deadlock.
 func TestCrossingBatchesDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -60,11 +60,11 @@ func TestCrossingBatchesDoNotDeadlock(t *testing.T) {
 			for batch := range batches {
 				var elements []modeltest.Element
 				for _, key := range r.Perm(keys)[:perBatch] {
-					// New keys all the time, in the midst of known ones.
+					// Each batch has new keys and known keys.
 					e := modeltest.Element{Key: fmt.Sprint(key, " ", key%3*batch/4), Cost: 1, Count: 1 + r.Int64N(4)}
 					elements = append(elements, e)
 					if r.IntN(8) == 0 {
-						elements = append(elements, e) // and one that stands twice
+						elements = append(elements, e) // the same key twice in one batch
 					}
 				}
 				if err := decide(context.Background(), limiter, limitertest.Engine(limiter).Database.DB, elements, ownTransaction(limiter)); err != nil {
@@ -96,8 +96,9 @@ func TestCrossingBatchesDoNotDeadlock(t *testing.T) {
 	})
 }
 
-// What the test above would see if rows were not locked in one order. The functions here lock in the order given:
-// the one whose single statement decides ordinary takes, and rate_limit_all, to which the log leaves everything.
+// This control shows that statements deadlock if they do not lock rows in the lock order. The test rewrites two
+// functions so that they lock rows in the order of the arguments. One of them is for ordinary takes, and the other one
+// is for rate_limit_all, which decides all takes of a sliding log.
 func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -112,7 +113,7 @@ func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 		policy   ratelimit.Policy
 		function string
 		oldNew   []string
-		exist    []string // keys that have a row at the beginning
+		exist    []string // the keys that have a row at first
 	}{
 		"of known keys":       {fixed, "_rate_limit_in_order", takes, []string{"a", "b", "m"}},
 		"of new keys":         {fixed, "_rate_limit_in_order", takes, []string{"m"}},
@@ -134,7 +135,8 @@ func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 					require.NoError(t, err)
 				}
 
-				// One transaction has locked a (and b, if in order) and waits for m. Another wants a and b.
+				// One transaction has locked a and waits for m. In the lock order it has locked b too. Another transaction wants a
+				// and b.
 				holder := limitertest.Hold(t, db, config, "m")
 				one := takeLater(limiter, "a", "m", "b")
 				pgtest.WaitUntilBlocked(t, db.Pool, 1)
@@ -156,8 +158,8 @@ func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 	}
 }
 
-// A key may be left to rate_limit_all, because another algorithm has written its row. It is locked before the keys
-// behind it.
+// rate_limit_all decides a key whose row was written by another algorithm. The row of this key is still locked before
+// the rows of later keys.
 func TestKeysBehindOneThatIsLeftAreNotLocked(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -193,8 +195,9 @@ func TestKeysBehindOneThatIsLeftAreNotLocked(t *testing.T) {
 	}
 }
 
-// A batch makes a row, "m", for one of its requests, and refuses another one. The rows of that one, "r" and "s", lie
-// between "m" and another row of the first, "z", which is locked when "m" is made. So they are not locked any more.
+// A statement makes the row "m" for its first request, and refuses its second request. The first request also has the
+// row "z", and the second one has "r" and "s". In the lock order, "r" and "s" are between "m" and "z". When "m" is
+// made, "z" is already locked, so "r" and "s" must not be locked any more.
 func TestRefusedRequestsLockNothingBehindNewRows(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -243,7 +246,7 @@ func TestRefusedRequestsLockNothingBehindNewRows(t *testing.T) {
 	}
 }
 
-// takeLater takes 1 from each key, in one statement, in the background.
+// takeLater starts a goroutine that takes 1 unit from each key, in one statement.
 func takeLater(l *ratelimit.Limiter, keys ...string) func() ([]modeltest.Element, error) {
 	elements := make([]modeltest.Element, len(keys))
 	for i, key := range keys {
@@ -254,7 +257,7 @@ func takeLater(l *ratelimit.Limiter, keys ...string) func() ([]modeltest.Element
 	})
 }
 
-// requireDeadlockIf requires that a variant has deadlocked, and what it is a variant of has not.
+// requireDeadlockIf requires a deadlock if variant is true, and no error otherwise.
 func requireDeadlockIf(t *testing.T, variant bool, err error) {
 	t.Helper()
 	if variant {
@@ -271,9 +274,9 @@ func requireDeadlock(t *testing.T, err error) {
 	require.Equal(t, "40P01", pgErr.Code)
 }
 
-// Rows are made in the order of locking, too. "a" and "z" are new, and somebody holds "m". Then "z" is not made
-// before "m" is locked. The test catches a variant of rate_limit_all that passes over "m". Elsewhere one statement
-// makes rows and locks them.
+// Rows are also made in the lock order. "a" and "z" are new, and another transaction holds "m". Then "z" is not made
+// before "m" is locked. The test notices a variant of rate_limit_all that skips "m". In all other functions, one
+// statement makes rows and locks them.
 func TestRowsAreMadeAndLockedInOneOrder(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -317,10 +320,10 @@ func TestRowsAreMadeAndLockedInOneOrder(t *testing.T) {
 	}
 }
 
-// A statement that passes over held rows waits for rows that others make, and has locked rows by then. So it makes no
-// row that it found held, which is gone meanwhile, if it has locked a later one: whoever makes that row now may wait for
-// the later one. Here the statement has locked "a" and "c", "b" is held and then deleted, and "d" is missing. A trigger
-// stops the statement after that, when it first makes rows.
+// A statement skips held rows, but waits for rows that other transactions are making. If a held row is deleted during
+// the statement, the statement must not make this row after it has locked a later row. Another transaction may make the
+// row now and wait for the later row. In this test, the statement has locked "a" and "c", "b" is held and then deleted,
+// and "d" is missing. A trigger stops the statement when it begins to make rows.
 func TestVanishedRowsAreNotMadeBehindLockedOnes(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -380,7 +383,7 @@ func TestVanishedRowsAreNotMadeBehindLockedOnes(t *testing.T) {
 	}
 }
 
-// Whoever changes several policies in one transaction, in any order, does not deadlock with a report about them.
+// A transaction that changes several policies, in any order, does not deadlock with a report about them.
 func TestChangesOfPoliciesDoNotDeadlockWithReports(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -422,8 +425,7 @@ func TestChangesOfPoliciesDoNotDeadlockWithReports(t *testing.T) {
 	}
 }
 
-// Reports of what shadows would deny lock rows in one order, too. A report that deletes what is too much waits for
-// nobody.
+// Reports of shadow denials also lock rows in one order. A report that deletes surplus rows waits for no lock.
 func TestReportsDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -481,8 +483,8 @@ func TestReportsDoNotDeadlock(t *testing.T) {
 	}
 }
 
-// The look finds "a" missing and stops there. While the INSERT waits for somebody else's "a", the row of "m" is
-// deleted, which the look has not reached. The row of "n" is deleted too, and made again.
+// The first SELECT finds no row "a" and stops there. While the INSERT waits for another transaction's row "a", the row
+// "m" is deleted, which the SELECT has not reached. The row "n" is also deleted, and made again.
 func TestRowDeletedBetweenLookAndInsert(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")

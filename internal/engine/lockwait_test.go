@@ -17,9 +17,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// aroundALockWait returns a function that takes n, then asks for 1 of the same key while somebody holds its row.
-// The function returns the decision, and when the row was released, by the database's clock. All connections are
-// made beforehand, and only once.
+// aroundALockWait returns a function that takes n units of a key. Then it asks for 1 more unit while another
+// transaction holds the row. The function returns this result, and when the row was released, by the database's clock.
+// It uses connections that were made before.
 func aroundALockWait(
 	t *testing.T,
 	db *pgtest.DB,
@@ -38,7 +38,8 @@ func aroundALockWait(
 		holder := limitertest.HoldOn(t, his, config, key)
 		tx, err := ours.Begin(t.Context())
 		require.NoError(t, err)
-		// In a transaction one statement waits until the end. Outside of one, several would wait in turn.
+		// In a caller's transaction, one statement waits for the row. Outside of a transaction, several statements would wait
+		// by turns.
 		decision := testkit.Later(func() (ratelimit.Result, error) { return limiter.WithTx(tx).Allow(context.Background(), key) })
 		pgtest.WaitUntilBlocked(t, db.Pool, 1)
 		begun := pgtest.Scalar[time.Time](t, holder, "SELECT clock_timestamp()")
@@ -55,9 +56,8 @@ func aroundALockWait(
 	}
 }
 
-// The time for which a call waits for a row counts: the clock is read when the row is locked, whether the take
-// would have fitted before or not. The test catches variants that use the transaction's time, and variants that
-// decide by the reading before the lock however old it is.
+// The clock is read after the row is locked, so the time of a lock wait counts. The test notices variants that use the
+// transaction's time. It also notices variants that decide by an old reading from before the lock.
 func TestClockIsReadAfterTheLockWait(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -83,20 +83,20 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 				for _, n := range []int64{1, 5} {
 					released, result := askAroundAWait(fmt.Sprint(n), n)
 					require.False(t, result.DecidedAt.Before(released))
-					require.True(t, result.Allowed) // what flowed in, or ran out, while it waited
+					require.True(t, result.Allowed) // because of the tokens or windows of the time of the wait
 					if n == 1 {
 						require.EqualValues(t, 5-1, result.Remaining)
 					}
 				}
 
-				// Negative controls. now() is the time of a transaction's begin, which no lock wait moves.
+				// These are negative controls. now() is the begin of the transaction, so it does not change during a lock wait.
 				db = pgtest.New(t)
 				shortCalendar(t, db.Pool, wait)
 				pgtest.Rewrite(t, db.Pool, "_rate_limit_now", "clock_timestamp()", "pg_catalog.now()")
 				released, result := aroundALockWait(t, db, config, wait)("key", 5)
 				require.True(t, result.DecidedAt.Before(released))
 				if policy.function == "rate_limit_take_sliding_log" {
-					return // which has no statement for many keys
+					return // a sliding log has no statement for many keys
 				}
 				for _, one := range []bool{false, true} {
 					db = pgtest.New(t)
@@ -106,7 +106,7 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 					}
 					pgtest.RewriteTwins(t, db.Pool, policy.function, "now_us) < clock + 10000", "now_us) IS NOT NULL")
 					askAroundAWait = aroundALockWait(t, db, config, wait)
-					for i := 0; ; i++ { // until the call comes before the window of the first one ends
+					for i := 0; ; i++ { // until the second call comes before the first window ends
 						require.Less(t, i, 100)
 						if released, result := askAroundAWait(fmt.Sprint(i), 1); result.DecidedAt.Before(released) {
 							break
@@ -118,15 +118,15 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 	}
 }
 
-// shortCalendar has all windows of the calendar last for so long, because a test cannot wait for a minute to end.
+// shortCalendar gives all calendar windows the length window, because a test cannot wait for the end of a minute.
 func shortCalendar(t *testing.T, db pgtest.Executor, window time.Duration) {
 	t.Helper()
 	pgtest.Rewrite(t, db, "_rate_limit_window_end",
 		"RETURN extract(epoch FROM ends)::bigint * 1000000", fmt.Sprintf("RETURN clock + %d", window.Microseconds()))
 }
 
-// A row that is made after a wait for somebody who was making it, and has given up, begins after that wait. The test
-// catches variants in which it begins by the reading of the clock before.
+// A call waits for another transaction that is making the row and then rolls back. The new row begins after this wait.
+// The test notices variants in which the row begins at the reading of the clock before the wait.
 func TestRowMadeAfterAWaitBeginsThen(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -139,7 +139,7 @@ func TestRowMadeAfterAWaitBeginsThen(t *testing.T) {
 			{[]string{"key"}, false}, {[]string{"key"}, true}, {[]string{"key", "a"}, false}, {[]string{"key", "a"}, true},
 		} {
 			if _, log := policy.(ratelimit.SlidingLog); log && c.broken {
-				continue // it has no such statement
+				continue // a sliding log has no such statement
 			}
 			t.Run(fmt.Sprintf("%s, %d keys, broken: %v", name, len(c.keys), c.broken), func(t *testing.T) {
 				t.Parallel()
@@ -179,9 +179,9 @@ func TestRowMadeAfterAWaitBeginsThen(t *testing.T) {
 	}
 }
 
-// A take is told of a time after the lock and before the end of the window. That also holds if the window ends, or
-// the bucket becomes full, between the first reading of the clock and the lock. The test catches variants that ask
-// only at the first reading whether the window goes on.
+// The DecidedAt of a take is after the lock and before the end of the window. This also holds if the window ends, or
+// the bucket becomes full, between the first reading of the clock and the lock. The test notices variants that check
+// the window's end only at the first reading.
 func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -191,7 +191,7 @@ func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 		policy   ratelimit.Policy
 		function string
 		oldNew   []string
-		over     time.Duration // with no more than that until the key is as good as new, the time of the take is over
+		over     time.Duration // DecidedAt is too late if ResetAfter is at most this
 	}{
 		"fixed window": {ratelimit.FixedWindow{Limit: 5, Window: window}, "_rate_limit_fixed_fits", []string{"clock + 10000 <", "clock <"}, 0},
 		"sliding window": {
@@ -199,7 +199,7 @@ func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 		},
 		"token bucket": {
 			ratelimit.TokenBucket{Capacity: 5, Refill: 1, Every: pause}, "_rate_limit_bucket_fits",
-			[]string{"clock + 10000 - window_start", "clock - window_start"}, pause - 1, // that of the token itself
+			[]string{"clock + 10000 - window_start", "clock - window_start"}, pause - 1, // the time for the one token
 		},
 		"calendar": {ratelimit.CalendarWindow{Limit: 5, Unit: ratelimit.CalendarMinute}, "_rate_limit_calendar_fits", []string{"clock + 10000 <", "clock <"}, 0},
 	} {
@@ -222,7 +222,7 @@ func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 				require.NoError(t, err)
 				wrong := false
 				for i := 0; i < 1000 && !wrong && (broken || i < 50); i++ {
-					if _, ok := c.policy.(ratelimit.TokenBucket); ok { // it becomes full during the pause, unless the machine is slow
+					if _, ok := c.policy.(ratelimit.TokenBucket); ok { // the bucket becomes full during the pause
 						pgtest.Exec(
 							t,
 							db.Pool,
@@ -233,8 +233,8 @@ func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 					before := pgtest.Scalar[time.Time](t, db.Pool, "SELECT clock_timestamp()")
 					result, err := limiter.Allow(t.Context(), "key")
 					require.NoError(t, err)
-					// A take that begins a window, or takes from a full bucket, is told of the first reading.
-					// Nobody else can have decided by it since.
+					// If a take begins a window or takes from a full bucket, DecidedAt is the first reading, because no other call can
+					// have decided since.
 					wrong = result.Allowed &&
 						(result.ResetAfter <= c.over || result.Remaining < 4 && result.DecidedAt.Before(before.Add(pause)))
 				}
@@ -244,8 +244,8 @@ func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 	}
 }
 
-// A row that was made or changed while a call waited is newer than that call's statement. The call must decide
-// from the row as it is, also when it waits for several rows in turn.
+// If a row is made or changed while a call waits, the row is newer than the snapshot of the call's statement. The call
+// must decide by the new row, even if it waits for several rows by turns.
 func TestWaitingForSeveralRowsInTurn(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -291,7 +291,7 @@ func TestWaitingForSeveralRowsInTurn(t *testing.T) {
 	})
 }
 
-// A lock_timeout_ms of -1 leaves the session's lock_timeout, as NULL does, however many keys there are.
+// A lock_timeout_ms of -1 keeps the session's lock_timeout, as NULL does, for any number of keys.
 func TestLockTimeoutOfTheCallersTransaction(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")

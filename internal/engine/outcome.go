@@ -6,35 +6,36 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// By says who has decided.
+// By says what has decided a request: the database, or one of its substitutes in this process.
 type By uint8
 
-// The possible deciders.
+// The possible values of By.
 const (
 	ByDatabase By = iota
-	ByDenial      // a remembered denial
+	ByDenial      // a denial that this process remembers
 	ByLease
 	ByFallback
 )
 
 // Outcome is a decision. The zero Outcome denies.
 type Outcome struct {
-	Allowed    bool // and its cost was taken; for a look: a cost of 1 would be
+	Allowed    bool // for a look: a cost of 1 would be allowed
 	By         By
-	Limit      int64 // of the rules with the least Remaining
+	Limit      int64 // the limit of the rules with the smallest Remaining
 	Remaining  int64
 	RetryAfter time.Duration
 	ResetAfter time.Duration
 	DecidedAt  time.Time
-	Each       []Outcome // of each rule of an All; else nil
-	Beside     *Outcome  // of the shadow, or nil
+	Each       []Outcome // an outcome for each rule of an All; otherwise nil
+	Beside     *Outcome  // the outcome of the shadow policy, or nil
 	Claim      Claim
 }
 
-// Outcome returns the outcome of a request of one limiter.
+// Outcome returns the decision of a request. The request must not be a set of AllowAll.
 func (r *Request) Outcome() Outcome { return r.outcomeOf(0, len(r.Parts), r.Policy) }
 
-// outcomeOf returns the outcome of the parts from first to before last. They belong to one limiter, with that policy.
+// outcomeOf returns the decision of the parts in the range [first, last). These parts belong to one limiter with the
+// given policy.
 func (r *Request) outcomeOf(first, last int, policy *model.Policy) Outcome {
 	var o Outcome
 	if last-first == 1 {
@@ -57,7 +58,7 @@ func (r *Request) outcomeOf(first, last int, policy *model.Policy) Outcome {
 	return o
 }
 
-// outcomeOfAll combines the outcomes of several rules, which take together or not at all.
+// outcomeOfAll combines the outcomes of several rules into one. The combined outcome is allowed if all rules allow it.
 func outcomeOfAll(each []Outcome) Outcome {
 	o := each[0]
 	o.Each = each
@@ -72,7 +73,8 @@ func outcomeOfAll(each []Outcome) Outcome {
 	return o
 }
 
-// Outcome returns what a part of merged requests tells the request at a place, from 1.
+// Outcome returns the decision of a part for one of several merged requests. place is the request's place among them,
+// from 1.
 func (p *Part) Outcome(place int64) Outcome {
 	d := &p.Decision
 	o := Outcome{
@@ -83,11 +85,11 @@ func (p *Part) Outcome(place int64) Outcome {
 	}
 	switch {
 	case place <= d.Granted:
-		after := (d.Granted - place) * p.Cost // taken by the requests behind it
+		after := (d.Granted - place) * p.Cost // units that the merged requests behind place have taken
 		o.Allowed = true
 		o.Remaining += after
 		o.ResetAfter = model.Duration(p.Rules.ResetAfter(*d, after))
-	case d.RetryAfter == 0: // it looked, or only another part denies
+	case d.RetryAfter == 0: // the request looks, or another part denies it
 		o.Allowed = true
 	default:
 		o.RetryAfter = model.Duration(d.RetryAfter)
@@ -95,7 +97,7 @@ func (p *Part) Outcome(place int64) Outcome {
 	return o
 }
 
-// add adds what this process holds of a key to the answer of the database.
+// add adds the units that this process can spend from a lease to the answer of the database.
 func (o *Outcome) add(held int64) {
 	o.Remaining += held
 	if held > 0 {

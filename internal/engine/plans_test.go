@@ -17,9 +17,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// A session plans its statements when the tables are next to empty. It keeps the plans while the tables grow to
-// 24,000 rows of which the planner knows nothing. No statement may ever scan a table or a whole index, because a
-// decision that costs microseconds would then cost as much as the table is long.
+// A session plans its statements while the tables are almost empty. It keeps the plans while the tables grow to 24,000
+// rows, without new statistics. No statement may scan a table or a whole index, because each decision would then take
+// longer in a larger table.
 func TestPlansDependOnNoStatistics(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
@@ -30,15 +30,15 @@ func TestPlansDependOnNoStatistics(t *testing.T) {
 				conn := pgtest.Connect(t, pgtest.New(t))
 				scanned, read := scansOfAGrownTable(t, conn, durable, mode, 5)
 				require.Zero(t, scanned, "sequential scans")
-				// There are 900 elements, and some more for old versions of their rows. A single scan of the index
-				// would read all of them.
+				// The statements read 900 rows, and some old versions of these rows. A single scan of the whole index would read
+				// 24,000 rows.
 				require.Less(t, read, int64(24_000), "rows read through the index")
 			})
 		}
 	}
 }
 
-// Nor may a plan depend on what the session has turned off. The catalog shows that JIT is off.
+// A plan must not depend on the planner settings that a session has turned off. The functions themselves turn JIT off.
 func TestPlansDependOnNoSettings(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
@@ -52,7 +52,7 @@ func TestPlansDependOnNoSettings(t *testing.T) {
 			for _, setting := range append(off, "standard_conforming_strings") {
 				pgtest.Exec(t, conn, "SET "+setting+" = off")
 			}
-			if len(off) > 3 { // once: it compiles every statement of the test, which takes 20 ms
+			if len(off) > 3 { // only once, because JIT takes 20 ms for each statement of the test
 				pgtest.Exec(t, conn, "SET jit_above_cost = 0")
 			}
 			scanned, read := scansOfAGrownTable(t, conn, false, "auto", 5)
@@ -62,12 +62,12 @@ func TestPlansDependOnNoSettings(t *testing.T) {
 	}
 }
 
-// The same test sees what happens without the setting that the functions have against it.
+// Without the functions' own setting, the same check finds scans of the table.
 func TestPlansWithoutTheirSettingScanTheTable(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
 	scanned := int64(0)
-	// On a busy server a session may be told to plan anew, and then it does so for the grown table.
+	// On a busy server, a session may have to plan again, and then it plans for the large table.
 	for attempt := 0; scanned == 0 && attempt < 10; attempt++ {
 		conn := pgtest.Connect(t, pgtest.New(t))
 		for _, function := range algorithm.Functions() {
@@ -81,8 +81,8 @@ func TestPlansWithoutTheirSettingScanTheTable(t *testing.T) {
 	require.NotZero(t, scanned)
 }
 
-// scansOfAGrownTable returns how often the table was scanned, and how many rows were read through its index, by so many
-// batches of each algorithm on a session that had planned them before the table grew.
+// scansOfAGrownTable runs batches of each algorithm in a session that has planned its statements before the table grew.
+// It returns how often the table was scanned, and how many rows were read through its index.
 func scansOfAGrownTable(t *testing.T, conn *pgx.Conn, durable bool, mode string, batches int) (scanned, read int64) {
 	t.Helper()
 	limiters := map[int]*ratelimit.Limiter{}

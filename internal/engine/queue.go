@@ -8,9 +8,9 @@ import (
 	"time"
 )
 
-// Queue holds the requests that wait for the next statement. Limiters take turns, and so do the groups of one limiter.
-// Each turn is one statement. With 64 callers of different keys, sharing statements makes 5.6 times as many decisions
-// as a statement for each call.
+// Queue holds the requests that wait for the next statement. Limiters take turns, and the groups of a limiter take
+// turns too. Each turn is one statement. With 64 callers of different keys, shared statements make 5.6 times as many
+// decisions as a statement for each call.
 type Queue struct {
 	Batcher     *Batcher
 	Lane        *heldLane
@@ -18,52 +18,54 @@ type Queue struct {
 	MaxBatch    int
 
 	Mu        sync.Mutex
-	Turns     []*limiterGroups          // limiters with groups, in the order of their turns
-	ByLimiter map[*Space]*limiterGroups // the limiters of Turns
-	Waiting   int                       // requests in all groups
+	Turns     []*limiterGroups          // the limiters with waiting requests, in the order of their turns
+	ByLimiter map[*Space]*limiterGroups // the same limiters as in Turns
+	Waiting   int                       // the number of waiting requests in all groups
 	InFlight  int
-	perKey    int           // requests for each key in the last large statement
-	lonely    int           // how many calls in a row met no others
-	leftAt    time.Duration // when the last statement left, since Batcher.Begin
-	late      bool          // a timer is set for leaveLate
+	perKey    int           // requests per key in the last large statement
+	lonely    int           // how many calls in a row found no other call in the queue
+	leftAt    time.Duration // when the last statement was sent, since Batcher.Begin
+	late      bool          // a timer for leaveLate is set
 	fastest   time.Duration // see noteDuration
 	flights   [kindCount]flights
 }
 
-// flights describes the statements of one kind.
+// flights describes the statements of one kind that are under way.
 type flights struct {
-	began time.Duration // when the first statement in flight left, since Batcher.Begin
+	began time.Duration // when the first statement in flight was sent, since Batcher.Begin
 	n     int16         // how many statements are in flight
-	seen  bool          // whether there ever were any
-	slow  bool          // the last one took unusually long, or the first in flight does so now
-	// prompt tells that the last one took no longer than TooLong.
+	seen  bool          // whether there has ever been a statement of this kind
+	slow  bool          // the last statement, or the first one in flight, is unusually slow
+	// prompt is true if the last statement took at most TooLong.
 	prompt bool
 }
 
-// These decide when a second statement leaves beside the one under way. Two cost the server nearly twice as much as one
-// for all, which matters where many processes share it. So a second one leaves only in two cases: at least Enough
-// callers wait for as many keys; or the first one takes longer than TooLong, so that something seems wrong with it. For
-// few keys, a second one would wait for the rows of the first one. Holding it back gains 30 % with 64 callers of one
-// key.
+// Enough and TooLong decide when a second statement is sent while the first one is under way. Two statements cost the
+// server nearly twice as much as one statement for all requests. So a second statement is sent only if Enough requests
+// for different keys are waiting, or if the first statement takes longer than TooLong. With few keys, the second
+// statement would wait for rows that the first one has locked. With 64 callers of one key, one statement at a time
+// makes 30 % more decisions.
 const (
 	Enough  = 24
 	TooLong = 10 * time.Millisecond
 )
 
-// Small groups of several limiters leave together, in a statement of rate_limit_all, if there are enough of them. It
-// costs the server about 450 µs plus 28 µs per key. A statement for each group costs 150 µs plus 22 µs per key. With 20
-// limiters of 1 or 3 callers each, mixing makes 4 or 2.3 times as many decisions.
+// If there are WorthMixing small groups, one statement of rate_limit_all decides all of them. This statement costs the
+// server about 450 µs plus 28 µs per key. A statement for a single group costs 150 µs plus 22 µs per key. With 20
+// limiters and 1 caller for each limiter, mixed statements make 4 times as many decisions. With 3 callers for each
+// limiter, they make 2.3 times as many.
 const (
-	SmallGroup  = 8 // requests
-	WorthMixing = 6 // small groups
+	SmallGroup  = 8 // the largest number of requests in a small group
+	WorthMixing = 6 // how many small groups are enough for a mixed statement
 )
 
-// Grace is how long the statements of a lone caller go on after it has left. Then the one under way is interrupted,
-// which costs the connection. A held row was found out by then, and the request is in the lane. Callers send their own
-// statements only while these take at most TooLong, so a database that hangs costs only one connection.
+// Grace is how long a lone caller's statement may go on after its context has ended. After Grace, the statement is
+// interrupted, and pgx closes the connection. If only a locked row delays the request, it is in the lane before that. A
+// caller sends its own statement only if the last statement took at most TooLong. So if the database hangs, only one
+// connection is lost.
 const Grace = 50 * time.Millisecond
 
-// AloneAfter is how many lone calls in a row it takes until callers send their statements themselves.
+// AloneAfter is the number of lone calls in a row after which callers send their statements themselves.
 const AloneAfter = 4
 
 func newQueue(b *Batcher, maxInFlight, maxBatch int) *Queue {
@@ -72,8 +74,8 @@ func newQueue(b *Batcher, maxInFlight, maxBatch int) *Queue {
 	return q
 }
 
-// Submit sends a request. It returns when the request is decided, or when ctx ends. After an error of ctx, the caller
-// must not touch the request again.
+// Submit sends a request, and waits until the request is decided or ctx ends. If ctx has ended, the caller must not
+// touch the request again.
 func (q *Queue) Submit(ctx context.Context, r *Request) error {
 	b := q.Batcher
 	var pass bool
@@ -99,23 +101,24 @@ func (q *Queue) Submit(ctx context.Context, r *Request) error {
 	return q.wait(ctx, r)
 }
 
-// IsAlone tells whether the caller of a request that has just come should send it. A hand-over to another goroutine
-// would cost a lone call 8 to 11 % of its time, and 20 % of the CPU time in this process. A caller that leaves must
-// then wait for its statement, up to Grace. Where even a few call at once, they better leave together. Callers who take
-// from leases send few statements because they are busy, so they leave together too: when they sent their own, 16
-// processes of 2 callers made a third as many decisions. The caller holds q.Mu.
+// IsAlone returns whether the caller of a new request should send the request itself. Passing the request to another
+// goroutine would cost a lone call 8 to 11 % of its time, and 20 % of its CPU time in this process. But a caller that
+// sends its own statement must wait up to Grace after its context ends. As soon as several calls come at once, a shared
+// statement is faster. Callers with leases always share statements: when they sent their own, 16 processes of 2 callers
+// made only a third as many decisions. The caller of IsAlone holds q.Mu.
 func (q *Queue) IsAlone(r *Request) bool {
 	return q.InFlight == 0 && q.Waiting == 1 && q.lonely >= AloneAfter && q.flights[r.kind()].prompt &&
 		!r.Probe && r.Space.Lease == nil
 }
 
-// goAlone sends the only request that waits, in its caller's goroutine. The caller holds q.Mu, and goAlone releases it.
+// goAlone sends the only waiting request, in the goroutine of the request's caller. The caller holds q.Mu, and goAlone
+// releases q.Mu.
 func (q *Queue) goAlone(ctx context.Context) {
 	q.InFlight++
 	d := q.Board()
 	d.caller = ctx
 	q.Mu.Unlock()
-	defer func() { // even if a tracer or an observer of the application has panicked
+	defer func() { // deferred, because a tracer or an observer of the application may panic
 		q.Mu.Lock()
 		defer q.Mu.Unlock()
 		if q.Waiting > 0 {
@@ -127,13 +130,13 @@ func (q *Queue) goAlone(ctx context.Context) {
 	q.reroute(q.fly(d))
 }
 
-// submitAll puts requests that give back into the queue, and does not wait for them. While the breaker is open, it
-// turns them away.
+// submitAll puts requests that give units back into the queue, and does not wait for their decisions. If the breaker is
+// open, the requests end with ErrNotTried.
 func (q *Queue) submitAll(requests []*Request) {
 	if len(requests) == 0 {
 		return
 	}
-	now, kind := time.Now(), requests[0].kind() // read now, because requests that have ended are used again
+	now, kind := time.Now(), requests[0].kind() // read now, because a finished request is reused
 	q.Mu.Lock()
 	for _, r := range requests {
 		var pass bool
@@ -147,10 +150,10 @@ func (q *Queue) submitAll(requests []*Request) {
 	q.leaveSoon(kind)
 }
 
-// wait returns when a request is decided, or when ctx ends.
+// wait waits until a request is decided or ctx ends.
 func (q *Queue) wait(ctx context.Context, r *Request) error {
 	select {
-	case <-r.Done: // even if ctx has ended meanwhile
+	case <-r.Done: // the decision counts, even if ctx has ended too
 		return r.Err
 	default:
 	}
@@ -162,8 +165,8 @@ func (q *Queue) wait(ctx context.Context, r *Request) error {
 	}
 }
 
-// takeTurn sends a request on the only connection, once its turn has come. It gives up if the breaker has opened
-// meanwhile.
+// takeTurn waits for the caller's turn on a single connection, and then sends the request. It returns ErrNotTried if
+// the breaker has opened during the wait.
 func (q *Queue) takeTurn(ctx context.Context, r *Request) error {
 	b := q.Batcher
 	if err := b.database.Turn.Take(ctx); err != nil {
@@ -178,14 +181,14 @@ func (q *Queue) takeTurn(ctx context.Context, r *Request) error {
 	return err
 }
 
-// Push puts a request into its group. The caller holds q.Mu.
+// Push adds a request to its group. The caller holds q.Mu.
 func (q *Queue) Push(r *Request) {
 	l := q.groupOf(r)
 	l.requests = append(l.requests, r)
 	q.Waiting++
 }
 
-// PushBack puts requests that have lost a race before those that came later.
+// PushBack puts requests that have lost a race at the beginning of their groups.
 func (q *Queue) PushBack(requests []*Request) {
 	if len(requests) == 0 {
 		return
@@ -199,8 +202,8 @@ func (q *Queue) PushBack(requests []*Request) {
 	q.leaveSoon(requests[0].kind())
 }
 
-// leaveSoon sends a statement for requests of a kind that have just come, now or after a while. The caller holds q.Mu,
-// and leaveSoon releases it.
+// leaveSoon sends a statement for new requests of a kind, now or after TooLong. The caller holds q.Mu, and leaveSoon
+// releases q.Mu.
 func (q *Queue) leaveSoon(k kind) {
 	leave := q.MayLeave(k)
 	if leave {
@@ -215,7 +218,7 @@ func (q *Queue) leaveSoon(k kind) {
 	}
 }
 
-// groupOf returns the group of a request, and makes it if it is missing. The caller holds q.Mu.
+// groupOf returns the group of a request, and makes a new group if there is none. The caller holds q.Mu.
 func (q *Queue) groupOf(r *Request) *group {
 	s, looks, kind := q.groupsOf(r.Space), r.Looks(), r.kind()
 	for i := range s.groups {
@@ -227,7 +230,7 @@ func (q *Queue) groupOf(r *Request) *group {
 	return &s.groups[len(s.groups)-1]
 }
 
-// groupsOf returns the groups of a limiter. A limiter without groups gets a turn. The caller holds q.Mu.
+// groupsOf returns the groups of a limiter. A limiter without groups is added to q.Turns. The caller holds q.Mu.
 func (q *Queue) groupsOf(space *Space) *limiterGroups {
 	s := q.ByLimiter[space]
 	if s != nil {
@@ -242,16 +245,17 @@ func (q *Queue) groupsOf(space *Space) *limiterGroups {
 	return s
 }
 
-// MayLeave tells whether a statement may leave for a request of a kind that has just come. The caller holds q.Mu.
+// MayLeave returns whether a statement may be sent now for a new request of a kind. The caller holds q.Mu.
 func (q *Queue) MayLeave(k kind) bool {
 	many := min(Enough*max(q.perKey, 1), q.MaxBatch)
 	return q.InFlight == 0 || q.InFlight < q.MaxInFlight && q.hasPlace(k) &&
 		(q.Waiting >= many || q.flights[k].n == 0 && q.allSlow())
 }
 
-// hasPlace tells whether another statement of a kind may leave if any may. A slow kind leaves a place to the others,
-// which would otherwise wait for its statements, up to a Timeout each. While somebody had locked the durable table,
-// ephemeral limits decided 1,000 times a second, and not at all without this. The caller holds q.Mu.
+// hasPlace returns whether another statement of a kind may be sent, as far as other kinds are concerned. If a kind is
+// slow, it may not use the last place of MaxInFlight, so that requests of other kinds need not wait for slow
+// statements. While the durable table was locked, ephemeral limits made 1,000 decisions per second with this rule, and
+// none without it. The caller holds q.Mu.
 func (q *Queue) hasPlace(k kind) bool {
 	f := q.flights[k]
 	if f.n == 0 || !f.slow || int(f.n) < q.MaxInFlight-1 {
@@ -262,11 +266,11 @@ func (q *Queue) hasPlace(k kind) bool {
 			return false
 		}
 	}
-	return true // no other kinds are in use
+	return true // no requests of other kinds have ever come
 }
 
-// allSlow tells whether all statements in flight are of slow kinds. One that is about to leave, or has just come back,
-// is not slow: it will take the waiting requests along. The caller holds q.Mu.
+// allSlow returns whether all statements in flight are of slow kinds. A statement that is just being prepared does not
+// count as slow, because it will take the waiting requests along. The caller holds q.Mu.
 func (q *Queue) allSlow() bool {
 	slow := 0
 	for _, f := range q.flights {
@@ -288,7 +292,7 @@ func (q *Queue) Departs(k kind) {
 	f.seen = true
 }
 
-// Lands records that a statement has come back, and how long it took. The caller holds q.Mu.
+// Lands records that a statement has ended, and how long it took. The caller holds q.Mu.
 func (q *Queue) Lands(k kind, took time.Duration) {
 	f := &q.flights[k]
 	f.n--
@@ -299,21 +303,21 @@ func (q *Queue) Lands(k kind, took time.Duration) {
 	q.noteDuration(took)
 }
 
-// isSlow tells whether a statement has taken unusually long, compared with the fastest ones of this database. The
-// caller holds q.Mu.
+// isSlow returns whether a statement has taken longer than TooLong, and longer than four times the fastest statements.
+// The caller holds q.Mu.
 func (q *Queue) isSlow(took time.Duration) bool { return took > TooLong && took > 4*q.fastest }
 
-// noteDuration keeps track of how long the fastest statements take. The caller holds q.Mu.
+// noteDuration updates q.fastest, the duration of the fastest statements. The caller holds q.Mu.
 func (q *Queue) noteDuration(d time.Duration) {
 	if q.fastest == 0 || d < q.fastest {
 		q.fastest = d
 	} else {
-		q.fastest += (d - q.fastest) / 4096 // it forgets slowly
+		q.fastest += (d - q.fastest) / 4096 // adapts slowly if all statements become slower
 	}
 }
 
-// leaveLate sends the waiting requests although a statement is still under way. All share one timer, because Go wakes a
-// thread for each timer that is set.
+// leaveLate sends the waiting requests although another statement is still under way. All waiting requests share one
+// timer, because Go wakes a thread for each new timer.
 func (q *Queue) leaveLate() {
 	q.Mu.Lock()
 	defer q.Mu.Unlock()
@@ -338,8 +342,8 @@ func (q *Queue) leaveLate() {
 	}
 }
 
-// run sends one statement after the other until nobody waits. It runs in one goroutine for each statement in flight,
-// and in none at rest.
+// run sends one statement after the other until no request waits. Each statement in flight has a goroutine in run. An
+// idle queue has none.
 func (q *Queue) run() {
 	for {
 		q.Mu.Lock()
@@ -351,28 +355,29 @@ func (q *Queue) run() {
 		}
 		q.Mu.Unlock()
 		q.reroute(q.fly(d))
-		// Callers who were just told often ask again at once. This lets them join the next statement, which makes 14 %
-		// more decisions with 64 callers.
+		// Callers often ask again as soon as they have an answer. Gosched lets them join the next statement. With 64 callers,
+		// that makes 14 % more decisions.
 		runtime.Gosched()
 	}
 }
 
-// Board takes the requests that leave next from their groups. It returns nil if there are none. The caller holds q.Mu.
+// Board takes the requests for the next statement from their groups. It returns nil if no request waits. The caller
+// holds q.Mu.
 func (q *Queue) Board() *Departure {
 	requests := q.NextBatch(nil)
 	if len(requests) == 0 {
 		return nil
 	}
 	if len(requests) > 1 {
-		q.lonely = -1 // which Lands makes 0
+		q.lonely = -1 // Lands increments it to 0
 	}
 	q.Departs(requests[0].kind())
 	return &Departure{Requests: requests, queued: q.Waiting}
 }
 
-// fly sends a departure, and returns the undecided requests, as Batcher.Send does.
+// fly sends a departure. It returns the undecided requests (see Batcher.Send).
 func (q *Queue) fly(d *Departure) (held, lost []*Request) {
-	k, n, left := d.Requests[0].kind(), len(d.Requests), time.Now() // read now, see submitAll
+	k, n, left := d.Requests[0].kind(), len(d.Requests), time.Now() // read now, because a finished request is reused
 	defer func() {
 		q.Mu.Lock()
 		if n >= Enough && d.leaders > 0 { // smaller batches tell little
@@ -398,7 +403,7 @@ func (q *Queue) rest() {
 	}
 }
 
-// NextBatch moves the requests that leave next from their groups to batch. They are the group whose turn it is, or many
+// NextBatch moves the requests for the next statement from their groups to batch. It takes one large group, or many
 // small groups. The caller holds q.Mu.
 func (q *Queue) NextBatch(batch []*Request) []*Request {
 	turn, i, found := q.nextGroup()
@@ -418,7 +423,7 @@ func (q *Queue) NextBatch(batch []*Request) []*Request {
 		return batch
 	}
 	served := make(map[*limiterGroups]bool, len(q.Turns))
-	for before := -1; len(batch) > before; { // each round takes one group of each limiter
+	for before := -1; len(batch) > before; { // each round takes one small group of each limiter
 		before = len(batch)
 		for _, s := range q.Turns {
 			if i := s.smallGroup(&lead); i >= 0 && len(batch)+len(s.groups[i].requests) <= q.MaxBatch {
@@ -431,8 +436,8 @@ func (q *Queue) NextBatch(batch []*Request) []*Request {
 	return batch
 }
 
-// nextGroup finds the group whose turn it is, the i-th group of q.Turns[turn]. Kinds without a place miss their turn.
-// The caller holds q.Mu.
+// nextGroup returns the group whose turn it is, as its index i in the groups of q.Turns[turn]. It skips groups of a
+// kind for which hasPlace is false. The caller holds q.Mu.
 func (q *Queue) nextGroup() (turn, i int, found bool) {
 	for turn, s := range q.Turns {
 		for i := range s.groups {
@@ -444,7 +449,7 @@ func (q *Queue) nextGroup() (turn, i int, found bool) {
 	return 0, 0, false
 }
 
-// smallGroups counts the small groups that may leave with lead. The caller holds q.Mu.
+// smallGroups counts the small groups that fit into one statement with lead. The caller holds q.Mu.
 func (q *Queue) smallGroups(lead *group) (n int) {
 	for _, s := range q.Turns {
 		for i := range s.groups {
@@ -456,19 +461,20 @@ func (q *Queue) smallGroups(lead *group) (n int) {
 	return n
 }
 
-// smallGroup returns the index of a limiter's first small group that may leave with lead, or -1.
+// smallGroup returns the index of a limiter's first small group that fits into one statement with lead. It returns -1
+// if there is none.
 func (s *limiterGroups) smallGroup(lead *group) int {
 	return slices.IndexFunc(s.groups, func(l group) bool { return l.leavesWith(lead) })
 }
 
-// leavesWith tells whether one statement can decide a group together with lead. Requests that look take no locks, so
-// they leave apart.
+// leavesWith returns whether one statement can decide a group together with lead. Requests that only look need no
+// locks, so they are sent in separate statements.
 func (l *group) leavesWith(lead *group) bool {
 	return len(l.requests) <= SmallGroup && l.looks == lead.looks && l.kind == lead.kind
 }
 
-// depart moves up to MaxBatch requests of a limiter's i-th group to batch. If any are left, the group goes behind the
-// limiter's others. The caller holds q.Mu.
+// depart moves up to MaxBatch requests from a limiter's i-th group to batch. If the group is not empty then, it becomes
+// the limiter's last group. The caller holds q.Mu.
 func (q *Queue) depart(batch []*Request, s *limiterGroups, i int) []*Request {
 	g := s.groups[i]
 	n := min(len(g.requests), q.MaxBatch)
@@ -482,8 +488,8 @@ func (q *Queue) depart(batch []*Request, s *limiterGroups, i int) []*Request {
 	return batch
 }
 
-// rotate puts the limiters that were served behind the others, and removes those without groups. The others keep their
-// order. The caller holds q.Mu.
+// rotate moves the limiters in served to the end of q.Turns, and removes limiters without groups. The order of all
+// other limiters stays the same. The caller holds q.Mu.
 func (q *Queue) rotate(served map[*limiterGroups]bool) {
 	var again []*limiterGroups
 	stay := 0

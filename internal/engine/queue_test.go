@@ -22,7 +22,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// fastPolicies have uneven numbers, so that a result shows which decision it was.
+// fastPolicies returns policies with odd numbers, so that each decision has different results.
 func fastPolicies() map[string]ratelimit.Policy {
 	return map[string]ratelimit.Policy{
 		"fixed window":   ratelimit.FixedWindow{Limit: 100, Window: 7 * time.Second},
@@ -115,8 +115,7 @@ func TestCallsOfOneBatchAreDecidedInOrderOfArrival(t *testing.T) {
 			)
 			r := rand.New(rand.NewPCG(seed, 0))
 			for round := range 100 {
-				// A few keys whose calls are shuffled together. Costs come in runs, most of which fit, and some
-				// that never will.
+				// The calls of a few keys are mixed. Several calls in a row have the same cost. Most costs fit, and some never fit.
 				costs := make([][]int64, 1+r.IntN(4))
 				calls := make([][]*engine.Request, len(costs))
 				states := make([]model.State, len(costs))
@@ -178,7 +177,7 @@ func TestBoardTakesCallsInOrder(t *testing.T) {
 	for key, cost := range []int64{1, 1, 1, 1, 0, 0, 2, 0, 1, 1, 1} {
 		limitertest.Engine(limiter).Queues.First().Push(requestsFor(limiter, fmt.Sprint(key), cost)[0])
 	}
-	// Those that look and those that take leave apart, by turns, and no more than MaxBatch at once.
+	// Looks and takes are sent in separate statements, by turns. No statement has more than MaxBatch requests.
 	for _, want := range []string{"0 1 2", "4 5 7", "3 6 8", "9 10", ""} {
 		var keys []string
 		for _, c := range limitertest.Engine(limiter).Queues.First().NextBatch(nil) {
@@ -189,7 +188,7 @@ func TestBoardTakesCallsInOrder(t *testing.T) {
 	require.Zero(t, limitertest.Engine(limiter).Queues.First().Waiting)
 }
 
-// A limit that everybody shares does not keep sets from leaving together.
+// Sets of AllowAll that share a limit can still share a statement.
 func TestSetsAreCoalesced(t *testing.T) {
 	t.Parallel()
 
@@ -197,7 +196,7 @@ func TestSetsAreCoalesced(t *testing.T) {
 	db := pgtest.New(t)
 	pool, counted := limitertest.TracedPool(t, db)
 	client := limitertest.NewClient(t, pool, ratelimit.ClientConfig{MaxInFlight: 1})
-	if pgtest.Shards() > 0 { // a proxy's first error would tell the client at some time during the test
+	if pgtest.Shards() > 0 { // the client would learn of the shards during the test
 		require.True(t, limitertest.EngineOf(client).Queues.Learn(pgtest.Shards()))
 	}
 	a := limitertest.Of(t, client, ratelimit.Config{Name: "address", Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year}})
@@ -230,7 +229,7 @@ func TestSetsAreCoalesced(t *testing.T) {
 		require.True(t, results.Allowed)
 	}
 	require.EqualValues(t, calls, limitertest.Taken(t, db.Pool, c.Config(), "all"))
-	require.Less(t, counted.Count(), calls) // 4, unless the machine takes so long that some are asked again
+	require.Less(t, counted.Count(), calls) // usually 4, and more on a slow machine
 }
 
 func TestBoardTakesCallsOfOnePolicy(t *testing.T) {

@@ -9,27 +9,27 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Claim is the units of a receipt that one decision may give back. The zero Claim has none. Copies share the receipt,
-// and so what was given back of it.
+// Claim is the units of a receipt that belong to one decision. The zero Claim has no units. Copies of a Claim share the
+// receipt, so a unit can be given back only once.
 type Claim struct {
 	Receipt *Receipt
-	// The units within the receipt of a lease. If units is 0, the claim is to the whole receipt.
+	// first and units select units of a lease's receipt. If units is 0, the claim has the whole receipt.
 	first, units int64
 }
 
-// Receipt says what was taken, so that it can be given back.
+// Receipt describes taken units, so that a refund can give them back.
 type Receipt struct {
 	Space  *Space
 	Policy *model.Policy
 	Key    string
-	left   atomic.Int64  // how many units are left to give back; these are the first ones
+	left   atomic.Int64  // how many units are not given back; the first units remain longest
 	Parts  []model.Take  // a take for each row
-	one    [1]model.Take // memory for Parts, if there is one
-	Back   *GivenBack    // of a lease, and of receipts for units spent from it; else nil
-	first  int64         // of units spent from a lease: the first of them there; left does not change then
+	one    [1]model.Take // memory for a single element of Parts
+	Back   *GivenBack    // for receipts of leases and of units spent from leases; otherwise nil
+	first  int64         // the position of the first unit within the lease; then left stays the same
 }
 
-// Own returns a receipt of this decision alone, or nil if nothing was taken.
+// Own returns a receipt for the units of this claim alone. It returns nil if nothing was taken.
 func (t Claim) Own() *Receipt {
 	if t.units == 0 {
 		return t.Receipt
@@ -39,18 +39,18 @@ func (t Claim) Own() *Receipt {
 	return spent
 }
 
-// Portion returns one caller's claim, if units were taken for several callers together: the units from from to before
-// to.
+// Portion returns a claim to the units in the range [from, to). It divides units that were taken for several callers
+// together.
 func (t Claim) Portion(from, to int64) Claim { return Claim{Receipt: t.Own().portion(from, to)} }
 
-// ClaimOf returns the claim of a receipt that comes from another process.
+// ClaimOf returns the claim to a receipt that comes from another process.
 func ClaimOf(space *Space, policy *model.Policy, key string, units int64, parts []model.Take) Claim {
 	r := NewReceipt(space, policy, key, units)
 	copy(r.Parts, parts)
 	return Claim{Receipt: r}
 }
 
-// NewReceipt returns a receipt of units. Its Parts are still to be set.
+// NewReceipt returns a receipt for a number of units. The caller still has to set Parts.
 func NewReceipt(space *Space, policy *model.Policy, key string, units int64) *Receipt {
 	r := &Receipt{Space: space, Policy: policy, Key: key}
 	r.left.Store(units)
@@ -60,7 +60,7 @@ func NewReceipt(space *Space, policy *model.Policy, key string, units int64) *Re
 	return r
 }
 
-// Left returns how many units are left to give back.
+// Left returns how many units are not given back yet.
 func (r *Receipt) Left() int64 {
 	if r == nil {
 		return 0
@@ -71,7 +71,8 @@ func (r *Receipt) Left() int64 {
 	return r.left.Load()
 }
 
-// Swap changes how many units are left to give back, if there are still as many as was. It tells whether it did.
+// Swap sets the number of units that are not given back to left, if this number is still was. It returns whether it has
+// set the number.
 func (r *Receipt) Swap(was, left int64) bool {
 	if r.Back != nil {
 		return r.Back.Swap(r.first, r.left.Load(), was, left)
@@ -79,7 +80,7 @@ func (r *Receipt) Swap(was, left int64) bool {
 	return r.left.CompareAndSwap(was, left)
 }
 
-// Between returns the takes of the units from from to before to.
+// Between returns the takes of the units in the range [from, to), one for each row.
 func (r *Receipt) Between(from, to int64) []model.Take {
 	parts := make([]model.Take, len(r.Parts))
 	for i, m := range r.Policy.Rules {
@@ -88,7 +89,7 @@ func (r *Receipt) Between(from, to int64) []model.Take {
 	return parts
 }
 
-// portion returns a receipt of the units from from to before to, as if they had been taken alone.
+// portion returns a receipt for the units in the range [from, to). The result is as if only these units had been taken.
 func (r *Receipt) portion(from, to int64) *Receipt {
 	if r == nil || from == to {
 		return nil
@@ -98,25 +99,25 @@ func (r *Receipt) portion(from, to int64) *Receipt {
 	return s
 }
 
-// GivenBack is the units of a lease that were given back after they had been spent, so that nobody gives one back
-// twice. Adjacent units are one range. So it takes 16 bytes for each gap, and little if all is given back.
+// GivenBack records which spent units of a lease were given back, so that no unit is given back twice. Adjacent units
+// are one range. A range takes 16 bytes, so GivenBack is small if all units are given back.
 type GivenBack struct {
 	mu     sync.Mutex
 	Ranges []unitRange // ascending, with gaps between them
 }
 
-// unitRange is the units from From to before To.
+// unitRange is the units in the range [From, To).
 type unitRange struct{ From, To int64 }
 
-// Leftover returns how many of so many units, from first on, are left to give back. The last of them are given back
-// first.
+// Leftover returns how many of the units in the range [first, first+units) are not given back. A refund always gives
+// back the last units first.
 func (g *GivenBack) Leftover(first, units int64) int64 {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.left(first, units)
 }
 
-// left is Leftover. The caller holds g.mu.
+// left returns the same as Leftover. The caller holds g.mu.
 func (g *GivenBack) left(first, units int64) int64 {
 	if i := g.find(first + units); i < len(g.Ranges) && g.Ranges[i].From < first+units {
 		return max(g.Ranges[i].From-first, 0)
@@ -124,7 +125,7 @@ func (g *GivenBack) left(first, units int64) int64 {
 	return units
 }
 
-// find returns the index of the first range that ends at a unit or later. The caller holds g.mu.
+// find returns the index of the first range whose end is at unit or later. The caller holds g.mu.
 func (g *GivenBack) find(unit int64) int {
 	i, _ := slices.BinarySearchFunc(g.Ranges, unit, func(r unitRange, unit int64) int {
 		return cmp.Compare(r.To, unit)
@@ -132,8 +133,8 @@ func (g *GivenBack) find(unit int64) int {
 	return i
 }
 
-// Swap changes how many of the units from first on are left, if there are still as many as was. It tells whether it
-// did.
+// Swap sets the number of units that are not given back to left, if this number is still was. The units are the range
+// [first, first+units). Swap returns whether it has set the number.
 func (g *GivenBack) Swap(first, units, was, left int64) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -142,7 +143,7 @@ func (g *GivenBack) Swap(first, units, was, left int64) bool {
 	}
 	from, to := first+min(was, left), first+max(was, left)
 	i := g.find(from)
-	if left > was { // the refund has failed, so these units leave their range
+	if left > was { // a refund has failed, so its units are not given back
 		r := g.Ranges[i]
 		rests := []unitRange{{r.From, from}, {to, r.To}}
 		rests = slices.DeleteFunc(rests, func(r unitRange) bool { return r.From == r.To })

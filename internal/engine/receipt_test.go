@@ -12,7 +12,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// Those who are decided together, wait together or ask several limits can each give back what is theirs.
+// Callers whose requests were merged, callers of Wait and callers of AllowAll can each give back their own units.
 func TestEachGivesBackItsOwn(t *testing.T) {
 	t.Parallel()
 	limitertest.EachSlowPolicyAllAndTable(t, 12, func(t *testing.T, config ratelimit.Config) {

@@ -8,74 +8,74 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Space is the keys of one name in one table. All who ask for these keys share one Space, because remembered denials
-// and leases refer to it.
+// Space is the keys of one name in one table. All limiters with this name and table share one Space, because remembered
+// denials and leases refer to it.
 type Space struct {
 	Engine        *Engine
 	Name          string // the name of the limiter
 	Durable       bool
-	Flush         bool // a commit waits until the WAL is flushed
-	Remember      bool // denials are remembered
-	ReturnsErrors bool // then the breaker turns no request away
+	Flush         bool // commits wait until the WAL is flushed
+	Remember      bool // the process remembers denials
+	ReturnsErrors bool // true if the breaker must turn no request away
 	Lease         *LeaseTerms
-	Given         func(key string) // called after a key was reset, or given something; may be nil
+	Given         func(key string) // called after a reset, refund or grant of a key; may be nil
 }
 
-// tell calls Given, if it is set.
+// tell calls s.Given for a key, if s.Given is set.
 func (s *Space) tell(key string) {
 	if s.Given != nil {
 		s.Given(key)
 	}
 }
 
-// Request is an ask on its way. It belongs to its caller until it is submitted, and again once it is decided. A caller
-// who leaves earlier must not touch it again.
+// Request is an ask that goes to the database. Until it is submitted, and after it is decided, only its caller may use
+// it. If the caller gives up before the decision, the caller must not touch the request again.
 type Request struct {
-	Space  *Space        // its limiter, or the space that stands for all sets; they take turns
+	Space  *Space        // the limiter's space, or Engine.sets for a set; used for turns
 	Policy *model.Policy // the policy of all parts; nil for a set
 	Parts  []Part
-	Single [1]Part // memory for Parts, for the usual request
+	Single [1]Part // memory for Parts with a single element
 	Since  time.Time
-	Probe  bool          // it may ask the database although the breaker is open
-	Done   chan struct{} // gets one value once the parts' decisions or Err are set
+	Probe  bool          // the request may ask the database although the breaker is open
+	Done   chan struct{} // receives a value after the decisions or Err are set
 	Err    error
 	Shadow *Shadow // may be nil
-	Ahead  int64   // how many of Count are taken ahead for a lease
-	// ofLease tells that it gives back what is left of a lease.
+	Ahead  int64   // how many requests of Count are for a lease
+	// ofLease is true if the request gives unused units of a lease back.
 	ofLease bool
 
-	// Merged requests are a list. Its first request, the leader, is asked for all.
-	Count int64    // how many requests the leader stands for, itself included
+	// Merged requests are a list. The database is asked about the first request, the leader.
+	Count int64    // the number of requests in a leader's list, with the leader
 	next  *Request // the next in the list
 	last  *Request // the last in the list
 	place int64    // the place in the list, from 1
 }
 
-// Part is one row that a request asks for, with its decision.
+// Part is one row that a request asks for, and the decision about this row.
 type Part struct {
 	Space    *Space
 	Rules    model.Rules
-	Name     string // the name of the row: of the space, or with a suffix such as api/2 for a further policy of All
+	Name     string // Space.Name; rows of further policies of an All have a suffix, as in api/2
 	Key      string
-	Cost     int64 // 0 looks; below 0 gives back Refund, or grants if Refund is nil
+	Cost     int64 // 0 looks; below 0 gives Refund back, or grants units without Refund
 	Refund   *model.Take
 	Decision model.Decision
 }
 
-// The values of Decision.Granted in a part that is not decided.
+// Decision.Granted has one of these values if a part is not decided.
 const (
-	PassedOver = -3 // the statement did not get to it
-	Locked     = -2 // a transaction has locked its row; Remaining says which one, or 0 if the row is being inserted
-	Undecided  = -1 // another part of the request is locked
+	PassedOver = -3 // the statement has not reached this part
+	Locked     = -2 // the transaction in Remaining has locked the row; 0 if the row is being inserted
+	Undecided  = -1 // the row of another part is locked
 )
 
-// sparedParts bounds how many parts a request may have whose memory is used again.
+// sparedParts is how many parts a request can have if a later request shall reuse its memory.
 const sparedParts = 16
 
-// requestPool keeps requests to be used again. This gains 16 to 25 % on one hot key.
+// requestPool keeps requests for reuse. With one busy key, reuse makes 16 to 25 % more decisions.
 type requestPool struct{ pool sync.Pool }
 
-// Get returns a request without parts. Its space and policy say with which others it may leave.
+// Get returns a request without parts. space and policy determine the request's group in the queue.
 func (p *requestPool) Get(space *Space, policy *model.Policy) *Request {
 	r, ok := p.pool.Get().(*Request)
 	if !ok {
@@ -88,7 +88,7 @@ func (p *requestPool) Get(space *Space, policy *model.Policy) *Request {
 	return r
 }
 
-// Add adds a part for each row of a key.
+// Add adds a part for each row that the policy has for a key. refunds is nil, or has an element for each row.
 func (r *Request) Add(space *Space, policy *model.Policy, key string, cost int64, refunds []model.Take) {
 	for i, m := range policy.Rules {
 		p := Part{Space: space, Rules: m, Name: algorithm.RowName(space.Name, i), Key: key, Cost: cost}
@@ -99,7 +99,7 @@ func (r *Request) Add(space *Space, policy *model.Policy, key string, cost int64
 	}
 }
 
-// put returns a request to the pool. Only its caller may do that, and only once the request is decided.
+// put returns a request to the pool. Only the request's caller may call put, and only after the decision.
 func (p *requestPool) put(r *Request) {
 	clear(r.Parts)
 	if r.Parts = r.Parts[:0]; cap(r.Parts) > sparedParts {
@@ -110,14 +110,14 @@ func (p *requestPool) put(r *Request) {
 	p.pool.Put(r)
 }
 
-// Looks tells whether the request takes nothing, and so locks no row.
+// Looks returns whether the request has a cost of 0. Such a request locks no row.
 func (r *Request) Looks() bool { return r.Parts[0].Cost == 0 }
 
-// gives tells whether the request gives back or grants.
+// gives returns whether the request gives units back or grants units.
 func (r *Request) gives() bool { return r.Parts[0].Cost < 0 }
 
-// leased returns how many units of a bucket the request moves into a lease or out of one: the units taken ahead, or the
-// units that a lease does not hold any more.
+// leased returns how many units of a token bucket the request leases, or how many leased units the request ends. For
+// other algorithms it returns 0.
 func (r *Request) leased(p *Part) int64 {
 	units := r.Ahead * p.Cost
 	if p.Refund != nil {
@@ -129,7 +129,7 @@ func (r *Request) leased(p *Part) int64 {
 	return units
 }
 
-// asksAnyway tells whether the request may ask the database even while the breaker is open.
+// asksAnyway returns whether the request may ask the database even while the breaker is open.
 func (r *Request) asksAnyway() bool {
 	for i := range r.Parts {
 		if !r.Parts[i].Space.ReturnsErrors {
@@ -139,21 +139,21 @@ func (r *Request) asksAnyway() bool {
 	return true
 }
 
-// joins tells whether a request can be merged with another one of its group.
+// joins returns whether a request can be merged with another request of its group.
 func (r *Request) joins(other *Request) bool {
 	return r.Policy != nil && !r.gives() &&
 		r.Parts[0].Key == other.Parts[0].Key && r.Parts[0].Cost == other.Parts[0].Cost &&
 		r.Shadow.policy().Is(other.Shadow.policy())
 }
 
-// PassedOver tells whether a statement has left the request undecided.
+// PassedOver returns whether a statement has left the request undecided.
 func (r *Request) PassedOver() bool { return r.Parts[0].Decision.Granted < 0 }
 
-// Finish ends a request and those that were merged with it. It tells their callers.
+// Finish ends a request and the requests merged with it. Finish also wakes up their callers.
 func (r *Request) Finish(err error) {
 	place := int64(2)
 	for f := r.next; f != nil; place++ {
-		next := f.next // read now, because the caller uses f again once it is told
+		next := f.next // read now, because the caller may reuse f after f.Done
 		for i := range f.Parts {
 			f.Parts[i].Decision = r.Parts[i].Decision
 		}
@@ -168,15 +168,15 @@ func (r *Request) Finish(err error) {
 	r.Done <- struct{}{}
 }
 
-// limiterGroups are the groups of one limiter in a queue.
+// limiterGroups are the groups of one limiter in the queue.
 type limiterGroups struct {
 	space  *Space
 	groups []group
 }
 
-// group is requests that the function of one algorithm can decide in one statement, first come, first served. They
-// belong to one limiter and have one policy. Either all of them look, or all take. Sets of AllowAll have no policy.
-// Those of one kind are a group, and rate_limit_all decides them.
+// group is a list of waiting requests that one function can decide in one statement, in the order of arrival. The
+// requests of a group belong to one limiter and have one policy. Requests that look and requests that take are in
+// different groups. Requests of AllowAll have no policy, so all such requests of one kind are a group.
 type group struct {
 	policy   *model.Policy
 	looks    bool

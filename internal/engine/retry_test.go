@@ -21,8 +21,8 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// A database call is repeated once if it never left. It is also repeated if the database has undone it and the
-// transaction is the limiter's own.
+// If a statement was never sent, it is repeated once. If the database has undone a statement, it is repeated too,
+// unless it was in a caller's transaction.
 func TestOnlyWhatDidNotCountIsRepeated(t *testing.T) {
 	t.Parallel()
 
@@ -51,7 +51,7 @@ func TestOnlyWhatDidNotCountIsRepeated(t *testing.T) {
 		{[]error{&pgconn.PgError{Code: "57P01", SeverityUnlocalized: "ERROR"}, nil}, 1, ratelimit.ErrUnavailable},
 		{[]error{limitertest.NotSent{}, raced, raced, deadlock, nil}, 5, nil},
 		{[]error{canceled, nil}, 2, nil},
-		{[]error{canceled, canceled, nil}, 3, nil}, // the third one waits for no row
+		{[]error{canceled, canceled, nil}, 3, nil}, // the third statement skips locked rows
 		{[]error{canceled, canceled, canceled, canceled, nil}, 4, ratelimit.ErrTimeout},
 		{[]error{dropped, nil}, 2, nil},
 		{[]error{dropped, dropped, nil}, 2, ratelimit.ErrNotMigrated},
@@ -73,7 +73,7 @@ func TestOnlyWhatDidNotCountIsRepeated(t *testing.T) {
 	}
 }
 
-// failing is a database some of whose queries fail, in turn.
+// failing is a database whose queries fail with errs, one after the other.
 type failing struct {
 	ratelimit.DBTX
 	errs  []error
@@ -88,7 +88,7 @@ func (f *failing) Query(ctx context.Context, sql string, args ...any) (pgx.Rows,
 	return f.DBTX.Query(ctx, sql, args...)
 }
 
-// A call that comes while the schema is dropped and made again says so, or gets a decision.
+// While the schema is dropped and made again, a call returns a decision or ErrNotMigrated.
 func TestMigratingUnderLoad(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -130,9 +130,9 @@ func TestMigratingUnderLoad(t *testing.T) {
 	}
 }
 
-// A statement waits for a row while the functions and types that it runs are dropped and made again. It is
-// decided, or fails with ErrNotMigrated. It is the first one of its connection, because later ones have looked up
-// more of the types.
+// A statement waits for a row while its functions and types are dropped and made again. The statement succeeds, or
+// fails with ErrNotMigrated. It is the first statement of its connection, because later statements have more types in
+// their cache.
 func TestMigratingWhileAStatementWaits(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -180,8 +180,8 @@ func TestMigratingWhileAStatementWaits(t *testing.T) {
 	}
 }
 
-// At REPEATABLE READ and SERIALIZABLE, somebody who holds a row again and again undoes each statement that waits for it.
-// That is no outage.
+// At REPEATABLE READ and SERIALIZABLE, a transaction that changes a row undoes each statement that waits for the row.
+// If this happens again and again, it is not an outage.
 func TestStatementsThatAreAlwaysUndone(t *testing.T) {
 	t.Parallel()
 	for _, callers := range []int{1, 8} {

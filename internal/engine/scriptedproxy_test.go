@@ -14,15 +14,15 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// scriptedProxy is a schema with functions that refuse what a proxy for shards refuses, and raise what a shard that is
-// away would. What they let pass is decided by the functions in public. So no PL/Proxy is needed.
+// scriptedProxy is a schema whose functions return the errors of a proxy for shards and of failing shards. Without an
+// error, they call the functions in the schema public. So tests of shards need no PL/Proxy.
 type scriptedProxy struct {
 	*pgtest.DB
 
 	pool *pgxpool.Pool
 }
 
-// newProxy returns a proxy for so many shards.
+// newProxy returns a proxy for a number of shards.
 func newProxy(t *testing.T, shards int) *scriptedProxy {
 	t.Helper()
 	p := &scriptedProxy{DB: pgtest.New(t)}
@@ -104,26 +104,26 @@ func newProxy(t *testing.T, shards int) *scriptedProxy {
 	return p
 }
 
-// grow has the proxy know of so many shards.
+// grow changes the proxy's number of shards.
 func (p *scriptedProxy) grow(t *testing.T, shards int) {
 	t.Helper()
 	pgtest.Exec(t, p.Pool, "UPDATE proxy.map SET shards = $1", shards)
 }
 
-// fail has a shard raise an error for the names that are like names.
+// fail makes a shard raise an error for limiters whose names match the LIKE pattern names.
 func (p *scriptedProxy) fail(t *testing.T, shard int, code, message, detail, names string) {
 	t.Helper()
 	pgtest.Exec(t, p.Pool, "INSERT INTO proxy.broken VALUES ($1, $2, $3, $4, $5)", shard, code, message, detail, names)
 }
 
-// client returns a client that has learned nothing yet.
+// client returns a client of the proxy. The client does not know the number of shards yet.
 func (p *scriptedProxy) client(t *testing.T, config ratelimit.ClientConfig) *ratelimit.Client {
 	t.Helper()
 	config.Schema = "proxy"
 	return limitertest.NewClient(t, p.pool, config)
 }
 
-// keysOf returns so many keys of a shard.
+// keysOf returns n keys that belong to a shard.
 func keysOf(shard, shards, n int) (keys []string) {
 	for i := 0; len(keys) < n; i++ {
 		if key := fmt.Sprint("user:", i); shardkey.Of(key, shards) == shard {
@@ -133,7 +133,7 @@ func keysOf(shard, shards, n int) (keys []string) {
 	return keys
 }
 
-// learns has a client ask until it knows the shards.
+// learns makes calls until the client knows the number of shards.
 func learns(t *testing.T, c *ratelimit.Client, shards int) {
 	t.Helper()
 	l := limitertest.Of(t, c, ratelimit.Config{Name: "learns", Policy: ratelimit.FixedWindow{Limit: 1, Window: limitertest.Year}, NoDenialCache: true})

@@ -19,7 +19,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// Whatever the application's role puts in the way, the functions decide as the model does.
+// Whatever objects the application's role creates, the functions decide as the model does.
 func TestApplicationsDecoysChangeNoDecision(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -42,7 +42,7 @@ func TestApplicationsDecoysChangeNoDecision(t *testing.T) {
 			require.NoError(t, decide(t.Context(), limiter, pool, got, engine.Transaction{}), "%s=%d", modeltest.SeedVariable, seed)
 			for i, want := range step.Elements {
 				got, want := got[i].Decision, want.Decision
-				got.DecidedAt = want.DecidedAt // in time of this century they are the same: TestTimesAreReadExactly
+				got.DecidedAt = want.DecidedAt // TestTimesAreReadExactly compares these times
 				require.Equal(t, want, got, "%s=%d: %v", modeltest.SeedVariable, seed, step)
 			}
 		}
@@ -52,7 +52,7 @@ func TestApplicationsDecoysChangeNoDecision(t *testing.T) {
 	}
 }
 
-// The application's role is admitted exactly Limit, by the database's clock, and has every method.
+// The application's role gets exactly Limit units, by the database's clock, and can call every method.
 func TestApplicationNeedsNothingButExecute(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -96,7 +96,7 @@ func TestApplicationNeedsNothingButExecute(t *testing.T) {
 	}
 }
 
-// Negative control: functions that look names up where their caller does take the decoys for the real ones.
+// This is a negative control. If the functions use the search_path of their caller, they run the decoys.
 func TestFunctionsWithoutTheirSearchPathTakeDecoys(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")

@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// Random sets of limits, new and known keys, in any order, beside calls for single limits, batches and resets.
+// Random calls of AllowAll, with new and known keys in any order, run together with other calls, batches and resets.
 func TestRandomSetsDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 
@@ -88,8 +88,8 @@ func TestRandomSetsDoNotDeadlock(t *testing.T) {
 	require.Zero(t, deadlocks(t, db, pools...))
 }
 
-// What that test would see: two sets that lock their rows in the order given, because the function does not sort
-// them, or takes any order for the order of locking.
+// This control shows that AllowAll deadlocks if rows are not locked in the lock order. In one variant, the function
+// does not sort the rows. In the other variant, it takes any given order for the lock order.
 func TestLockingSetsInTheOrderGivenDeadlocks(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -118,7 +118,7 @@ func TestLockingSetsInTheOrderGivenDeadlocks(t *testing.T) {
 				}
 			}
 			a, b, c := part(limiterA, "x"), part(limiterB, "x"), part(limiterC, "m")
-			ask := func(parts ...modeltest.Part) func() (any, error) { // as given: AllowAll would put them in order
+			ask := func(parts ...modeltest.Part) func() (any, error) { // in the order given; AllowAll would sort
 				args := append(
 					limitertest.AllArrays([]modeltest.Request{{Parts: parts, Count: 1}}),
 					nil,
@@ -135,7 +135,7 @@ func TestLockingSetsInTheOrderGivenDeadlocks(t *testing.T) {
 				return testkit.Later(func() (any, error) { return pool.Exec(context.Background(), engine.Text("all", ""), args...) })
 			}
 			holder := limitertest.Hold(t, db, limiterC.Config(), "m")
-			one := ask(a, c, b) // in the order given it has the first, and waits for the second
+			one := ask(a, c, b) // in the order given, it has locked a and waits for c
 			pgtest.WaitUntilBlocked(t, db.Pool, 1)
 			other := ask(b, a)
 			if oldNew != nil {

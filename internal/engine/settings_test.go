@@ -92,13 +92,13 @@ func TestSettingsAreThoseOfTheLimitersTransactionsAlone(t *testing.T) {
 	}
 }
 
-// unreadable encodes numbers, and does not read them.
+// unreadable is a codec that can encode numbers, and cannot decode them.
 type unreadable struct{ pgtype.Codec }
 
 func (unreadable) PlanScan(*pgtype.Map, uint32, int16, any) pgtype.ScanPlan { return nil }
 
-// OnFailure never answers for a fault that only a person can mend, and the fault does not count for the breaker.
-// Each entry is such a fault in the set-up of a real server, and stays one however often it is met.
+// OnFailure never answers if only a person can mend the fault. Such a fault does not count for the breaker. Each entry
+// of the table is such a fault in the setup of a real server. The error stays the same in every further call.
 func TestFaultsOfTheSetup(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -142,7 +142,7 @@ func TestFaultsOfTheSetup(t *testing.T) {
 			c.ConnConfig.RuntimeParams[name] = value
 		}
 	}
-	codec := func(codec pgtype.Codec, typeNames ...string) func(*pgxpool.Config) { // an application's own
+	codec := func(codec pgtype.Codec, typeNames ...string) func(*pgxpool.Config) { // with types of the application
 		return func(c *pgxpool.Config) {
 			c.AfterConnect = func(_ context.Context, conn *pgx.Conn) error {
 				for _, typeName := range typeNames {
@@ -209,7 +209,7 @@ func TestFaultsOfTheSetup(t *testing.T) {
 						Decision: func(e ratelimit.DecisionEvent) { events = append(events, e) },
 					},
 				})
-				// A breaker that an outage has opened closes, so that the fault is seen.
+				// If an outage has opened the breaker, the fault closes it, so that callers see the fault.
 				for range engine.BreakerFailures {
 					limitertest.Engine(l).Batcher.Breaker.Record(engine.KindEphemeral, turnedAwayError(), false)
 				}
@@ -242,7 +242,7 @@ func TestFaultsOfTheSetup(t *testing.T) {
 	}
 }
 
-// Every way in which pgx sends statements, with keys that each of them has to quote.
+// A limiter works in all of pgx's query exec modes, with keys that need quoting.
 func TestQueryExecModes(t *testing.T) {
 	t.Parallel()
 
@@ -289,7 +289,7 @@ func TestQueryExecModes(t *testing.T) {
 	}
 }
 
-// eachExecMode runs a test with pools of all ways in which pgx sends statements.
+// eachExecMode runs a test for each of pgx's query exec modes, with a pool of this mode.
 func eachExecMode(
 	t *testing.T,
 	db *pgtest.DB,
@@ -309,7 +309,7 @@ func eachExecMode(
 	}
 }
 
-// No setting of a session changes how times and numbers are read.
+// The session's settings do not change how the engine reads times and numbers.
 func TestSettingsOfTheOutput(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
@@ -341,8 +341,8 @@ func TestSettingsOfTheOutput(t *testing.T) {
 	}
 }
 
-// With array_nulls off, Postgres takes a NULL within an array for a word, if the array comes as text. Refunds that leave
-// together with other requests send such arrays.
+// With array_nulls off, Postgres reads NULL in the text of an array as a word. A statement with refunds and other
+// requests sends arrays with NULL.
 func TestArrayNullsOff(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.New(t).NewPool(t, func(config *pgxpool.Config) {
@@ -361,7 +361,7 @@ func TestArrayNullsOff(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// Types of the application's, in pg_temp, are not taken for those of Postgres.
+// The functions use the types of Postgres, even if the application has types with the same names in pg_temp.
 func TestTypesOfTheApplication(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -390,9 +390,9 @@ func TestTypesOfTheApplication(t *testing.T) {
 	})
 }
 
-// The statements read a time as a double precision number of seconds. Until 2106, when seconds reach 2^32, the
-// nearest such number differs from the time by less than a quarter of a microsecond. So its product with a
-// million, rounded, is the time.
+// The statements read a time as a double precision number of seconds. The seconds reach 2^32 in 2106. Until then, this
+// number differs from the time by less than a quarter of a microsecond. So the rounded product with a million is the
+// exact time.
 func TestTimesAreReadExactly(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -411,11 +411,11 @@ func TestTimesAreReadExactly(t *testing.T) {
 	require.Positive(t, count("SELECT 4294967296000000 + generate_series(0, 999999, 7)"), "this test can fail")
 }
 
-// tlsPool returns a pool whose server shows a certificate that nobody has signed. If it asks for one, the pool trusts
-// it, but has none.
+// tlsPool returns a pool whose server has a certificate that no authority has signed. If asks is true, the pool trusts
+// this certificate, but the server asks for a client certificate that the pool does not have.
 func tlsPool(t *testing.T, asks bool) func(t *testing.T) *pgxpool.Pool {
 	t.Helper()
-	web := httptest.NewTLSServer(nil) // for its certificate
+	web := httptest.NewTLSServer(nil) // only for its certificate
 	t.Cleanup(web.Close)
 	served := &tls.Config{Certificates: web.TLS.Certificates}
 	trusted := &tls.Config{ServerName: "example.com"}
@@ -441,7 +441,7 @@ func tlsPool(t *testing.T, asks bool) func(t *testing.T) *pgxpool.Pool {
 	}
 }
 
-// A server or role without a connection to spare is an outage, because it is over when others leave.
+// If a server or role has no free connection, that counts as an outage, because it ends when other connections close.
 func TestTooManyConnectionsOfARole(t *testing.T) {
 	t.Parallel()
 	server := pgtest.Server(t, pgserver.Config{})
@@ -471,8 +471,8 @@ func TestTooManyConnectionsOfARole(t *testing.T) {
 	require.Contains(t, lines[0], "too many connections for role")
 }
 
-// A server may turn PL/pgSQL's own checks into errors, and quote all names in what it tells of definitions. The functions
-// are made, and decide, all the same.
+// A server's settings may turn PL/pgSQL's extra checks into errors, and may quote all identifiers in definitions. The
+// functions can be created, and work, with these settings.
 func TestFunctionsUnderStrictSettings(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")

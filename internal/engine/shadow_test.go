@@ -18,8 +18,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// The policy in force decides, and the shadow is decided beside it, each as if it were alone: by one statement for any
-// number of calls, of many keys and costs, with shadows of every kind.
+// The policy in force decides, and the shadow policy is decided too, each as if it were alone. This holds for many
+// calls in one statement, for many keys and costs, and for shadow policies of every algorithm.
 func TestShadow(t *testing.T) {
 	t.Parallel()
 
@@ -66,7 +66,7 @@ func TestShadow(t *testing.T) {
 	}
 }
 
-// plainly is a result without what tells sources apart and without its shadow.
+// plainly returns a result without its shadow. It does not distinguish between a remembered denial and the database.
 func plainly(r ratelimit.Result) ratelimit.Result {
 	r = limitertest.Plain(r)
 	r.Shadow = nil
@@ -76,7 +76,7 @@ func plainly(r ratelimit.Result) ratelimit.Result {
 	return r
 }
 
-// Under load, exactly as much is admitted as without a shadow, and the shadow admits exactly its own limit.
+// Under load, the policy in force and the shadow policy each admit exactly their limit.
 func TestShadowsAreExact(t *testing.T) {
 	t.Parallel()
 
@@ -85,7 +85,7 @@ func TestShadowsAreExact(t *testing.T) {
 	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "", "", "shadow", "fixed 30/1h")
 	limitertest.WaitUntilKnown(t, p, db.Pool)
 	var admitted, shadowed, undecided [4]atomic.Int64
-	limiters := make([]*ratelimit.Limiter, 4) // the last is none of the crowd's
+	limiters := make([]*ratelimit.Limiter, 4) // the concurrent calls do not use the last limiter
 	for i := range limiters {
 		limiters[i] = limitertest.New(t, db.Pool, ratelimit.Config{
 			Name: "api", Policy: ratelimit.FixedWindow{Limit: 50, Window: time.Hour}, Policies: p, NoDenialCache: i == 0,
@@ -112,8 +112,8 @@ func TestShadowsAreExact(t *testing.T) {
 		require.LessOrEqual(t, shadowed[key].Load(), int64(30))
 		require.GreaterOrEqual(t, shadowed[key].Load()+undecided[key].Load(), int64(30))
 
-		// Where both deny, that is remembered. The crowd may not have seen both do so: under load, its limiters leave
-		// shadows of a key out, and go on to do so for a while.
+		// If the policy and its shadow both deny a request, the denial is remembered. The concurrent calls may not have shown
+		// this, because their limiters leave out some shadows under load.
 		var last ratelimit.Result
 		for range 30 + 2 {
 			var err error
@@ -124,7 +124,7 @@ func TestShadowsAreExact(t *testing.T) {
 	}
 }
 
-// Whatever goes wrong with a shadow, its request is decided, once.
+// If a shadow fails, its request is still decided, exactly once.
 func TestShadowThatFails(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -155,14 +155,14 @@ func TestShadowThatFails(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_gone RENAME TO rate_limit_take_token_bucket")
 	require.EqualValues(t, 2, allow(5).Shadow.Remaining)
 
-	// A cost above the shadow's limit.
+	// The cost is above the shadow's limit.
 	result, err := l.AllowN(t.Context(), "other", 6)
 	require.NoError(t, err)
 	require.True(t, result.Allowed)
 	require.False(t, result.Shadow.Allowed)
 	require.Equal(t, model.Duration(model.MaxSpan), result.Shadow.RetryAfter)
 
-	// In transactions and sets there are none.
+	// Calls in transactions and calls of AllowAll have no shadow.
 	inTx := pgtest.Begin(t, db)
 	result, err = l.WithTx(inTx).Allow(t.Context(), "third")
 	require.NoError(t, err)
@@ -173,12 +173,12 @@ func TestShadowThatFails(t *testing.T) {
 	require.Nil(t, results.Each[0].Shadow)
 }
 
-// Requests with a shadow that wait for a held row in vain do so once, and not once more without the shadow.
+// If requests with a shadow wait for a held row in vain, they do not wait again without the shadow.
 func TestShadowDoesNotWaitTwice(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	pool, counted := limitertest.TracedPool(t, db) // which does not count batches, such as a request and its shadow
+	pool, counted := limitertest.TracedPool(t, db) // does not count a request with its shadow, which is a batch
 	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{})
 	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "", "", "shadow", "fixed 5/1h")
 	limitertest.WaitUntilKnown(t, p, db.Pool)
@@ -199,7 +199,7 @@ func TestShadowDoesNotWaitTwice(t *testing.T) {
 	require.Nil(t, r.Shadow.Outcome())
 }
 
-// What would not be looked up is not remembered, for a shadow as for its limiter.
+// If a limiter remembers no denials, the denials of its shadow policy are not remembered either.
 func TestShadowDenialsOfLimitersThatRememberNone(t *testing.T) {
 	t.Parallel()
 
@@ -219,7 +219,7 @@ func TestShadowDenialsOfLimitersThatRememberNone(t *testing.T) {
 	}
 }
 
-// Where a row allows or denies everything, no shadow is decided, and Explain tells of none.
+// If a row in force allows or denies everything, the shadow policy is not decided, and Explain does not mention it.
 func TestNoShadowBesideOffAndDeny(t *testing.T) {
 	t.Parallel()
 

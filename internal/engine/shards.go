@@ -11,20 +11,20 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/shardkey"
 )
 
-// queues has a queue for each shard. So a shard that is away or slow holds up only its own keys, and opens only its own
-// breaker.
+// queues has a queue and a breaker for each shard. So a slow shard delays only requests for its own keys.
 //
-// There is one queue until a proxy tells how many shards there are, which it does when it refuses a statement for keys
-// of several shards. If that number grows, shards are split: each queue goes on with a part of its keys, and others are
-// added. None is removed. If another proxy knows of fewer shards, the keys of each queue are still all on one shard.
+// At the beginning there is one queue. A proxy refuses a statement for keys of several shards, and its error says how
+// many shards there are. Then queues adds the missing queues. If the number of shards grows later, shards were split,
+// and queues adds queues again. A queue is never removed. If another proxy knows fewer shards, all keys of a queue are
+// still in one shard.
 type queues struct {
 	add func(shard int) *Queue
 
-	mu  sync.Mutex // held while queues are added
+	mu  sync.Mutex // serializes the adding of queues
 	All atomic.Pointer[[]*Queue]
 }
 
-// start makes the first queue.
+// start adds the first queue, and returns it.
 func (qs *queues) start(add func(shard int) *Queue) *Queue {
 	qs.add = add
 	qs.All.Store(&[]*Queue{add(0)})
@@ -33,10 +33,10 @@ func (qs *queues) start(add func(shard int) *Queue) *Queue {
 
 func (qs *queues) First() *Queue { return (*qs.All.Load())[0] }
 
-// Shards is how many shards are known, or 1.
+// Shards returns the number of known shards, or 1 if there is no proxy.
 func (qs *queues) Shards() int { return len(*qs.All.Load()) }
 
-// Of returns the queue of a key.
+// Of returns the queue of the shard that has a key.
 func (qs *queues) Of(key string) *Queue {
 	all := *qs.All.Load()
 	if len(all) == 1 {
@@ -45,7 +45,7 @@ func (qs *queues) Of(key string) *Queue {
 	return all[shardkey.Of(key, len(all))]
 }
 
-// ofAll returns the queue of a request, or nil if the keys of an AllowAll belong to several queues.
+// ofAll returns the queue for all keys of a request. It returns nil if the keys belong to several queues.
 func (qs *queues) ofAll(r *Request) *Queue {
 	q := qs.Of(r.Parts[0].Key)
 	for i := range r.Parts[1:] {
@@ -56,7 +56,8 @@ func (qs *queues) ofAll(r *Request) *Queue {
 	return q
 }
 
-// Learn makes the missing queues. It returns false if that number of shards is impossible.
+// Learn adds the missing queues for a number of shards. It returns false if this number is not a valid number of
+// shards.
 func (qs *queues) Learn(shards int) bool {
 	if !shardkey.Valid(shards) {
 		return false
@@ -73,27 +74,28 @@ func (qs *queues) Learn(shards int) bool {
 	return true
 }
 
-// submit sends a request whose keys have one queue. See Queue.Submit.
+// submit passes a request to the queue of its first key. See Queue.Submit.
 func (qs *queues) submit(ctx context.Context, r *Request) error {
 	return qs.Of(r.Parts[0].Key).Submit(ctx, r)
 }
 
-// submitAll sends requests that give back. See Queue.submitAll.
+// submitAll passes requests that give units back to their queues. See Queue.submitAll.
 func (qs *queues) submitAll(requests []*Request) {
 	for q, its := range qs.divide(requests, nil) {
 		q.submitAll(its)
 	}
 }
 
-// SubmitAgain sends requests again that a statement could not decide, because of the keys beside them or because a
-// shard is being split. It ends those whose own keys have several queues, with err.
+// SubmitAgain passes undecided requests to their queues again. A statement could not decide them because its keys are
+// in several shards, or because a shard is being split. If the keys of a single request belong to several queues, the
+// request ends with err.
 func (qs *queues) SubmitAgain(requests []*Request, err error) {
 	for q, its := range qs.divide(requests, err) {
 		q.submitAgain(its)
 	}
 }
 
-// divide returns the requests of each queue. It ends those whose keys have several queues, with err.
+// divide sorts requests by queue. If the keys of a single request belong to several queues, the request ends with err.
 func (qs *queues) divide(requests []*Request, err error) map[*Queue][]*Request {
 	each := make(map[*Queue][]*Request)
 	for _, r := range requests {
@@ -106,7 +108,8 @@ func (qs *queues) divide(requests []*Request, err error) map[*Queue][]*Request {
 	return each
 }
 
-// submitAgain puts requests before those that came later, unless the breaker turns them away.
+// submitAgain puts requests at the beginning of their groups. If the breaker turns a request away, the request ends
+// with ErrNotTried.
 func (q *Queue) submitAgain(requests []*Request) {
 	q.PushBack(slices.DeleteFunc(requests, func(r *Request) bool {
 		if !r.Probe {
@@ -120,18 +123,18 @@ func (q *Queue) submitAgain(requests []*Request) {
 	}))
 }
 
-// MapPause is how long requests wait that were refused because the proxy's map does not match the shards. While shards
-// are split, that is so for some 10 ms.
+// MapPause is the pause before a request is sent again after a proxy has refused it because of an outdated map of
+// shards. While shards are split, the map is outdated for about 10 ms.
 const MapPause = 5 * time.Millisecond
 
-// refusal is such an error, and when it came.
+// refusal is an error of a proxy with an outdated map of shards, and the time of the error.
 type refusal struct {
 	at  time.Time
 	err error
 }
 
-// asksElsewhere tells whether an error is about shards. If so, it sends the requests again, each through the queue of
-// its key.
+// asksElsewhere returns whether an error is about shards. If so, it submits the requests again, each to the queue of
+// its keys.
 func (s *batch) asksElsewhere(requests []*Request, err error) bool {
 	if err == nil {
 		return false
@@ -143,7 +146,7 @@ func (s *batch) asksElsewhere(requests []*Request, err error) bool {
 		s.report(requests[0], nil, s.probe)
 		s.queues.SubmitAgain(appendAll(nil, requests), err)
 		return true
-	case several, // although no request has another queue: the proxy's map is just changing
+	case several, // no request has another queue, so the proxy's map is just changing
 		pg.OtherShard(err):
 		s.refused.Store(&refusal{time.Now(), err})
 		all := appendAll(nil, requests)
@@ -155,13 +158,14 @@ func (s *batch) asksElsewhere(requests []*Request, err error) bool {
 	return false
 }
 
-// isElsewhere tells whether a request has keys of other queues.
+// isElsewhere returns whether a request has keys of another queue.
 func (b *Batcher) isElsewhere(r *Request) bool {
 	q := b.queues.ofAll(r)
 	return q == nil || q.Batcher != b
 }
 
-// askShards asks a proxy for the number of shards, before a shard that is away opens the breaker for all.
+// askShards asks a proxy for the number of shards. Then each shard gets a breaker, and one failing shard does not open
+// the breaker of all keys.
 func (s *batch) askShards() {
 	ctx, cancel := context.WithDeadline(context.Background(), s.deadline)
 	defer cancel()

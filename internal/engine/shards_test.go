@@ -25,7 +25,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// The limit of each key is admitted exactly while the client learns of shards, and when there are more of them.
+// Each key gets exactly its limit while the client learns the number of shards, and after this number grows.
 func TestShardedClientCountsExactly(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
@@ -79,13 +79,13 @@ func TestShardedClientCountsExactly(t *testing.T) {
 	}
 
 	before := refused.Load()
-	p.grow(t, 4) // a map that has shrunk, or that another proxy has
+	p.grow(t, 4) // a smaller number, as another proxy may know it
 	limitertest.Of(t, client, ratelimit.Config{Name: "shrunk", Policy: ratelimit.FixedWindow{Limit: 1, Window: limitertest.Year}})
 	learns(t, client, 8)
 	require.Equal(t, before, refused.Load(), "who knows of more shards is never refused")
 }
 
-// A shard that is away opens its own breaker, and no other one. All other calls are decided.
+// If a shard is away, only this shard's breaker opens. Calls for keys of other shards are decided.
 func TestDeadShardHoldsUpItsKeysOnly(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
@@ -105,7 +105,7 @@ func TestDeadShardHoldsUpItsKeysOnly(t *testing.T) {
 	closes := limitertest.Of(t, client, ratelimit.Config{Name: "closes", Policy: policy, OnFailure: ratelimit.FailClosed()})
 	dead, alive := keysOf(1, 2, 100), keysOf(0, 2, 100)
 
-	// One call is enough to learn of the shards, before the breaker opens for all.
+	// One failed call is enough to learn the number of shards, before the breaker opens for all keys.
 	_, err := fails.Allow(t.Context(), dead[0])
 	require.ErrorIs(t, err, ratelimit.ErrUnavailable)
 	require.NotErrorIs(t, err, ratelimit.ErrOutcomeUnknown)
@@ -145,7 +145,8 @@ func TestDeadShardHoldsUpItsKeysOnly(t *testing.T) {
 	})
 }
 
-// A set of keys of several shards is refused, by itself, whether the shards are known or not. Nothing is taken.
+// An AllowAll with keys of several shards is refused, and takes nothing, whether the client knows the shards or not.
+// Other calls are not refused with it.
 func TestAllowAllAcrossShards(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
@@ -183,7 +184,7 @@ func TestAllowAllAcrossShards(t *testing.T) {
 		statements.Store(0)
 	}
 
-	// Among others, in one statement.
+	// Send the set in one statement with other requests.
 	client := p.client(t, ratelimit.ClientConfig{})
 	l := limitertest.Of(t, client, config)
 	testkit.Together(100, func(i int) {
@@ -204,8 +205,8 @@ func TestAllowAllAcrossShards(t *testing.T) {
 	require.NotContains(t, pgtest.StoredRows(t, p.Pool, false), modeltest.RowID{Name: "set", Key: there})
 }
 
-// A proxy refuses whatever is part of a transaction, which could not take back what a shard has committed. It goes on to
-// serve a connection outside of a transaction.
+// A proxy refuses calls in transactions, because a rollback would not undo what a shard has committed. Calls on a
+// single connection outside of a transaction still work.
 func TestTransactionsOverShardsAreRefused(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -263,7 +264,7 @@ func TestTransactionsOverShardsAreRefused(t *testing.T) {
 	require.NoError(t, single.Reset(t.Context(), "key"))
 }
 
-// A shard that does not own its keys for a moment, while it is divided, is asked again.
+// While a shard is split, it may refuse its keys for a moment. The requests are sent again.
 func TestRefusalsOfADividedShard(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
@@ -286,7 +287,7 @@ func TestRefusalsOfADividedShard(t *testing.T) {
 	require.NoError(t, l.Reset(t.Context(), "key"))
 	require.Zero(t, limitertest.Taken(t, p.Pool, config, "key"))
 
-	// A single connection gets the error.
+	// On a single connection, the caller gets the error.
 	pgtest.Exec(t, p.Pool, "ALTER SEQUENCE proxy.refused RESTART")
 	clientConfig := ratelimit.ClientConfig{Schema: "proxy"}
 	_, err := limitertest.New(t, pgtest.Connect(t, p.DB), config, clientConfig).Allow(t.Context(), "key")
@@ -294,8 +295,8 @@ func TestRefusalsOfADividedShard(t *testing.T) {
 	require.ErrorContains(t, err, "run 'pgratelimit shard list'")
 }
 
-// While its map changes, a proxy may refuse a statement for keys of one shard. If it goes by another hash, it does so
-// for ever, and that is no reason to wait longer than the Timeout.
+// While its map changes, a proxy may refuse a statement for keys of a single shard. If a proxy uses another hash, it
+// always refuses such statements. Even then, a call waits no longer than Timeout.
 func TestProxyThatRefusesKeysOfOneShard(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
@@ -324,7 +325,7 @@ func TestProxyThatRefusesKeysOfOneShard(t *testing.T) {
 	}
 }
 
-// A shard that never owns its keys is no reason to wait longer than the Timeout, nor to ask for ever.
+// If a shard always refuses its keys, calls wait no longer than Timeout, and the requests are not sent for ever.
 func TestShardThatDoesNotFitTheMap(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
@@ -367,7 +368,7 @@ func TestShardThatDoesNotFitTheMap(t *testing.T) {
 	})
 }
 
-// What a proxy says is not believed if it cannot be.
+// An impossible number of shards in a proxy's error is ignored.
 func TestUnbelievableProxies(t *testing.T) {
 	t.Parallel()
 
@@ -386,7 +387,8 @@ func TestUnbelievableProxies(t *testing.T) {
 	}
 }
 
-// If a proxy cancels its statement, the shard may have decided it. If the shard does, nothing was taken.
+// If a proxy cancels a statement, the shard may have decided the requests. If the shard itself cancels the statement,
+// nothing was taken.
 func TestStatementsThatAProxyCancels(t *testing.T) {
 	t.Parallel()
 	for message, unknown := range map[string]bool{
@@ -410,7 +412,7 @@ func TestStatementsThatAProxyCancels(t *testing.T) {
 	}
 }
 
-// What was leased of keys of several shards goes back to each of them.
+// Leased units of keys on several shards go back to their shards.
 func TestLeasesGoBackOverShards(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
@@ -455,7 +457,7 @@ func TestLeasesGoBackOverShards(t *testing.T) {
 	}
 }
 
-// A key that somebody's transaction holds delays no others while the client learns of shards.
+// While the client learns the number of shards, a held key does not delay calls for other keys.
 func TestHeldKeyOfAShard(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
@@ -487,7 +489,8 @@ func TestHeldKeyOfAShard(t *testing.T) {
 	require.EqualValues(t, 2, limitertest.Taken(t, p.Pool, config, held))
 }
 
-// A shadow that a shard cannot decide does not have its request decided twice: the shard has committed that.
+// If a shard fails to decide a shadow, the request itself is not sent again, because the shard has already committed
+// its decision.
 func TestShadowOfAShard(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
@@ -509,7 +512,8 @@ func TestShadowOfAShard(t *testing.T) {
 		require.Nil(t, r.Shadow.Outcome())
 		return r.Parts[0].Decision.Granted
 	}
-	// In this database, unlike behind a proxy, the transaction rolls back with its second statement.
+	// Here the failing second statement rolls back the whole transaction. Behind a real proxy, the first decision would
+	// stay.
 	require.EqualValues(t, 1, ask(keysOf(0, 2, 1)[0]), "the error tells of a proxy")
 	require.Empty(t, pgtest.StoredRows(t, p.Pool, false), "so it is not asked again")
 	limitertest.Engine(l).Queues.Learn(2)
@@ -518,7 +522,7 @@ func TestShadowOfAShard(t *testing.T) {
 	require.Equal(t, 2, asked)
 }
 
-// A request that goes to another queue keeps its time, and is turned away by that queue's breaker.
+// If a request goes to another queue, it keeps its time, and the breaker of the new queue may turn it away.
 func TestQueuesOfShards(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
@@ -541,7 +545,7 @@ func TestQueuesOfShards(t *testing.T) {
 	r, probe := newRequest(l, keysOf(3, 4, 1)[0], 1), newRequest(l, keysOf(3, 4, 2)[1], 1)
 	probe.Probe, probe.Since = true, time.Now().Add(-time.Minute)
 	since := probe.Since
-	three.InFlight = three.MaxInFlight // so that nothing leaves
+	three.InFlight = three.MaxInFlight // so that no statement is sent
 	limitertest.EngineOf(client).Queues.SubmitAgain([]*engine.Request{r, probe}, nil)
 	<-r.Done
 	require.Equal(t, engine.ErrNotTried, r.Err)

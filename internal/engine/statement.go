@@ -1,7 +1,6 @@
 package engine
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"slices"
@@ -19,8 +18,8 @@ import (
 )
 
 // Execute decides all requests in one statement, and sets the decisions of their parts. Requests for the same key are
-// decided in their order. After an error nothing was taken, unless it is ErrOutcomeUnknown. db is the database's own,
-// or a transaction.
+// decided in the order of requests. After an error other than ErrOutcomeUnknown, nothing was taken. db is d.DB or a
+// caller's transaction.
 func (d *Database) Execute(ctx context.Context, db pg.DB, requests []*Request, tx Transaction) error {
 	if d.memory != nil {
 		return d.decideInMemory(db, requests)
@@ -36,27 +35,27 @@ func (d *Database) Execute(ctx context.Context, db pg.DB, requests []*Request, t
 		c.Undecide()
 		sharded := d.sharded.Load()
 		err = c.Query(ctx, db, tx.own() && !sharded)
-		if sharded && pg.Canceled(err) && !pg.FromProxy(err) { // the shard may still decide
+		if sharded && pg.Canceled(err) && !pg.FromProxy(err) { // the shard may still decide the requests
 			err = pg.NewError(pg.Cause(err), pg.ErrTimeout, pg.ErrOutcomeUnknown)
 		}
 	}
-	if requests[0].Looks() && pg.LockTimeout(err) { // a look waits for no row
+	if requests[0].Looks() && pg.LockTimeout(err) { // a look never waits for a row, only for a locked table
 		return pg.LockedTable(err)
 	}
 	return d.explain(ctx, db, requests, err)
 }
 
-// Call is a statement that decides. Its answer has the decisions of the parts Into.
+// Call is a statement that decides requests, with its arguments. Its answer has the decisions of the parts in Into.
 type Call struct {
 	SQL    string
 	Args   []any
 	Into   []*Part
-	Takes  bool    // the function is rate_limit_take_…, and the answer is an array of numbers
-	Counts []int64 // then, how many requests each part stands for; nil if that is 1 each
-	From   *RowSet // then, the rows that parts share; nil if each part has a row of its own
+	Takes  bool    // whether the function is a rate_limit_take function, which returns an array
+	Counts []int64 // if Takes, the number of requests of each part; nil if all numbers are 1
+	From   *RowSet // if Takes, the rows of rate_limit_take_all; nil for other functions
 }
 
-// Call returns the statement for requests.
+// Call returns the statement that decides the requests.
 func (d *Database) Call(requests []*Request, tx Transaction) Call {
 	if tx.SkipHeld || !ofOneFunction(requests) {
 		return d.callAll(requests, tx)
@@ -64,10 +63,10 @@ func (d *Database) Call(requests []*Request, tx Transaction) Call {
 	return d.callOne(requests, tx)
 }
 
-// ofOneFunction tells whether the function of an algorithm can decide the requests. They must take from keys of one
-// limiter, under one policy, and lease nothing of a bucket. For several keys of a log, the function would just call
-// rate_limit_all. With 64 callers these functions make 1.6 times as many decisions as rate_limit_all, and 2.3 times as
-// many with one.
+// ofOneFunction returns whether an algorithm's function can decide the requests. All requests must take from keys of
+// one limiter under one policy, and must lease no units of a token bucket. For several keys of a sliding log, the
+// function would just call rate_limit_all. Compared with rate_limit_all, the algorithms' functions make 1.6 times as
+// many decisions with 64 callers, and 2.3 times as many with one caller.
 func ofOneFunction(requests []*Request) bool {
 	first := &requests[0].Parts[0]
 	for _, r := range requests {
@@ -79,7 +78,7 @@ func ofOneFunction(requests []*Request) bool {
 	return len(requests) == 1 || first.Rules.Numbers().Algorithm != algorithm.SlidingLog
 }
 
-// callOne returns the call of a function of an algorithm.
+// callOne returns the call of the function of the requests' algorithm.
 func (d *Database) callOne(requests []*Request, tx Transaction) Call {
 	n := len(requests)
 	keys, into := make([]string, n), make([]*Part, n)
@@ -89,7 +88,7 @@ func (d *Database) callOne(requests []*Request, tx Transaction) Call {
 		keys[i], into[i] = p.Key, p
 		are1 = are1 && p.Cost == 1 && r.Count == 1
 	}
-	var costs, counts []int64 // nil if all are 1, the functions' default
+	var costs, counts []int64 // nil means 1 for each request
 	if !are1 {
 		numbers := make([]int64, 2*n)
 		costs, counts = numbers[:n], numbers[n:]
@@ -108,7 +107,7 @@ func (d *Database) callOne(requests []*Request, tx Transaction) Call {
 	}
 }
 
-// microsOf returns the microseconds since 1970 of a time that may be nil.
+// microsOf converts a time to microseconds since 1970. It returns nil for nil.
 func microsOf(t *time.Time) *int64 {
 	if t == nil {
 		return nil
@@ -116,7 +115,7 @@ func microsOf(t *time.Time) *int64 {
 	return new(t.UnixMicro())
 }
 
-// callAll returns the call of rate_limit_all, or of rate_limit_take_all.
+// callAll returns the call of rate_limit_all or rate_limit_take_all.
 func (d *Database) callAll(requests []*Request, tx Transaction) Call {
 	n := 0
 	for _, r := range requests {
@@ -130,7 +129,7 @@ func (d *Database) callAll(requests []*Request, tx Transaction) Call {
 			into = append(into, &r.Parts[j])
 		}
 	}
-	if len(requests) == 1 { // saves the function the sorting, 18 % of the server's time for 3 keys
+	if len(requests) == 1 { // then the function need not sort, which saves 18 % of the server's time for 3 keys
 		slices.SortFunc(into, compareLockOrder)
 	}
 	if n >= d.ManyParts && !tx.SkipHeld && d.attempts.worthwhile() {
@@ -140,7 +139,7 @@ func (d *Database) callAll(requests []*Request, tx Transaction) Call {
 	}
 	rows := argumentsOfRows(into)
 	durables, costs := make([]bool, n), make([]int64, n)
-	var leased []int64 // nil if nothing is leased of a bucket
+	var leased []int64 // nil if no request leases units of a token bucket
 	var refunds RefundArguments
 	durable := false
 	for i, p := range into {
@@ -161,13 +160,13 @@ func (d *Database) callAll(requests []*Request, tx Transaction) Call {
 	}}
 }
 
-// rowArguments are the rows and policies of parts.
+// rowArguments are arguments of rate_limit_all: the rows of the parts and their policies.
 type rowArguments struct {
 	names, keys            []string
 	algorithms             []int16
 	limits, spans, refills []int64
-	zones                  []string // nil if no part has one
-	flush                  bool     // whether one of them has SynchronousCommit
+	zones                  []string // nil if no part has a time zone
+	flush                  bool     // whether a part's limiter has SynchronousCommit
 }
 
 func argumentsOfRows(parts []*Part) rowArguments {
@@ -192,19 +191,8 @@ func argumentsOfRows(parts []*Part) rowArguments {
 	return rows
 }
 
-// compareLockOrder orders rows as rate_limit_all locks them.
-func compareLockOrder(a, b *Part) int {
-	table := func(p *Part) int {
-		if p.Space.Durable {
-			return 1
-		}
-		return 0
-	}
-	return cmp.Or(
-		table(a)-table(b), len(b.Key)-len(a.Key), strings.Compare(a.Key, b.Key), strings.Compare(a.Name, b.Name))
-}
-
-// synchronousCommit returns the setting for a transaction of ours that writes durable rows. nil keeps the session's.
+// synchronousCommit returns the synchronous_commit setting for a transaction. It returns nil if the session's setting
+// shall stay.
 func (d *Database) synchronousCommit(tx Transaction, durable, flush bool) *bool {
 	if !tx.own() || !d.pooled() || !durable {
 		return nil
@@ -212,10 +200,11 @@ func (d *Database) synchronousCommit(tx Transaction, durable, flush bool) *bool 
 	return &flush
 }
 
-// RefundArguments say which takes are given back. They are NULL for other parts, and nil if there are no refunds.
+// RefundArguments describe the takes that requests give back. A part that is not a refund has NULLs. Without refunds,
+// all slices are nil.
 type RefundArguments struct{ Since, In, At, Spent []*int64 }
 
-// Set sets the take that the i-th of n parts gives back. k may be nil.
+// Set stores the take k that the i-th of n parts gives back. k is nil if this part is not a refund.
 func (r *RefundArguments) Set(i, n int, k *model.Take) {
 	if k == nil {
 		return
@@ -226,31 +215,31 @@ func (r *RefundArguments) Set(i, n int, k *model.Take) {
 	r.Since[i], r.In[i], r.At[i], r.Spent[i] = &k.Since, &k.In, &k.At, &k.Spent
 }
 
-// Undecide marks all parts as passed over. Those that the answer leaves out stay so.
+// Undecide marks all parts as undecided. If the answer does not mention a part, the part stays undecided.
 func (c *Call) Undecide() {
 	for _, p := range c.Into {
 		p.Decision.Granted = PassedOver
 	}
 }
 
-// Query runs the statement, and sets the decisions of the parts in its answer.
+// Query runs the statement, and sets the decisions of the parts that the answer mentions.
 //
-// The statement returns times in microseconds, because the text of a timestamptz depends on DateStyle. It multiplies
-// date_part, a double precision number of seconds, which is exact until 2106 (TestTimesAreReadExactly), and cheaper
-// than extract, which is numeric.
+// The statement returns times as microseconds, because the text of a timestamptz depends on DateStyle. It uses
+// date_part, whose double precision number of seconds is exact until 2106 (TestTimesAreReadExactly). extract would be
+// slower, because extract returns numeric.
 func (c *Call) Query(ctx context.Context, db pg.DB, own bool) error {
 	targets, each := c.answer()
 	return pg.Query(ctx, db, own, c.SQL, c.Args, targets, each)
 }
 
-// Read reads the answer from rows.
+// Read reads the answer from rows, and sets the decisions of the parts.
 func (c *Call) Read(rows pgx.Rows) error {
 	targets, each := c.answer()
 	_, err := pgx.ForEachRow(rows, targets[:min(len(targets), len(rows.FieldDescriptions()))], each)
 	return err
 }
 
-// answer returns the targets that a row is scanned into, and a function that then sets decisions.
+// answer returns the targets for scanning a row of the answer. each sets decisions from a scanned row.
 func (c *Call) answer() (targets []any, each func() error) {
 	if !c.Takes {
 		return decisionsInto(c.Into)
@@ -264,7 +253,7 @@ func (c *Call) answer() (targets []any, each func() error) {
 	}
 }
 
-// decisionsInto is answer for rate_limit_all, which returns a row for each part.
+// decisionsInto returns the targets and the function for rate_limit_all, which returns a row for each part. See answer.
 func decisionsInto(into []*Part) (targets []any, each func() error) {
 	var ord, decidedAt int64
 	var retryAfter *int64
@@ -289,7 +278,7 @@ func decisionsInto(into []*Part) (targets []any, each func() error) {
 	}
 }
 
-// deleteRows deletes rows of a key.
+// deleteRows deletes the rows of a key that have the given names.
 func (d *Database) deleteRows(
 	ctx context.Context, db pg.DB, space *Space, names []string, key string, tx Transaction,
 ) error {
@@ -305,8 +294,8 @@ func (d *Database) deleteRows(
 	return d.explain(ctx, db, []*Request{one}, err)
 }
 
-// explain adds to an error what only another query can tell. If a function is missing, that is the version of the
-// database. If the encoding refuses a text, it is whether that text is the limiter's name.
+// explain makes an error more precise by another query. If a function is missing, explain asks for the version of the
+// database's schema. If the encoding refuses a text, explain asks whether this text is the limiter's name.
 func (d *Database) explain(ctx context.Context, db pg.DB, requests []*Request, err error) error {
 	if _, ok := db.(*pgxpool.Pool); ok {
 		err = d.blame(err)
@@ -328,8 +317,8 @@ func (d *Database) explain(ctx context.Context, db pg.DB, requests []*Request, e
 	return pg.ExplainVersion(ctx, db, d.schema, err)
 }
 
-// unknownZone returns the time zone that an error of Postgres is about, or "". The error has the name of the zone in
-// its text, in whatever language.
+// unknownZone returns the time zone that Postgres does not know, or "" if the error is another one. The error's text
+// has the name of the time zone in every language of Postgres.
 func unknownZone(requests []*Request, err error) (zone string) {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	if !ok || pgErr.Code != "22023" || strings.HasPrefix(pgErr.Message, "rate_limit: ") {
@@ -346,11 +335,13 @@ func unknownZone(requests []*Request, err error) (zone string) {
 	return zone
 }
 
-// closeTimeout is how long pgxpool takes to close a connection that does not answer. Until then it counts as in use.
+// closeTimeout is how long pgxpool takes to close a connection that does not answer. During this time, the pool counts
+// the connection as in use.
 const closeTimeout = 15 * time.Second
 
-// blame finds out who has used up the pool: the application, or statements that hang in Postgres, as earlier failures
-// have shown. In the second case the error becomes an ordinary ErrTimeout.
+// blame finds out why the pool has no connection left. If a statement has failed less than closeTimeout ago because
+// Postgres hangs, blame returns an ordinary ErrTimeout. Otherwise the application uses all connections, and the error
+// stays the same.
 func (d *Database) blame(err error) error {
 	hungAt := d.hungAt.Load()
 	switch {
@@ -367,8 +358,9 @@ func (d *Database) blame(err error) error {
 	return err
 }
 
-// refusesName tells whether the encoding refuses the name of the only limiter, so that no key is to blame. In a
-// transaction it cannot tell, because the error has ended the transaction.
+// refusesName returns whether the database's encoding refuses the limiter's name, and not a key. It returns false if
+// the requests belong to several limiters. In a transaction it returns false too, because the error has ended the
+// transaction.
 func (d *Database) refusesName(ctx context.Context, db pg.DB, requests []*Request, space *Space) bool {
 	if !ofOneLimiter(requests) {
 		return false
@@ -389,7 +381,7 @@ func ofOneLimiter(requests []*Request) bool {
 	return true
 }
 
-// IsASCII tells whether a text has only characters that every encoding has.
+// IsASCII returns whether a text has only ASCII characters, which every database encoding has.
 func IsASCII(text string) bool {
 	return strings.IndexFunc(text, func(r rune) bool { return r > 127 }) < 0
 }

@@ -21,7 +21,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// kept is what a limiter has taken of a key, for a refund.
+// kept describes the units that a limiter has taken from a key, for a later refund.
 type kept struct {
 	limiter *ratelimit.Limiter
 	key     string
@@ -29,8 +29,8 @@ type kept struct {
 	takes   []model.Take
 }
 
-// One statement decides requests of six limiters, of all algorithms and in both tables, as the models do. Their denials
-// are remembered as those of any statement.
+// One statement decides requests of six limiters, with all algorithms and both tables. The decisions are those of the
+// models. The denials are remembered as usual.
 func TestMixedStatementEqualsTheModel(t *testing.T) {
 	t.Parallel()
 
@@ -46,7 +46,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 		client := limitertest.NewClient(t, db.Pool, ratelimit.ClientConfig{
 			DenialMaxAge: testkit.Amply, Test: ratelimit.TestConfig{Now: clock.Now},
 		})
-		limiters := make([][]*ratelimit.Limiter, 6) // and the same with other numbers
+		limiters := make([][]*ratelimit.Limiter, 6) // each limiter, and the same limiter with other numbers
 		for i := range limiters {
 			draw := func() ratelimit.Policy {
 				limit, window := 1+r.Int64N(8), time.Duration(1+r.IntN(20))*time.Second
@@ -77,7 +77,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 			}
 			look, onePolicy := r.IntN(8) == 0, r.IntN(5) == 0
 			var requests []*engine.Request
-			asked := map[*engine.Request][]kept{} // its parts, by limiter
+			asked := map[*engine.Request][]kept{} // the parts of each request, by limiter
 			for range 2 + r.IntN(9) {
 				l, key := limiters[r.IntN(6)][r.IntN(2)], fmt.Sprintf("{%d}%s", story, [...]string{"x", "y", "longer"}[r.IntN(3)])
 				if onePolicy {
@@ -97,7 +97,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 					add(l, -1-r.Int64N(3), nil)
 					grants++
 				case kind == 1 && len(given) > 0:
-					k := given[r.IntN(len(given))] // perhaps once more
+					k := given[r.IntN(len(given))] // may be refunded more than once
 					q.Space, q.Policy, key = limitertest.Space(k.limiter), limitertest.Model(k.limiter.Config().Policy), k.key
 					add(k.limiter, -k.units, k.takes)
 					refunds++
@@ -134,7 +134,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 			tx.SkipHeld = r.IntN(3) == 0
 			require.NoError(t, limitertest.EngineOf(client).Batcher.Decide(t.Context(), db.Pool, requests, tx), title)
 
-			denied := map[engine.DenialKey]*engine.Request{} // the last of each key; nil: none, or it is forgotten
+			denied := map[engine.DenialKey]*engine.Request{} // the last denial of each key; nil if forgotten
 			for i, q := range requests {
 				for j := range q.Parts {
 					got, want := q.Parts[j].Decision, expected[i].Parts[j].Decision
@@ -200,8 +200,8 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 	}
 }
 
-// From every algorithm to every other and back, raised and lowered, longer and shorter, with much and little
-// taken, sooner and later: the limiter says what the models say, whether it remembers denials or not.
+// The policy changes from each algorithm to each other one and back, with larger and smaller numbers, after few or many
+// takes, and at different times. The limiter's results are those of the models, with and without remembered denials.
 func TestEveryChangeOfPolicyEqualsTheModel(t *testing.T) {
 	t.Parallel()
 
@@ -231,7 +231,7 @@ func TestEveryChangeOfPolicyEqualsTheModel(t *testing.T) {
 					limiter *ratelimit.Limiter
 					taken   int64
 				}
-				var callers []caller // who ask at the same time, each for a key of his own
+				var callers []caller // these callers ask at the same time, each for another key
 				for _, taken := range []int64{1, 6, 10} {
 					callers = append(callers, caller{limiter: remembers, taken: taken}, caller{limiter: asks, taken: taken})
 				}
@@ -244,7 +244,7 @@ func TestEveryChangeOfPolicyEqualsTheModel(t *testing.T) {
 							policy ratelimit.Policy
 							cost   int64
 						}{
-							{0, from, -1}, {0, from, 10}, {later, to, 0}, {0, to, 2}, {0, to, 1}, // the first takes what is to be taken
+							{0, from, -1}, {0, from, 10}, {later, to, 0}, {0, to, 2}, {0, to, 1}, // the first ask takes the units
 							{time.Second, from, 0}, {0, from, 2}, {0, to, 1},
 						} {
 							clock.At = clock.At.Add(ask.after)
@@ -266,7 +266,7 @@ func TestEveryChangeOfPolicyEqualsTheModel(t *testing.T) {
 							)
 							require.NoError(t, errors.Join(errs...))
 							for n := range callers {
-								got[n].Source = ratelimit.SourceDatabase // or a denial that was remembered
+								got[n].Source = ratelimit.SourceDatabase // may also be a remembered denial
 								want := requestsOf(views[n], s.Elements[n:n+1])[0]
 								want.Parts[0].Decision = s.Elements[n].Decision
 								require.Equal(

@@ -12,21 +12,21 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Array lengths in an answer (see sql/sliding.sql): NumbersOfTake for a key whose requests were all granted by the
-// function's own statement, NumbersOfAll for one that it left to the rules of rate_limit_all.
+// An answer has NumbersOfTake numbers for each key whose requests were all granted at once. For each other key, it has
+// NumbersOfAll numbers. See sql/sliding.sql.
 const (
 	NumbersOfTake = 9
 	NumbersOfAll  = 15
 )
 
-// ErrUnlikeAnswer is the error for an answer that is not about the keys that were asked for.
+// ErrUnlikeAnswer is the error for an answer that cannot be an answer to the request.
 var ErrUnlikeAnswer = errors.New("the answer is not one about these keys: does another function have this name?")
 
-// ReadTakes reads the answer of an algorithm's function into the parts. Part i stands for counts[i] requests, or for
-// one each if counts is nil.
+// ReadTakes reads the answer of an algorithm's function, and sets the decisions of the parts. Part i stands for
+// counts[i] requests. If counts is nil, each part stands for one request.
 func ReadTakes(into []*Part, counts []int64, numbers []pgtype.Int8) error {
 	left := (len(numbers) - NumbersOfTake*len(into)) / (NumbersOfAll - NumbersOfTake)
-	if len(into) == 1 { // the log follows
+	if len(into) == 1 { // a single key's log follows its numbers
 		left = min(left, 1)
 	}
 	want := NumbersOfTake*(len(into)-left) + NumbersOfAll*left
@@ -56,7 +56,7 @@ func ReadTakes(into []*Part, counts []int64, numbers []pgtype.Int8) error {
 	return nil
 }
 
-// decisionOfAll reads a decision by the rules of rate_limit_all.
+// decisionOfAll converts the NumbersOfAll numbers of a key to a decision.
 func decisionOfAll(n []pgtype.Int8) model.Decision {
 	d := model.Decision{
 		Granted: n[1].Int64, Remaining: n[2].Int64, RetryAfter: model.Never, ResetAfter: n[4].Int64,
@@ -81,16 +81,16 @@ func entriesOf(numbers []pgtype.Int8) model.Entries {
 	return model.NewEntries(log)
 }
 
-// like tells whether the numbers can be those of the part's row.
+// like returns whether the numbers n can be those of the part's row.
 func (p *Part) like(n []pgtype.Int8) bool { return !p.Rules.Numbers().Refills() || n[5].Int64 > 0 }
 
-// decisionOfTake reads a decision about count requests that were all granted. n has the time and the row. units were
-// taken from the row in all, and the last of them, later, by parts that came after this one. The rules say what
-// remains, and when the row is as good as new.
+// decisionOfTake returns the decision for count requests of a part that were all granted. n is the NumbersOfTake
+// numbers: the time and the row. units is how many units all parts have taken from the row. later is how many of these
+// units were taken by parts after p.
 func (p *Part) decisionOfTake(count, units, later int64, n []pgtype.Int8) model.Decision {
 	of, at, s := p.Rules.Numbers(), n[0].Int64, stateOf(n)
 	d := model.Decision{Granted: count, Taken: model.Take{Since: s.Since, In: s.WindowStart}}
-	if p.begins(units, s) { // then the row begins at the decision's reading of the clock
+	if p.begins(units, s) { // then the window began at the time of the decision
 		at = s.WindowStart
 	}
 	if of.Refills() {
@@ -111,7 +111,7 @@ func (p *Part) decisionOfTake(count, units, later int64, n []pgtype.Int8) model.
 	return d
 }
 
-// stateOf returns the state of a row after a take.
+// stateOf converts NumbersOfTake numbers to the state of a row.
 func stateOf(n []pgtype.Int8) model.State {
 	return model.State{
 		Count: n[1].Int64, PrevCount: n[2].Int64, WindowStart: n[3].Int64,
@@ -119,7 +119,7 @@ func stateOf(n []pgtype.Int8) model.State {
 	}
 }
 
-// begins tells whether the row's window or bucket has begun with these units.
+// begins returns whether these units are the first of the row's window or bucket.
 func (p *Part) begins(units int64, s model.State) bool {
 	if of := p.Rules.Numbers(); of.Refills() {
 		return s.Credit == (of.Limit-units)*model.Micros(of.Span)
@@ -127,22 +127,22 @@ func (p *Part) begins(units int64, s model.State) bool {
 	return s.Count == units && s.PrevCount == 0
 }
 
-// RowSet is the rows that parts take from, for rate_limit_take_all. Several parts may take from one row.
+// RowSet is the rows from which a call of rate_limit_take_all takes. Several parts can take from one row.
 type RowSet struct {
-	Rows []*Part // each row by one of its parts, in the order of locking
-	// Units is what all parts together take from each row.
+	Rows []*Part // one part for each row, in the lock order
+	// Units is how many units all parts together take from each row.
 	Units []int64
-	RowOf []int32         // the row of each part, from 1
-	Ended func(left bool) // see attempts
+	RowOf []int32         // the index of each part's row, from 1
+	Ended func(left bool) // see attempts.ended
 }
 
-// attempts records how calls of rate_limit_take_all have ended. It decides only if all requests are granted, and
-// otherwise leaves all to rate_limit_all. After such a vain call, the next calls go to rate_limit_all at once: 1 after
-// the first, 3 after two in a row, then 7, and at most 15. So vain calls cost little, whether few sets are denied or
-// many.
+// attempts records how calls of rate_limit_take_all have ended. This function decides only if it can grant all
+// requests. Otherwise the call is vain, and rate_limit_all decides. After a vain call, the next call goes to
+// rate_limit_all at once. After two vain calls in a row, the next 3 calls do so, then 7, and at most 15. So vain calls
+// cost little time, even if many requests are denied.
 type attempts struct{ vain, pause atomic.Int32 }
 
-// worthwhile tells whether to call rate_limit_take_all.
+// worthwhile returns whether the next call shall try rate_limit_take_all.
 func (a *attempts) worthwhile() bool {
 	if a.pause.Load() <= 0 {
 		return true
@@ -151,7 +151,7 @@ func (a *attempts) worthwhile() bool {
 	return false
 }
 
-// ended records how a call of rate_limit_take_all has ended.
+// ended records how a call of rate_limit_take_all has ended. left is true if the call was vain.
 func (a *attempts) ended(left bool) {
 	if !left {
 		a.vain.Store(0)
@@ -160,8 +160,8 @@ func (a *attempts) ended(left bool) {
 	a.pause.Store(1<<min(a.vain.Add(1), 4) - 1)
 }
 
-// RowSetOf returns the rows that the parts of requests take from, counts[i] times each. It returns nil if
-// rate_limit_take_all cannot decide them, or would leave them to rate_limit_all anyway.
+// RowSetOf returns the rows from which the parts take. Part i takes its cost counts[i] times. RowSetOf returns nil if
+// rate_limit_take_all could not decide the requests.
 func RowSetOf(requests []*Request, parts []*Part, counts []int64) *RowSet {
 	for _, r := range requests {
 		for i := range r.Parts {
@@ -195,11 +195,11 @@ func RowSetOf(requests []*Request, parts []*Part, counts []int64) *RowSet {
 	return s
 }
 
-// TakeAll returns the call of rate_limit_take_all. With 64 callers of AllowAll with 2 or 3 keys, that makes 1.8 times
-// as many decisions as rate_limit_all. One caller with 6 keys makes 1.3 times as many.
+// TakeAll returns the call of rate_limit_take_all. Compared with rate_limit_all, this function makes 1.8 times as many
+// decisions with 64 callers of AllowAll with 2 or 3 keys. With one caller and 6 keys, it makes 1.3 times as many.
 func (d *Database) TakeAll(from *RowSet, into []*Part, owners []int32, counts []int64, tx Transaction) Call {
 	rows := argumentsOfRows(from.Rows)
-	costs, asked := []int64(nil), []int64(nil) // nil if all are 1
+	costs, asked := []int64(nil), []int64(nil) // nil means 1 for each part
 	if slices.ContainsFunc(into, func(p *Part) bool { return p.Cost != 1 }) ||
 		slices.ContainsFunc(counts, func(n int64) bool { return n != 1 }) {
 		costs, asked = make([]int64, len(into)), counts
@@ -219,7 +219,7 @@ func (d *Database) TakeAll(from *RowSet, into []*Part, owners []int32, counts []
 	}
 }
 
-// ReadTakes reads the answer of rate_limit_take_all into the parts.
+// ReadTakes reads the answer of rate_limit_take_all, and sets the decisions of the parts.
 func (s *RowSet) ReadTakes(into []*Part, counts []int64, numbers []pgtype.Int8) error {
 	switch len(numbers) {
 	case NumbersOfTake * len(s.Rows):

@@ -21,8 +21,8 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// Sets of several clients take from known rows and new ones, some that all share. Exactly as many are allowed as fit,
-// and all rows have counted those.
+// Several clients call AllowAll for known and new rows. All calls share some of the rows. Exactly as many calls are
+// allowed as fit, and each row has counted its allowed calls.
 func TestTakesFromAllAreExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
 
@@ -33,7 +33,7 @@ func TestTakesFromAllAreExactUnderConcurrency(t *testing.T) {
 	processes := make([]limits, len(pools))
 	for i, pool := range pools {
 		client := limitertest.NewClient(t, pool, ratelimit.ClientConfig{MaxInFlight: 3})
-		limitertest.EngineOf(client).Database.ManyParts = i % 2 * limitertest.EngineOf(client).Database.ManyParts // all, or only many
+		limitertest.EngineOf(client).Database.ManyParts = i % 2 * limitertest.EngineOf(client).Database.ManyParts // 0 means always
 		processes[i] = limits{
 			address: limitertest.Of(t, client, ratelimit.Config{Name: "address", Policy: ratelimit.TokenBucket{Capacity: 1000, Refill: 1, Every: 24 * time.Hour}}),
 			user:    limitertest.Of(t, client, ratelimit.Config{Name: "user", Policy: ratelimit.SlidingWindow{Limit: userLimit, Window: limitertest.Year}}),
@@ -44,7 +44,7 @@ func TestTakesFromAllAreExactUnderConcurrency(t *testing.T) {
 	var allowed [users]atomic.Int64
 	errs := make([]error, users*tries)
 	testkit.Together(users*tries, func(i int) {
-		user, l := i/len(pools)%users, processes[i%len(pools)] // all at once ask for one that is new
+		user, l := i/len(pools)%users, processes[i%len(pools)] // all processes ask for a new user at once
 		results, err := ratelimit.AllowAll(t.Context(), l.user.Request(fmt.Sprint("{all}user ", user), 1),
 			l.all.Request("all", 1), l.month.Request(fmt.Sprint("{all}user ", user), 1),
 			l.address.Request(fmt.Sprint("{all}address ", i%7), 1))
@@ -70,11 +70,11 @@ func TestTakesFromAllAreExactUnderConcurrency(t *testing.T) {
 	require.Zero(t, deadlocks(t, db, pools...))
 }
 
-// takingAll is the function with the statements of rate_limit_take_all.
+// takingAll is the function that contains the statements of rate_limit_take_all.
 const takingAll = "_rate_limit_take_all_ephemeral"
 
-// A set waits for a row that somebody has taken from, and decides by what that has left. A variant that does not lock
-// the row admits too much.
+// An AllowAll waits for a row that another transaction has changed, and then decides by the new state of the row. A
+// variant that does not lock the row admits too much.
 func TestSetsDecideFromTheRowsThatTheyHaveLocked(t *testing.T) {
 	t.Parallel()
 
@@ -113,15 +113,15 @@ func TestSetsDecideFromTheRowsThatTheyHaveLocked(t *testing.T) {
 				require.True(t, decides(""))
 				return
 			}
-			for i := 0; decides(fmt.Sprint(i)); i++ { // a slow statement is left to rate_limit_all
+			for i := 0; decides(fmt.Sprint(i)); i++ { // rate_limit_all may decide a slow statement
 				require.Less(t, i, 50, "nothing was noticed")
 			}
 		})
 	}
 }
 
-// All that a set is told was true at one instant, also where one of its windows begins and another goes on. A variant
-// that reads the clock for each row tells several.
+// All results of an AllowAll have the same DecidedAt, even if one window begins and another one goes on. A variant that
+// reads the clock for each row has different times.
 func TestSetsThatTakeAreDecidedAtOneInstant(t *testing.T) {
 	t.Parallel()
 
@@ -160,8 +160,8 @@ func TestSetsThatTakeAreDecidedAtOneInstant(t *testing.T) {
 	}
 }
 
-// A set that lacks a row gives back the locks that it has, because somebody who is just making the row may wait for
-// them. A variant that keeps them deadlocks.
+// If a row of an AllowAll is missing, the statement releases its locks, because the transaction that is making the row
+// may wait for them. A variant that keeps its locks deadlocks.
 func TestSetsThatMakeRowsHoldNone(t *testing.T) {
 	t.Parallel()
 
@@ -209,8 +209,8 @@ func TestSetsThatMakeRowsHoldNone(t *testing.T) {
 	}
 }
 
-// A set that makes rows locks the others on the way, so that it never has a row before it has those before that. A
-// variant that only makes those that are missing deadlocks.
+// An AllowAll that makes missing rows also locks its existing rows in the same step, all in the lock order. A variant
+// that only makes the missing rows deadlocks.
 func TestSetsMakeRowsInTheOrderOfLocking(t *testing.T) {
 	t.Parallel()
 
@@ -245,7 +245,7 @@ func TestSetsMakeRowsInTheOrderOfLocking(t *testing.T) {
 			_, err = l.WithTx(maker).Allow(t.Context(), "{x}c")
 			require.NoError(t, err)
 
-			one := ask(0, "{x}a", "{x}b", "{x}c") // waits for the last one
+			one := ask(0, "{x}a", "{x}b", "{x}c") // waits for the last row
 			pgtest.WaitUntilBlocked(t, db.Pool, 1)
 			other := ask(100, "{x}a", "{x}b")
 			pgtest.WaitUntilBlocked(t, db.Pool, 2)
@@ -258,14 +258,13 @@ func TestSetsMakeRowsInTheOrderOfLocking(t *testing.T) {
 	}
 }
 
-// In a database whose encoding has other lengths, the order of locking is not the one in which rows are asked for. Then
-// rate_limit_all decides before a row is locked. A variant that learns of the order from rows that it has locked
-// deadlocks.
+// In a database with another encoding, keys have other lengths, so the lock order differs from the client's order of
+// rows. Then rate_limit_all decides before any row is locked. A variant that does not check the order deadlocks.
 func TestTakesOfSetsInAnotherOrderLockNothing(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
 
-	const long, short = "ää", "abc" // of 2 and 3 bytes in LATIN1
+	const long, short = "ää", "abc" // 2 and 3 bytes in LATIN1
 	ordered := "SELECT bool_and("
 	for name, oldNew := range map[string][]string{
 		"as it is":               nil,
@@ -320,7 +319,7 @@ func TestTakesOfSetsInAnotherOrderLockNothing(t *testing.T) {
 	}
 }
 
-// Where sets are denied all the time, few statements try in vain what they cannot do.
+// If most sets are denied, few statements try rate_limit_take_all in vain.
 func TestSetsThatAreLeftAreNotTriedAgainAtOnce(t *testing.T) {
 	t.Parallel()
 
@@ -333,7 +332,7 @@ func TestSetsThatAreLeftAreNotTriedAgainAtOnce(t *testing.T) {
 		requests[i] = r
 	}
 	told := map[bool]int{true: engine.NumbersOfAll * 20, false: engine.NumbersOfTake * 11}
-	pauses := func(left bool) (n int) { // after an attempt that ends so
+	pauses := func(left bool) (n int) { // counts the calls of rate_limit_all before the next attempt
 		for ; ; n++ {
 			if c := d.Call(requests, engine.Transaction{}); c.SQL == engine.Text("takeall", "") {
 				numbers := make([]pgtype.Int8, told[left])
@@ -353,13 +352,13 @@ func TestSetsThatAreLeftAreNotTriedAgainAtOnce(t *testing.T) {
 	require.Equal(t, engine.Text("all", ""), d.Call(requests[:1], engine.Transaction{}).SQL, "for few, rate_limit_all is as fast")
 }
 
-// An answer that cannot be one about these rows is an error, and no decision.
+// If an answer cannot be about the rows of the statement, the caller gets an error and no decision.
 func TestAnswersUnlikeTheQuestion(t *testing.T) {
 	t.Parallel()
 
 	p := &engine.Part{Space: &engine.Space{}, Rules: limitertest.Rule(ratelimit.TokenBucket{Capacity: 10, Refill: 1, Every: time.Minute}), Cost: 1}
 	from := &engine.RowSet{Rows: []*engine.Part{p}, Units: []int64{1}, RowOf: []int32{1}, Ended: func(bool) {}}
-	for n := range 2 * engine.NumbersOfAll { // all of them 0
+	for n := range 2 * engine.NumbersOfAll { // an answer of n zeros
 		require.ErrorIs(t, from.ReadTakes([]*engine.Part{p}, []int64{1}, make([]pgtype.Int8, n)), engine.ErrUnlikeAnswer, n)
 		if n < engine.NumbersOfAll {
 			require.ErrorIs(t, engine.ReadTakes([]*engine.Part{p}, nil, make([]pgtype.Int8, n)), engine.ErrUnlikeAnswer, n)

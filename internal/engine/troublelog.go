@@ -12,43 +12,43 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// troubleLog logs a line with the cause when the database stops deciding, and one when it decides again. It does not
-// log each call, and shows no keys.
+// troubleLog logs one line with the cause when the database stops deciding requests, and one line when the database
+// decides again. It does not log a line for each call, and never logs keys.
 type troubleLog struct {
-	logger *slog.Logger // nil: slog.Default at the time of logging
-	begin  time.Time    // the log's clock counts from here
+	logger *slog.Logger // nil means slog.Default at the time of logging
+	begin  time.Time    // when the clock of the log showed 0
 	queues *queues
 	shard  int
 
-	troubled atomic.Bool // whether there are troubles, to be read without the mutex
+	troubled atomic.Bool // whether troubles has entries, readable without the mutex
 	mu       sync.Mutex
 	troubles map[troubleID]*trouble
 }
 
-// troubleID identifies a trouble.
+// troubleID identifies a trouble in the map troubles.
 type troubleID struct {
 	name   string // troubleAway, troublePool, or a word of pg.KindOf
-	limits kind   // which requests troubleAway concerns
+	limits kind   // for troubleAway: the kind of requests that fail
 }
 
-// trouble is a cause that keeps the database from deciding.
+// trouble is a problem that keeps the database from deciding requests.
 type trouble struct {
 	limiter     string        // the limiter whose statement failed last; "" if the trouble concerns all
 	since, last time.Duration // the times of the first and the last failure
-	over        time.Duration // when a statement first decided after the last failure; 0: none has
+	over        time.Duration // when the first statement after the last failure succeeded; 0 if none has
 }
 
-// Calm is how long nothing may fail until a trouble counts as over, if it has not opened the breaker. So a trouble that
-// comes and goes has one line too.
+// Calm is how long no statement may fail until a trouble counts as over. So a trouble that comes and goes is logged
+// only once. If the breaker closes, the trouble is over at once.
 const Calm = 10 * time.Second
 
-// The troubles that OnFailure answers. All others have words of pg.KindOf.
+// The names of the troubles that OnFailure answers. All other troubles have names from pg.KindOf.
 const (
 	troubleAway = "away"
 	troublePool = "pool_exhausted"
 )
 
-// troubleOf returns the name of the trouble that an error shows, or "" if the database is not to blame.
+// troubleOf returns the name of the trouble behind an error. It returns "" if the error is not the database's fault.
 func troubleOf(err error) string {
 	switch {
 	case !pg.IsTrouble(err):
@@ -61,7 +61,8 @@ func troubleOf(err error) string {
 	return pg.KindOf(err)
 }
 
-// note records how a statement has ended. r is its first request, and closed tells whether the breaker has closed now.
+// note records how a statement has ended. r is the first request of the statement. closed says whether the statement
+// has closed the breaker.
 func (s *troubleLog) note(r *Request, err error, closed bool) {
 	limiter := r.Space.Name
 	if err == nil {
@@ -103,16 +104,16 @@ func (s *troubleLog) note(r *Request, err error, closed bool) {
 	}
 }
 
-// noteDecision records that a statement has decided requests of a kind.
+// noteDecision records that a statement has decided requests of a kind. It logs the end of troubles that are over.
 func (s *troubleLog) noteDecision(limiter string, k kind, closed bool) {
 	now := time.Since(s.begin)
 	ended := map[troubleID]trouble{}
 	s.mu.Lock()
 	for id, t := range s.troubles {
-		if t.limiter != "" && t.limiter != limiter { // another one may lack a right that this one has
+		if t.limiter != "" && t.limiter != limiter { // the other limiter's role may still lack a right
 			continue
 		}
-		if id.name == troubleAway && id.limits != k { // another table may be locked
+		if id.name == troubleAway && id.limits != k { // the table of the other kind may still be locked
 			continue
 		}
 		if t.over == 0 {

@@ -20,7 +20,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// What only a person can mend is an error in every mode. It is logged once until it is mended, and so is its end.
+// A fault that only a person can mend is an error in every mode of OnFailure. The fault is logged once, and its end is
+// logged once.
 func TestFaultIsLoggedOnceUntilItIsMended(t *testing.T) {
 	t.Parallel()
 	for name, mode := range map[string]ratelimit.FailureMode{
@@ -63,7 +64,7 @@ func TestFaultIsLoggedOnceUntilItIsMended(t *testing.T) {
 	}
 }
 
-// What fails now and then has one line as long as it does.
+// If statements fail now and then, that is logged only once until no more statements fail.
 func TestFlakyDatabaseIsLoggedOnce(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -99,7 +100,7 @@ func TestFlakyDatabaseIsLoggedOnce(t *testing.T) {
 	})
 }
 
-// One limiter may lack what another one has: the other's decisions do not end its trouble.
+// A fault may concern only one limiter. Decisions of another limiter do not end its trouble.
 func TestFaultOfOneLimiter(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -127,7 +128,7 @@ func TestFaultOfOneLimiter(t *testing.T) {
 		require.Len(t, lines, 1)
 		require.Contains(t, lines[0], "limiter=lacking")
 
-		// Another trouble has lines of its own.
+		// Another trouble is logged separately.
 		db.Set(limitertest.TurnedAway)
 		_, _ = fine.Allow(t.Context(), "key")
 		db.Set(limitertest.Fatal("28P01"))
@@ -146,7 +147,7 @@ func TestFaultOfOneLimiter(t *testing.T) {
 	})
 }
 
-// What concerns a key, a caller or a transaction is no trouble of the database.
+// Errors that concern only a key, a caller or a transaction are not logged.
 func TestWhatIsNotLogged(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -178,13 +179,13 @@ func TestWhatIsNotLogged(t *testing.T) {
 		Name: "test", Policy: limitertest.Hourly,
 	}, ratelimit.ClientConfig{Logger: log.Logger()})
 	tx := pgtest.Begin(t, db)
-	_, err := l.WithTx(tx).Allow(t.Context(), "key") // whose caller has the error
+	_, err := l.WithTx(tx).Allow(t.Context(), "key") // the caller gets the error
 	require.ErrorIs(t, err, ratelimit.ErrNotMigrated)
 	require.Empty(t, log.String())
 }
 
-// Calls that were not asked, because the statements before them took too long, are answered by OnFailure. So there is
-// a line, though no statement has failed.
+// If earlier statements take too long, OnFailure answers the calls that were never sent. That is logged, although no
+// statement has failed.
 func TestCallsThatAreNotAskedAreLogged(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -208,7 +209,7 @@ func TestCallsThatAreNotAskedAreLogged(t *testing.T) {
 	})
 }
 
-// A logger may ask a limiter of the client itself.
+// A logger may call a limiter of the same client.
 func TestLoggerThatAsksTheLimiter(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -237,9 +238,9 @@ func (h *askingHandler) Handle(context.Context, slog.Record) error {
 	return nil
 }
 
-// Without a Logger the lines go to what slog.Default is when they are written, and slog.DiscardHandler has none.
+// Without a Logger, lines go to slog.Default at the time of logging. A logger with slog.DiscardHandler discards them.
 //
-//nolint:paralleltest // it replaces slog.Default
+//nolint:paralleltest // replaces slog.Default
 func TestLoggerDefaultsToThatOfTheProcess(t *testing.T) {
 	db := pgtest.Empty(t)
 	config := ratelimit.Config{Name: "test", Policy: limitertest.Hourly, OnFailure: ratelimit.FailOpen()}
@@ -263,8 +264,8 @@ func TestLoggerDefaultsToThatOfTheProcess(t *testing.T) {
 	require.NotContains(t, lines[0], "personal")
 }
 
-// A role without USAGE on the schema does not see the functions. That is an error in every mode, too, whether or not
-// the schema is named.
+// A role without USAGE on the schema does not see the functions. The error is the same in every mode of OnFailure, with
+// and without a schema in the config.
 func TestSchemaWithoutUsage(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -272,7 +273,7 @@ func TestSchemaWithoutUsage(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "REVOKE USAGE ON SCHEMA public FROM PUBLIC, pg_database_owner, CURRENT_USER")
 	superuser := pgtest.Scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user")
 	pool := db.OwnerPool(t, func(c *pgxpool.Config) {
-		if superuser { // it is permitted everything
+		if superuser { // a superuser is permitted everything
 			c.ConnConfig.RuntimeParams["role"] = "pg_monitor"
 		}
 	})

@@ -18,7 +18,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// board is a queue that is asked what leaves next, without a database.
+// board is a queue without a database, for tests of the next statement's requests.
 type board struct {
 	queue  *engine.Queue
 	spaces map[string]*engine.Space
@@ -28,7 +28,7 @@ func newBoard(maxBatch int) *board {
 	return &board{&engine.Queue{MaxBatch: maxBatch}, make(map[string]*engine.Space)}
 }
 
-// push has n requests come to a limiter, under a policy of that limit.
+// push adds n requests of a limiter to the queue, under a fixed window with the given limit.
 func (b *board) push(limiter string, limit int64, n int, cost int64) (requests []*engine.Request) {
 	space, ok := b.spaces[limiter]
 	if !ok {
@@ -45,7 +45,7 @@ func (b *board) push(limiter string, limit int64, n int, cost int64) (requests [
 	return requests
 }
 
-// next tells how many requests of each limiter leave next, in their order.
+// next returns how many requests of each limiter are in the next statement, in the order of the requests.
 func (b *board) next() (left []string) {
 	type line struct {
 		name  string
@@ -132,8 +132,8 @@ func TestShortLinesLeaveTogether(t *testing.T) {
 	}
 	require.Equal(t, []string{"limiter 0 1: 1"}, b.next(), "too few of them")
 	b.push("limiter 0", 1, engine.SmallGroup, 1)
-	b.push("limiter 5", 1, engine.SmallGroup+1, 1) // is not short
-	b.push("limiter 6", 1, 2, 0)                   // looks
+	b.push("limiter 5", 1, engine.SmallGroup+1, 1) // not a small group
+	b.push("limiter 6", 1, 2, 0)                   // these requests look
 	require.Equal(t, []string{"limiter 1 1: 2"}, b.next())
 	b.push("limiter 1", 1, 2, 1)
 	b.push("limiter 7", 1, 1, 1)
@@ -153,7 +153,7 @@ func TestShortLinesLeaveTogether(t *testing.T) {
 	require.Equal(t, []string{"limiter 6 1: 2"}, b.next())
 	require.Empty(t, b.next())
 
-	// No more than MaxBatch, and nobody is forgotten.
+	// No statement has more than MaxBatch requests, and each request is sent.
 	b = newBoard(2 * engine.SmallGroup)
 	for i := range engine.WorthMixing {
 		b.push(fmt.Sprint("limiter ", i), 1, engine.SmallGroup, 1)
@@ -162,7 +162,7 @@ func TestShortLinesLeaveTogether(t *testing.T) {
 	require.Equal(t, []string{"limiter 2 1: 8"}, b.next(), "too few are left")
 }
 
-// However few calls a statement may decide, somebody leaves as long as somebody waits, and nobody twice.
+// However small MaxBatch is, each statement has some waiting request, and each request is sent once.
 func TestSmallBatchesOfManyLimiters(t *testing.T) {
 	t.Parallel()
 
@@ -184,8 +184,8 @@ func TestSmallBatchesOfManyLimiters(t *testing.T) {
 	}
 }
 
-// Twenty limiters of a client, each with eight callers, keep two connections busy, and each of them decides exactly.
-// Twenty clients keep more busy.
+// Twenty limiters of one client, each with eight callers, use two connections, and each limiter admits exactly its
+// limit. Twenty clients use more connections.
 func TestTwentyLimitersShareTwoConnections(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -207,7 +207,7 @@ func TestTwentyLimitersShareTwoConnections(t *testing.T) {
 			}
 		}
 		errs := make([]error, limiters*callers)
-		testkit.Together(len(errs), func(i int) { // each with a key of its own, so that no row is waited for
+		testkit.Together(len(errs), func(i int) { // each caller has its own key, so that no statement waits for a row
 			allowed := 0
 			for range calls {
 				result, err := all[i%limiters].Allow(context.Background(), fmt.Sprint("caller ", i))
@@ -229,8 +229,8 @@ func TestTwentyLimitersShareTwoConnections(t *testing.T) {
 	require.Greater(t, load(t, false).AtOnce, 2)
 }
 
-// However many calls a limiter has, and however slow its statements are, another one's call waits for the statement
-// under way and for one more of them.
+// However many calls a limiter has, and however slow its statements are, a call of another limiter waits for at most
+// two of these statements.
 func TestSlowLimiterDelaysOthersByOneStatement(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -252,7 +252,7 @@ func TestSlowLimiterDelaysOthersByOneStatement(t *testing.T) {
 		}
 		synctest.Wait()
 		for told := 3 * slow; told <= 15*slow; told += 3 * slow {
-			limitertest.Elapse(slow / 2) // a statement is under way
+			limitertest.Elapse(slow / 2) // until a statement is under way
 			result, err := small.Allow(t.Context(), "key")
 			require.NoError(t, err)
 			require.True(t, result.Allowed)

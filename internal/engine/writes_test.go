@@ -18,7 +18,7 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// tuple is where a row's version is in its table, and which transaction wrote it.
+// tuple is the place of a row's version in its table, and the transaction that wrote it.
 type tuple struct{ Ctid, Xmin string }
 
 func tupleOf(t *testing.T, db pgtest.Executor, config ratelimit.Config, key string) tuple {
@@ -64,7 +64,7 @@ func TestDenialsWriteNothing(t *testing.T) {
 		require.Equal(t, before, tupleOf(t, db.Pool, config, "key"))
 		require.Equal(t, rowsBefore, pgtest.StoredRows(t, db.Pool, config.Durable))
 
-		// In a transaction, where the statistics are those of this very moment.
+		// Inside a transaction, the statistics of the transaction itself are visible at once.
 		tx := pgtest.Begin(t, db)
 		for range 3 {
 			result, err := limiter.WithTx(tx).Allow(t.Context(), "key")
@@ -78,7 +78,7 @@ func TestDenialsWriteNothing(t *testing.T) {
 		require.Zero(t, limitertest.Written(t, tx, config))
 		_, err := limiter.WithTx(tx).Allow(t.Context(), "other key")
 		require.NoError(t, err)
-		require.Positive(t, limitertest.Written(t, tx, config)) // the statistics do count
+		require.Positive(t, limitertest.Written(t, tx, config)) // shows that the statistics count writes
 		require.NoError(t, tx.Rollback(t.Context()))
 	})
 }
@@ -121,13 +121,13 @@ func TestLooksTakeNoTransactionIDAndWaitForNobody(t *testing.T) {
 	})
 }
 
-// A statement takes one transaction id, however many keys it is about. It takes one even if it denies all of them,
-// because it has locked their rows. Looks take none, and neither does a denial that is remembered. Many sets take two.
+// A statement uses one transaction id, for any number of keys. It uses one even if it denies all requests, because it
+// has locked their rows. Looks and remembered denials use none. A statement for many AllowAll uses two.
 func TestTransactionIDs(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
-	// Nobody else takes transaction ids on this server.
+	// On this server, only this test uses transaction ids.
 	server := pgtest.Server(t, pgserver.Config{Settings: map[string]string{"autovacuum": "off"}})
 	pool, err := pgxpool.New(t.Context(), server.URL())
 	require.NoError(t, err)
@@ -145,7 +145,7 @@ func TestTransactionIDs(t *testing.T) {
 				ratelimit.Config{Name: name, Policy: policy, Durable: durable},
 			)
 			for _, c := range []struct{ cost, granted, want int64 }{
-				{10, 1, 1}, // of new keys
+				{10, 1, 1}, // new keys
 				{1, 0, 1},  // denied
 				{0, 0, 0},  // a look
 			} {
@@ -172,12 +172,12 @@ func TestTransactionIDs(t *testing.T) {
 	limitertest.EngineOf(client).Database.ManyParts = 0
 	a := limitertest.Of(t, client, ratelimit.Config{Name: "a", Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year}})
 	b := limitertest.Of(t, client, ratelimit.Config{Name: "b", Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year}})
-	for range 2 { // new rows, then known ones
+	for range 2 { // first with new rows, then with known rows
 		before := next()
 		results, err := ratelimit.AllowAll(t.Context(), a.Request("set", 1), b.Request("set", 1))
 		require.NoError(t, err)
 		require.True(t, results.Allowed)
-		require.LessOrEqual(t, next()-before, int64(3)) // one more where an attempt is undone
+		require.LessOrEqual(t, next()-before, int64(3)) // one more if a subtransaction is rolled back
 	}
 	before := next()
 	_, err = ratelimit.AllowAll(t.Context(), a.Request("set", 1), b.Request("set", 1))
