@@ -222,7 +222,7 @@ func TestSecondStatementLeavesForManyKeys(t *testing.T) {
 				})
 				var first sync.WaitGroup
 				first.Go(func() { ask(0) })
-				synctest.Wait() // until its statement is under way
+				synctest.Wait() // until the first statement is under way
 				testkit.Together(3*engine.Enough, ask)
 				first.Wait()
 				synctest.Wait()

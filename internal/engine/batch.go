@@ -19,9 +19,9 @@ import (
 // are refused.
 //
 // A transaction may keep a row locked for a long time, for example after WithTx(tx).Allow. Requests for other keys must
-// not wait for this transaction. A statement for several rows locks the rows one after the other, and holds all its
+// not wait for such a transaction. A statement for several rows locks the rows one after the other, and holds all its
 // locks until it ends. So a statement waits at most rowWait for each row, and at most 25 * rowWait for all rows (see
-// _rate_limit_late). If that is not enough, the statement fails and takes nothing.
+// _rate_limit_late). A statement that waits longer fails and takes nothing.
 //
 // The batcher then sends the same requests in a statement that skips locked rows, and returns which transaction has
 // locked each row. If a row was locked by another transaction before, its request has lost a race, and goes back to the
@@ -69,7 +69,7 @@ type Departure struct {
 // Send sends the requests of a departure to the database, and gives callers their decisions. held are the requests
 // whose keys another transaction keeps locked. lost are the requests that have lost a race for a row.
 func (b *Batcher) Send(d *Departure) (held, lost []*Request) {
-	// End each request that has used 90 % of its timeout. It would shorten the deadline of the whole batch.
+	// End each request that has used 90 % of its timeout. Such a request would shorten the deadline of the whole batch.
 	now := time.Now()
 	requests := slices.DeleteFunc(d.Requests, func(r *Request) bool {
 		if now.Sub(r.Since) <= b.timeout/10*9 {
@@ -270,8 +270,8 @@ func severalGroups(requests []*Request) bool {
 	return slices.ContainsFunc(requests, func(r *Request) bool { return !r.sameGroup(requests[0]) })
 }
 
-// isOnesOwn returns whether the requests of a single group may have caused an error. Then the database has answered,
-// nothing was taken, and the error is not an outage.
+// isOnesOwn returns whether the requests of a single group may have caused an error. This is so if the database has
+// answered, nothing was taken, and the error is not an outage.
 func (b *Batcher) isOnesOwn(err error) bool {
 	_, answered := errors.AsType[*pgconn.PgError](err)
 	_, ours := errors.AsType[*pg.Error](err)
@@ -393,7 +393,7 @@ func (b *Batcher) settleDenials(r *Request, err error, asked, told time.Duration
 }
 
 // forget forgets the denials of a request's keys if the request has changed their rows, or may have. since is the
-// snapshot of the request's statement. It is nil if no denials of this statement are remembered.
+// snapshot of the request's statement. since is nil if no denials of this statement are remembered.
 func (b *Batcher) forget(r *Request, err error, since *Changes) {
 	if b.Denials == nil || r.Looks() || err == nil && r.Parts[0].Decision.Granted <= 0 {
 		return

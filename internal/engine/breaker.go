@@ -10,17 +10,18 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// Breaker is a circuit breaker. It keeps calls from waiting for their Timeout during an outage. It opens after
+// Breaker is a circuit breaker. It keeps calls from waiting for their Timeout during an outage. The breaker opens after
 // BreakerFailures failed statements in a row. A statement fails if Postgres is away or slow, or if the pool is
 // exhausted. An open breaker turns all calls away for BreakerPause. After the pause, it lets one call at a time ask the
-// database. Such a call is a probe. A failed probe begins another pause, and a successful probe closes the breaker. The
-// breaker counts statements, not calls, so a failed statement for 64 calls is one failure. A call whose caller has left
-// is not a failure.
+// database, as a probe. A failed probe begins another pause, and a successful probe closes the breaker. The breaker
+// counts statements, not calls, so a failed statement for 64 calls is one failure. A call whose caller has left is not
+// a failure.
 //
 // Each kind of request has a separate state. If somebody locks one table, limits in the other table still work.
 //
-// The breaker never turns away requests of a limiter with ReturnsErrors. Their callers could not tell an error of the
-// breaker from an error of Postgres. While the breaker is open, each of these requests is a probe.
+// The breaker never turns away requests of a limiter with ReturnsErrors. Callers of such a limiter could not
+// distinguish an error of the breaker from an error of Postgres. While the breaker is open, each of these requests is a
+// probe.
 type Breaker struct {
 	shard   int
 	Timeout time.Duration       // the Timeout of a call
@@ -38,9 +39,9 @@ const (
 	// or one slow batch causes at most two failures. If every statement takes the whole Timeout, the breaker opens after
 	// at most two Timeouts.
 	BreakerFailures = 3
-	// BreakerPause is long compared with a call. It is short enough that limiters work again within 2 s after the database
-	// is back. In the worst case, a probe is sent just before the database is back. With the default Timeout of 1 s, that
-	// probe and the next pause take 1.5 s.
+	// BreakerPause is long compared with a call. BreakerPause is short enough that limiters work again within 2 s after
+	// the database is back. In the worst case, a probe is sent just before the database is back. With the default Timeout
+	// of 1 s, that probe and the next pause take 1.5 s.
 	BreakerPause = 500 * time.Millisecond
 )
 
@@ -58,7 +59,7 @@ func (b *Breaker) Admit(k kind, asksAnyway bool) (pass, probe bool) {
 		return true, true
 	}
 	now := b.clock()
-	// A caller may give up a probe before it is sent, and Record is then never called. So another probe is possible at
+	// A caller may give up a probe before it is sent, and Record is then never called. So another probe may be sent at
 	// next.
 	next := now + b.Timeout + BreakerPause
 	probe = now >= time.Duration(at) && probeAt.CompareAndSwap(at, int64(next))

@@ -137,7 +137,7 @@ func TestBreaker(t *testing.T) {
 				require.Contains(t, log.String(), "level=INFO msg=\"ratelimit: Postgres decides again\" after=4.")
 				require.NotContains(t, log.String(), "personal")
 
-				// After that, BreakerFailures failures open the breaker again.
+				// After the breaker has closed, BreakerFailures failures open it again.
 				open(t, l, db)
 			})
 		})
@@ -227,7 +227,7 @@ func TestBreakerTurnsAwayTheQueue(t *testing.T) {
 	})
 }
 
-// A call whose caller leaves is not a failure. If the caller of a probe leaves, the probe still counts.
+// A call whose caller leaves is not a failure. If the caller of a probe leaves, the result of the probe still counts.
 func TestBreakerDoesNotCountCallersWhoLeave(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -265,7 +265,8 @@ func TestBreakerDoesNotCountCallersWhoLeave(t *testing.T) {
 	})
 }
 
-// If statements hang, a probe may wait for too long in the queue and is never sent. Another probe follows anyway.
+// If statements hang, a probe may wait for too long in the queue and is never sent. A later call becomes the next
+// probe.
 func TestBreakerSurvivesTheLossOfAProbe(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -514,7 +515,8 @@ func TestLimiterThatReturnsErrorsAsksWhileTheBreakerIsOpen(t *testing.T) {
 			synctest.Wait()
 			ask(one)
 			wg.Wait()
-			// All limiters send statements until the breaker opens. Then only the limiter that returns errors does.
+			// All limiters send statements until the breaker opens. While the breaker is open, only the limiter that returns
+			// errors sends statements.
 			require.Equal(t, engine.BreakerFailures-1+each, db.Statements())
 		})
 	})

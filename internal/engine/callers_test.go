@@ -109,7 +109,7 @@ func TestCallerThatLeavesDoesNotDisturbOthers(t *testing.T) {
 		require.ErrorIs(t, err, context.Canceled)
 	}
 	require.NoError(t, locked.Rollback(t.Context()))
-	// Later calls may reuse the requests of calls that have left. Both must work.
+	// Later calls may reuse the requests of calls that have left. Calls must work with reused and with new requests.
 	waits = append(waits, testkit.Later(func() (ratelimit.Result, error) { return limiter.Allow(context.Background(), "other key") }))
 	_, err = waits[9]()
 	require.NoError(t, err)
@@ -179,7 +179,7 @@ func TestNewAsksNothing(t *testing.T) {
 }
 
 // A server stops answering. All callers get an error within their Timeout. The limiter uses two connections, not the
-// whole pool. After that, no memory of the calls is left.
+// whole pool. When all calls have ended, no memory of the calls is left.
 //
 //nolint:paralleltest // measures the memory of the process
 func TestFrozenServer(t *testing.T) {
@@ -253,7 +253,7 @@ func TestFrozenServer(t *testing.T) {
 	clear(errs)
 	testkit.WaitUntil(t, func() bool { return heap() < before+1<<20 }) // 200 bytes for each call would be 2 MB
 	require.Positive(t, unknown)
-	require.LessOrEqual(t, unknown, 2*limitertest.Engine(limiter).Settings.MaxBatch) // those in flight
+	require.LessOrEqual(t, unknown, 2*limitertest.Engine(limiter).Settings.MaxBatch) // only requests in flight
 	require.Zero(t, inQueue(limitertest.Client(limiter)))
 	testkit.WaitUntil(t, func() bool { return left() < 20 }) // the goroutines that close the two connections
 

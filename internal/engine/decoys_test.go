@@ -23,9 +23,9 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// The functions run as a superuser. Another role may create objects in their schema and in public. It has overloaded
-// all functions and operators that our functions and statements call. No such decoy ever runs, whoever calls our
-// functions.
+// The functions of the library run as a superuser. A second role may create objects in the library's schema and in
+// public. It has made decoys of all functions and operators that the library calls. No decoy ever runs, whoever calls
+// the library's functions.
 func TestNothingThatOthersCreateIsRun(t *testing.T) {
 	t.Parallel()
 
@@ -33,8 +33,7 @@ func TestNothingThatOthersCreateIsRun(t *testing.T) {
 	require.NoError(t, callEverything(t, db, pool))
 }
 
-// These mistakes make a decoy run: the schema is in search_path, or an argument's type differs from the parameter's
-// type.
+// A decoy runs if the schema is in search_path, or if an argument's type differs from the parameter's type.
 func TestMistakesThatRunADecoy(t *testing.T) {
 	t.Parallel()
 
@@ -72,7 +71,7 @@ func amongDecoys(t *testing.T) (*pgtest.DB, *pgxpool.Pool) {
 	const role = "pg_signal_backend" // every server has this role, and it has not made the decoys
 	db := pgtest.Empty(t)
 	if !pgtest.Scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user") {
-		t.Skip("foreign roles: the URL of the server has to name a superuser") // on servers that the tests start, it does
+		t.Skip("foreign roles: the URL of the server has to name a superuser") // true for servers that the tests start
 	}
 	pgtest.Exec(t, db.Pool, "CREATE SCHEMA limits")
 	owner := db.OwnerPool(t, func(config *pgxpool.Config) {

@@ -25,7 +25,7 @@ import (
 )
 
 // elsewhere runs functions in goroutines outside of the test's synctest bubble. During a slow write, pgx starts a
-// goroutine that reads. This goroutine may not wake up a goroutine in a bubble.
+// goroutine that reads. A goroutine that was started in this way may not wake up a goroutine in a bubble.
 type elsewhere struct {
 	t     *testing.T // its context is not part of the bubble
 	calls chan func()
@@ -147,11 +147,11 @@ func (r *heldRows) Scan(targets ...any) error {
 	return nil
 }
 
-// A remembered denial is an answer that the database could have given at the same time. This holds for any order in
-// which statements are executed and answered, for all methods, and for transactions that commit or roll back. The
-// denial includes all changes of the key that were answered. Of the changes that were not answered, it includes those
-// up to some time, and no later ones. While a transaction has changed a key and is still open, no denial of the key is
-// used, because the database would wait.
+// A remembered denial is an answer that the database could have given at the same time. The order in which statements
+// are executed and answered, the methods, and the commits or rollbacks of transactions do not matter. The denial
+// includes all changes of the key that were answered. The denial includes the unanswered changes up to some time, and
+// no later changes. While a transaction has changed a key and is still open, no denial of the key is used, because the
+// database would wait.
 func TestDenialsNeverChangeADecisionInAnyOrder(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -279,8 +279,8 @@ func (o *orders) act() {
 	case n < 90 && !o.inTx:
 		o.transact()
 	case n < 95:
-		// The clock moves only while nothing is under way. Otherwise a denial's numbers would allow for the duration of its
-		// statement.
+		// The clock moves only while nothing is under way. If the clock moved during a statement, a denial's numbers would
+		// allow for the duration of the statement.
 		if o.drain(); len(o.gate.waiting) == 0 {
 			limitertest.Elapse(time.Duration(o.random.Int64N(1_500_000)) * time.Microsecond)
 		}

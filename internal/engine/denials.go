@@ -22,7 +22,7 @@ import (
 // Remaining and RetryAfter of a remembered denial are exact until a cost of 1 fits again, because nobody can take units
 // before. For larger costs, these numbers may leave out units that other processes have taken since.
 //
-// When the answer to a take, refund, grant or reset arrives, the cache forgets the denials of the key. It also
+// When the answer to a take, refund, grant or reset arrives, the cache forgets the denials of the key. The cache also
 // increments the key's count of changes, and holds the stripe's mutex for that. A new denial is remembered only if this
 // count has not changed since the denial's statement was sent. Changes by the statement itself do not matter. So if two
 // answers arrive in the wrong order, the cache does not remember the older denial. The cache also does not remember a
@@ -54,8 +54,8 @@ type Denials struct {
 const (
 	DenialStripes = 16
 	stripeCounts  = 8
-	// MaxDenials is how many keys the Young maps of all stripes can have together. The same number holds for the Old maps.
-	// With 512-byte keys, all maps need less than 16 MiB, or less than 24 MiB for sliding logs.
+	// MaxDenials is how many keys the Young maps of all stripes can have together, and how many keys the Old maps can
+	// have. With 512-byte keys, all maps need less than 16 MiB, or less than 24 MiB for sliding logs.
 	MaxDenials = 8192
 )
 
@@ -172,8 +172,8 @@ func (d *Denials) Lookup(space *Space, m model.Rules, key string, n int64, o *Ou
 	return true
 }
 
-// Remember adds a denial to the cache. Its statement was sent at asked, and answered at told. since is the Snapshot
-// from before the statement.
+// Remember adds a denial to the cache. The denial's statement was sent at asked, and answered at told. since is the
+// Snapshot from before the statement.
 func (d *Denials) Remember(p *Part, asked, told time.Duration, since *Changes) {
 	denied := &p.Decision
 	clock := denied.DecidedAt.UnixMicro()
@@ -203,8 +203,8 @@ func (d *Denials) Remember(p *Part, asked, told time.Duration, since *Changes) {
 }
 
 // Forget removes the denials of a key whose row may have changed. It also keeps Remember from adding denials of
-// statements that are under way. since is the snapshot of the statement that made the change. Its own denials can still
-// be added. since is nil if no denial of this statement will be added.
+// statements that are under way. since is the snapshot of the statement that made the change. Denials of this statement
+// can still be added. since is nil if no denial of this statement will be added.
 func (d *Denials) Forget(space *Space, key string, since *Changes) {
 	if d.Stripes.Load() == nil {
 		d.early.Add(1)

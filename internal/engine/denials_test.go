@@ -184,7 +184,7 @@ func TestDenialIsNotTrustedWhenTheLocalClockHasGoneBack(t *testing.T) {
 }
 
 // The database decided at some time between asked and told. So the remembered denial must end no later than the real
-// one. Its RetryAfter and ResetAfter must not be too short.
+// denial, and RetryAfter and ResetAfter must not be too short.
 func TestDenialAllowsForTheTimeThatTheStatementTook(t *testing.T) {
 	t.Parallel()
 	d, clock := newTestDenials(ratelimit.FixedWindow{Limit: 1, Window: time.Second}, time.Minute)
@@ -205,7 +205,7 @@ func TestDenialAllowsForTheTimeThatTheStatementTook(t *testing.T) {
 	require.False(t, ok)
 }
 
-// A remembered denial has a DecidedAt. For every cost, its numbers are those of the model at DecidedAt, even if the
+// For every cost, the numbers of a remembered denial are those of the model at the denial's DecidedAt, even if the
 // statement took long.
 func TestCachedDenialTellsTheTruthAtItsTime(t *testing.T) {
 	t.Parallel()
@@ -427,7 +427,7 @@ func TestCachedDenialNeedsNoMemory(t *testing.T) {
 	}))
 }
 
-// deniedLimiter returns a limiter without a database. It remembers a denial of user:123.
+// deniedLimiter returns a limiter without a database that remembers a denial of user:123.
 func deniedLimiter(t testing.TB, policy ratelimit.Policy, observer *ratelimit.Observer) *ratelimit.Limiter {
 	l := limitertest.New(t, &pgxpool.Pool{}, ratelimit.Config{Name: "test", Policy: policy},
 		ratelimit.ClientConfig{DenialMaxAge: time.Hour, Observer: observer})
@@ -617,7 +617,7 @@ func TestRefundForgetsTheDenial(t *testing.T) {
 		tx = limitertest.Hold(t, db, config, "key")
 		ctx, leave := context.WithCancel(t.Context())
 		waiting := testkit.Later(func() (ratelimit.Balance, error) { return limiter.Refund(ctx, all) })
-		waitUntilHeld(t, db.Pool, limiter) // now the lane waits, and no longer the caller's own statement
+		waitUntilHeld(t, db.Pool, limiter) // until the lane waits in place of the caller's own statement
 		leave()
 		_, err = waiting()
 		require.ErrorIs(t, err, context.Canceled)

@@ -188,7 +188,7 @@ func TestMixedBatchWithARefusedName(t *testing.T) {
 	long := strings.Repeat("\u00E4", 64)
 	for encoding, names := range map[string][]string{
 		"EUC_JP": {"a", "b", emoji, "name \u00E9", "c", "d"},
-		// Here each byte of UTF-8 is a character, with two bytes in the database.
+		// On a LATIN1 connection, each byte of UTF-8 is a character, with two bytes in the database.
 		"LATIN1": {"a", "b", long, "name \u00E9", "c", "d"},
 	} {
 		pool := db.NewPool(t, func(config *pgxpool.Config) {

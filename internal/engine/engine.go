@@ -53,7 +53,8 @@ type Settings struct {
 	Hooks        Hooks
 }
 
-// Hooks are functions that the engine calls after statements, uses of leases and changes of breakers. Each may be nil.
+// Hooks are functions that the engine calls after statements, uses of leases and changes of breakers. Each hook may be
+// nil.
 type Hooks struct {
 	Statement func(Statement)
 	Lease     func(LeaseUse)

@@ -33,7 +33,7 @@ type localState struct {
 
 // LocalMemory is how many bytes a fallback may use, enough for 65,536 keys. New keys never replace known keys. So a
 // client cannot reset its key by a flood of new keys. If the memory is full, all new keys share one state, and so the
-// limit of a single key, until other keys have expired. Each policy of an All has such a shared state, on top of
+// limit of a single key, until other keys have expired. Each policy of an All has a shared state, on top of
 // LocalMemory.
 const LocalMemory = 18 << 20
 

@@ -139,8 +139,8 @@ func TestFallbackKeepsAlgorithmsApart(t *testing.T) {
 	require.Equal(t, engine.LocalSize(limitertest.Rule(limitertest.Hourly)), f.Used)
 }
 
-// A flood of keys uses bounded memory, however long the keys are. It does not reset known keys. If the memory is full,
-// new keys share one limit. Expired keys make room for new ones.
+// A flood of keys uses bounded memory, however long the keys are. A flood of keys does not reset known keys. If the
+// memory is full, new keys share one limit. Expired keys make room for new ones.
 func TestFallbackIsBounded(t *testing.T) {
 	t.Parallel()
 	clock := &limitertest.Clock{At: limitertest.T0}
@@ -219,7 +219,7 @@ func TestFallbackIsBoundedThroughWith(t *testing.T) {
 	}
 	requireAccounted()
 
-	// First fill the memory with keys. Then use some of these keys under the largest policy.
+	// Fill the memory with keys, and then use some of these keys under the largest policy.
 	small, large := ratelimit.SlidingLog{Limit: 2, Window: time.Hour}, ratelimit.SlidingLog{Limit: model.MaxLogLimit, Window: time.Hour}
 	for i := range engine.LocalMemory / engine.LocalSize(limitertest.Rule(small)) {
 		_, _ = decideBy(f, small, fmt.Sprint("key ", i), 1)
@@ -303,8 +303,8 @@ func TestShares(t *testing.T) {
 	}
 }
 
-// A share of any policy is a valid policy. Its numbers are within the exact range. In the long run, it allows no more
-// than the share.
+// A share of any policy is a valid policy with numbers within the exact range. In the long run, it allows no more than
+// the share.
 func TestScaledPolicies(t *testing.T) {
 	t.Parallel()
 	bucket := ratelimit.TokenBucket{Capacity: 100, Refill: 5, Every: 10 * time.Second}

@@ -21,7 +21,7 @@ const (
 	maxHeldKeys = 1024
 
 	// MaxRowWait is the longest rowWait. Statements of other processes take a few milliseconds, so such a wait is long
-	// enough for them. It is short enough for a caller not to notice.
+	// enough for them. MaxRowWait is short enough for a caller not to notice.
 	MaxRowWait = 10 * time.Millisecond
 )
 
@@ -96,7 +96,8 @@ func (h *heldKeys) Knows(r *Request) bool {
 }
 
 // longHeld returns the held row of a request, and whether the row was locked for so long that the caller gets an error.
-// That is half of Patience, because the row was first found locked several statements after the start of the call.
+// Half of Patience is long enough, because the row was first found locked several statements after the start of the
+// call.
 func (h *heldKeys) longHeld(r *Request) (row heldRow, long bool) {
 	h.Mu.Lock()
 	defer h.Mu.Unlock()

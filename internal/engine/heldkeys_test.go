@@ -20,8 +20,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// keep begins a transaction that takes from a key. If made is true, the transaction has made the key's row. Otherwise
-// it has locked an existing row.
+// keep begins a transaction that takes from a key. If made is true, the transaction has made the key's row. If made is
+// false, the transaction has locked an existing row.
 func keep(t *testing.T, db *pgtest.DB, config ratelimit.Config, key string, made bool) pgx.Tx {
 	t.Helper()
 	db = db.Of(key)
@@ -173,7 +173,7 @@ func TestKeysHeldForGood(t *testing.T) {
 	})
 }
 
-// An AllowAll with a held key waits in the lane. It does not keep its other rows locked meanwhile.
+// An AllowAll with a held key waits in the lane, and does not keep its other rows locked meanwhile.
 func TestSetsWithAHeldPart(t *testing.T) {
 	t.Parallel()
 

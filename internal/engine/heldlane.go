@@ -22,8 +22,8 @@ const (
 	// waits for its only key.
 	laneTurn  = 25 * time.Millisecond
 	aloneTurn = 100 * time.Millisecond
-	// A statement of AllowAll keeps rows locked while it waits for another row. So it waits only for setWait, and only
-	// once in each setPause.
+	// A statement of AllowAll keeps rows locked while it waits for another row. So AllowAll waits only for setWait, and
+	// only once in each setPause.
 	setWait  = 5 * time.Millisecond
 	setPause = 40 * time.Millisecond
 )
@@ -43,8 +43,8 @@ func (h *heldLane) Add(requests []*Request) {
 	}
 }
 
-// serve sends statements until the lane is empty. One statement skips locked rows and asks for all requests. The next
-// statement waits for the row of the first request. Then serve begins again.
+// serve sends statements until the lane is empty. By turns, it sends a statement for all requests that skips locked
+// rows, and a statement that waits for the row of the first request.
 func (h *heldLane) serve() {
 	var requests []*Request
 	for {
@@ -103,10 +103,10 @@ func (h *heldLane) ask(requests []*Request, skip bool, wait time.Duration) (held
 
 // GiveUp ends the requests that have waited for Patience, and returns the other requests.
 //
-// If a row is being inserted, no statement can see which transaction does so. It may be one statement of the engine
-// after the other, and each is undone because it waits for another key. So such a row counts as held only after a
-// statement for its key alone has waited in vain. For AllowAll, a row that is being inserted counts as held at once,
-// because no statement of AllowAll waits that long.
+// If a row is being inserted, no statement can see which transaction does so. Perhaps statements of the engine make the
+// row one after the other, and each is undone because it waits for another key. So a row that is being inserted counts
+// as held only after a statement for its key alone has waited in vain. For AllowAll, a row that is being inserted
+// counts as held at once, because no statement of AllowAll waits that long.
 func (h *heldLane) GiveUp(requests []*Request) (others []*Request) {
 	known := h.batcher.Held
 	for _, r := range requests {

@@ -208,7 +208,7 @@ func TestRowsThatAreMadeByTurnsAreNotHeldForLong(t *testing.T) {
 		lane, held := limitertest.EngineOf(client).Queues.First().Lane, limitertest.EngineOf(client).Batcher.Held
 		for name, c := range map[string]struct {
 			holders  func(i int) int64
-			waits    bool // a statement has waited for this row alone in vain
+			waits    bool // a statement for this row alone has waited in vain
 			longHeld bool
 		}{
 			"made by turns": {holders: func(int) int64 { return 0 }},
@@ -286,7 +286,7 @@ func TestKeyHeldByTurns(t *testing.T) {
 }
 
 // A call for a held key returns ErrKeyHeld within the Timeout, even if the Timeout or the session's statement_timeout
-// is short. Neither this call nor calls for other keys count as an outage.
+// is short. Calls for a held key do not count as an outage, and neither do other calls.
 func TestHeldKeysAndShortTimeouts(t *testing.T) {
 	t.Parallel()
 

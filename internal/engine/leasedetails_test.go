@@ -69,7 +69,7 @@ func TestLeaseOfRequestsThatAreAlike(t *testing.T) {
 	require.EqualValues(t, 3+4, leaders[0].Count)
 }
 
-// StatementEvent.Size counts calls. It does not count units taken ahead.
+// StatementEvent.Size counts calls, and does not count units taken ahead.
 func TestObserverOfStatementsThatLease(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
@@ -99,13 +99,13 @@ func TestWhatGoesBackFromLeasesIsNotAnnounced(t *testing.T) {
 	})
 }
 
-// A limiter has several policies, and its bucket has more tokens than the process knew. Then the process keeps no
-// lease, and gives all units taken ahead back. So no more is admitted than the bucket allows, and no units are lost.
+// If a limiter has several policies, and its bucket has more tokens than the process knew, the process gives all units
+// taken ahead back. So no more is admitted than the bucket allows, and no units are lost.
 func TestLeasesOfSeveralPoliciesFromAFullerBucket(t *testing.T) {
 	t.Parallel()
 	const limit = 2560
 	withLeases(t, func(c *ratelimit.Config) {
-		bucket := ratelimit.TokenBucket{Capacity: limit, Refill: 1, Every: time.Second} // period 20 s: 20 tokens
+		bucket := ratelimit.TokenBucket{Capacity: limit, Refill: 1, Every: time.Second} // leases 20 for 20 s
 		c.Policy, c.Lease = ratelimit.All(bucket, ratelimit.FixedWindow{Limit: 2 * limit, Window: time.Hour}), &ratelimit.Lease{MaxShare: 0.1}
 	}, func(t *testing.T, l *leaseTest) {
 		_, err := l.AllowN(t.Context(), "key", 1000)

@@ -39,7 +39,7 @@ type leaser struct {
 	asked   instant
 	decided bool
 	outbox  []rest // units that are on their way back
-	mine    []int  // indexes of its uses that were not given back
+	mine    []int  // indexes in uses: the process's uses that were not given back
 }
 
 // leaseUse is a request that was allowed.
@@ -305,8 +305,8 @@ func (w *leaseWorld) judge() error {
 	return nil
 }
 
-// Two processes do their steps in every possible order, with a limit of 3. Both have called before, so their next call
-// takes ahead.
+// Two processes do their steps in every possible order, with a limit of 3. Both processes have called before, so their
+// next call takes ahead.
 func TestLeasesInEveryOrder(t *testing.T) {
 	t.Parallel()
 	depth := min(5+testkit.Rounds(t, "RATELIMIT_TEST_ROUNDS", 1)/4, 7)
@@ -333,8 +333,8 @@ func TestLeasesInEveryOrder(t *testing.T) {
 	}
 }
 
-// newLeasingWorld returns a world with two processes. Both have called before, so that the next call takes 2 units
-// ahead.
+// newLeasingWorld returns a world with two processes. Each process has called before, so that its next call takes 2
+// units ahead.
 func newLeasingWorld(policy model.Rules, mistake leaseMistake) *leaseWorld {
 	w := newLeaseWorld(policy, 2, mistake)
 	for _, p := range w.processes {

@@ -13,10 +13,11 @@ import (
 // Leases contains the units that this process has taken ahead.
 //
 // A lease may be spent only if it has surely not ended by the database's clock. The statement was sent before the
-// database decided. So the time since the statement was sent is at least the time since the decision. This is true even
-// if the clocks of the machines show different times. The process measures by its monotonic clock, so nobody can make a
-// lease longer by setting the wall clock. On some machines the monotonic clock stops while the machine is suspended,
-// and only the wall clock is corrected later. So the process uses the clock that has advanced further.
+// database decided. So the time since the statement was sent is at least the time since the decision. So a lease ends
+// in time even if the clocks of the machines show different times. The process measures by its monotonic clock, so
+// nobody can make a lease longer by setting the wall clock. On some machines the monotonic clock stops while the
+// machine is suspended, and only the wall clock is corrected later. So the process uses the clock that has advanced
+// further.
 //
 // Each key that a call has asked for has an entry, even without a lease. The entry shows that the next call for the key
 // is not the first. An entry is deleted if nobody asks for its key during MaxLength. A timer runs only while there are
@@ -280,8 +281,8 @@ func (ls *Leases) settle(r *Request, err error, asked, told instant) {
 	}
 }
 
-// learn updates the entry. It returns what settle has to give back, if anything, when the timer is due, or 0, and what
-// the hook is told.
+// learn updates the entry. It returns the units that must go back (or nil), the time for wakeAt (or 0), and the event
+// for the hook.
 func (ls *Leases) learn(
 	r *Request, err error, asked, told instant,
 ) (back *giving, due time.Duration, event LeaseUse) {
@@ -358,7 +359,7 @@ func (e *Lease) learn(r *Request, asked, told instant) (rests []rest, event Leas
 	first := &r.Parts[0]
 	space, d := first.Space, &first.Decision
 	decidedAt := d.DecidedAt.UnixMicro()
-	// A lease ends if the policy has changed. It also ends if the database's clock was set forward beyond the lease's end.
+	// A lease ends if the policy has changed, or if the database's clock was set forward beyond the lease's end.
 	if !e.policy.Is(r.Policy) || decidedAt >= e.decidedAt+int64(e.lasts/time.Microsecond) {
 		rests = e.lapse(space)
 	}
@@ -451,9 +452,9 @@ func (e *Lease) lapse(space *Space) (rests []rest) {
 	return rests
 }
 
-// due returns when tidy must look at the entry, by the monotonic clock. At this time, tidy gives the unused units back,
-// or deletes an entry without units. The time is so early that units are in the database before the lease ends. The
-// caller holds the mutex of the stripe.
+// due returns when tidy must look at the entry, by the monotonic clock. tidy gives the unused units back so early that
+// they are in the database before the lease ends, or deletes an entry without units. The caller holds the mutex of the
+// stripe.
 func (e *Lease) due() time.Duration {
 	if e.next < e.end {
 		return e.asked.elapsed + e.lasts/8*7

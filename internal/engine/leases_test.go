@@ -257,7 +257,7 @@ func TestMethodsBesideALease(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, before+2, l.left("key"))
 
-		// A lease is not spent under another policy. It goes back at the next call for the key.
+		// A lease is not spent under another policy. The lease goes back at the next call for the key.
 		held, returned := l.held("key"), l.told().Returned
 		require.Positive(t, held)
 		other, err := l.With(ratelimit.FixedWindow{Limit: 50, Window: time.Hour})
@@ -306,8 +306,8 @@ func TestAllThatRemainsCanBeHad(t *testing.T) {
 	})
 }
 
-// If this process has not asked for a while, other processes may have taken nearly all units. So its first lease after
-// that is small.
+// If this process has not asked for a while, other processes may have taken nearly all units. So the first lease after
+// a pause is small.
 func TestLeasesByWhatWasKnownLongAgo(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
@@ -401,7 +401,7 @@ func TestCallersDoNotWaitBehindWhatGoesBack(t *testing.T) {
 	})
 }
 
-// A limiter has several policies, and its bucket is nearly full. Then nothing is leased, and no policy loses units.
+// If a limiter has several policies and its bucket is nearly full, nothing is leased, and no policy loses units.
 func TestLeasesOfSeveralPolicies(t *testing.T) {
 	t.Parallel()
 	change := func(c *ratelimit.Config) {
@@ -453,7 +453,7 @@ func TestLeaseThatEndsOnItsWay(t *testing.T) {
 	t.Parallel()
 	for _, policy := range []ratelimit.Policy{
 		ratelimit.FixedWindow{Limit: 100_000, Window: 160 * time.Millisecond},
-		ratelimit.TokenBucket{Capacity: 128_000, Refill: 50_000, Every: time.Second}, // period 20 ms: 1,000
+		ratelimit.TokenBucket{Capacity: 128_000, Refill: 50_000, Every: time.Second}, // leases 1,000 for 20 ms
 	} {
 		withLeases(t, func(c *ratelimit.Config) { c.Policy = policy }, func(t *testing.T, l *leaseTest) {
 			l.allow("key", 1)
@@ -473,7 +473,7 @@ func TestLeaseThatEndsOnItsWay(t *testing.T) {
 func TestLeaseOfAFullBucket(t *testing.T) {
 	t.Parallel()
 	withLeases(t, func(c *ratelimit.Config) {
-		c.Policy = ratelimit.TokenBucket{Capacity: 128_000, Refill: 1000, Every: time.Second} // period 1 s: 1,000
+		c.Policy = ratelimit.TokenBucket{Capacity: 128_000, Refill: 1000, Every: time.Second} // leases 1,000 for 1 s
 	}, func(t *testing.T, l *leaseTest) {
 		l.allow("key", 1)
 		l.allow("key", 1)

@@ -13,8 +13,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// Random stories of five processes, their clocks and the database. In some stories, somebody sets the database's clock.
-// Then the windows are judged by the times in the results.
+// Random stories of five processes, their clocks and the database. In some stories, somebody sets the database's clock,
+// and the windows are judged by the times in the results.
 func TestLeasesInStories(t *testing.T) {
 	t.Parallel()
 	for name, policy := range storyPolicies {
@@ -188,8 +188,8 @@ func (w *leaseWorld) takeAll(r *rand.Rand) {
 	}
 }
 
-// A refund leaves room in the bucket for units that are still leased. Otherwise the bucket would be full before the
-// lease ends.
+// A refund leaves room in the bucket for units that are still leased. Without this room, the bucket would be full
+// before the lease ends.
 func TestLeasesOfABucketThatOthersGiveBackTo(t *testing.T) {
 	t.Parallel()
 	for _, refund := range []bool{false, true} {

@@ -96,9 +96,9 @@ func TestCrossingBatchesDoNotDeadlock(t *testing.T) {
 	})
 }
 
-// This control shows that statements deadlock if they do not lock rows in the lock order. The test rewrites two
-// functions so that they lock rows in the order of the arguments. One of them is for ordinary takes, and the other one
-// is for rate_limit_all, which decides all takes of a sliding log.
+// A negative control: statements deadlock if they do not lock rows in the lock order. The test rewrites two functions
+// so that they lock rows in the order of the arguments: the function for ordinary takes, and the function for
+// rate_limit_all, which decides all takes of a sliding log.
 func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -135,7 +135,7 @@ func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 					require.NoError(t, err)
 				}
 
-				// One transaction has locked a and waits for m. In the lock order it has locked b too. Another transaction wants a
+				// One transaction has locked a and waits for m. In the lock order it has locked b too. A second transaction wants a
 				// and b.
 				holder := limitertest.Hold(t, db, config, "m")
 				one := takeLater(limiter, "a", "m", "b")
@@ -274,7 +274,7 @@ func requireDeadlock(t *testing.T, err error) {
 	require.Equal(t, "40P01", pgErr.Code)
 }
 
-// Rows are also made in the lock order. "a" and "z" are new, and another transaction holds "m". Then "z" is not made
+// Rows are also made in the lock order. If "a" and "z" are new and another transaction holds "m", "z" is not made
 // before "m" is locked. The test notices a variant of rate_limit_all that skips "m". In all other functions, one
 // statement makes rows and locks them.
 func TestRowsAreMadeAndLockedInOneOrder(t *testing.T) {
@@ -321,9 +321,9 @@ func TestRowsAreMadeAndLockedInOneOrder(t *testing.T) {
 }
 
 // A statement skips held rows, but waits for rows that other transactions are making. If a held row is deleted during
-// the statement, the statement must not make this row after it has locked a later row. Another transaction may make the
-// row now and wait for the later row. In this test, the statement has locked "a" and "c", "b" is held and then deleted,
-// and "d" is missing. A trigger stops the statement when it begins to make rows.
+// the statement, the statement must not make this row after it has locked a later row. A second transaction may make
+// the deleted row now and wait for the later row. In this test, the statement has locked "a" and "c", "b" is held and
+// then deleted, and "d" is missing. A trigger stops the statement when it begins to make rows.
 func TestVanishedRowsAreNotMadeBehindLockedOnes(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")

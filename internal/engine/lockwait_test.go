@@ -17,9 +17,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// aroundALockWait returns a function that takes n units of a key. Then it asks for 1 more unit while another
-// transaction holds the row. The function returns this result, and when the row was released, by the database's clock.
-// It uses connections that were made before.
+// aroundALockWait returns a function that takes n units of a key, and then asks for 1 more unit while another
+// transaction holds the row. The function returns the second result, and when the row was released, by the database's
+// clock. All its connections exist before the first call.
 func aroundALockWait(
 	t *testing.T,
 	db *pgtest.DB,
@@ -57,7 +57,7 @@ func aroundALockWait(
 }
 
 // The clock is read after the row is locked, so the time of a lock wait counts. The test notices variants that use the
-// transaction's time. It also notices variants that decide by an old reading from before the lock.
+// transaction's time. The test also notices variants that decide by an old reading from before the lock.
 func TestClockIsReadAfterTheLockWait(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -89,7 +89,8 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 					}
 				}
 
-				// These are negative controls. now() is the begin of the transaction, so it does not change during a lock wait.
+				// The rest of the test has negative controls. now() is the begin of the transaction, so it does not change during a
+				// lock wait.
 				db = pgtest.New(t)
 				shortCalendar(t, db.Pool, wait)
 				pgtest.Rewrite(t, db.Pool, "_rate_limit_now", "clock_timestamp()", "pg_catalog.now()")
@@ -118,7 +119,7 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 	}
 }
 
-// shortCalendar gives all calendar windows the length window, because a test cannot wait for the end of a minute.
+// shortCalendar sets the length of all calendar windows to window, because a test cannot wait for the end of a minute.
 func shortCalendar(t *testing.T, db pgtest.Executor, window time.Duration) {
 	t.Helper()
 	pgtest.Rewrite(t, db, "_rate_limit_window_end",
@@ -179,9 +180,9 @@ func TestRowMadeAfterAWaitBeginsThen(t *testing.T) {
 	}
 }
 
-// The DecidedAt of a take is after the lock and before the end of the window. This also holds if the window ends, or
-// the bucket becomes full, between the first reading of the clock and the lock. The test notices variants that check
-// the window's end only at the first reading.
+// The DecidedAt of a take is after the lock and before the end of the window, even if the window ends, or the bucket
+// becomes full, between the first reading of the clock and the lock. The test notices variants that check the window's
+// end only at the first reading.
 func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")

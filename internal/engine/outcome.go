@@ -34,8 +34,8 @@ type Outcome struct {
 // Outcome returns the decision of a request. The request must not be a set of AllowAll.
 func (r *Request) Outcome() Outcome { return r.outcomeOf(0, len(r.Parts), r.Policy) }
 
-// outcomeOf returns the decision of the parts in the range [first, last). These parts belong to one limiter with the
-// given policy.
+// outcomeOf returns the decision of the parts in the range [first, last). All parts in the range must belong to one
+// limiter with the given policy.
 func (r *Request) outcomeOf(first, last int, policy *model.Policy) Outcome {
 	var o Outcome
 	if last-first == 1 {

@@ -110,7 +110,7 @@ func (p *requestPool) put(r *Request) {
 	p.pool.Put(r)
 }
 
-// Looks returns whether the request has a cost of 0. Such a request locks no row.
+// Looks returns whether the request has a cost of 0, so that it locks no row.
 func (r *Request) Looks() bool { return r.Parts[0].Cost == 0 }
 
 // gives returns whether the request gives units back or grants units.
@@ -149,7 +149,7 @@ func (r *Request) joins(other *Request) bool {
 // PassedOver returns whether a statement has left the request undecided.
 func (r *Request) PassedOver() bool { return r.Parts[0].Decision.Granted < 0 }
 
-// Finish ends a request and the requests merged with it. Finish also wakes up their callers.
+// Finish ends a request and the requests merged with it, and wakes up the callers.
 func (r *Request) Finish(err error) {
 	place := int64(2)
 	for f := r.next; f != nil; place++ {

@@ -131,8 +131,8 @@ func TestMigratingUnderLoad(t *testing.T) {
 }
 
 // A statement waits for a row while its functions and types are dropped and made again. The statement succeeds, or
-// fails with ErrNotMigrated. It is the first statement of its connection, because later statements have more types in
-// their cache.
+// fails with ErrNotMigrated. The test uses the first statement of a connection, because later statements have more
+// types in their cache.
 func TestMigratingWhileAStatementWaits(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -181,7 +181,7 @@ func TestMigratingWhileAStatementWaits(t *testing.T) {
 }
 
 // At REPEATABLE READ and SERIALIZABLE, a transaction that changes a row undoes each statement that waits for the row.
-// If this happens again and again, it is not an outage.
+// Even if all statements are undone, that is not an outage.
 func TestStatementsThatAreAlwaysUndone(t *testing.T) {
 	t.Parallel()
 	for _, callers := range []int{1, 8} {

@@ -96,7 +96,7 @@ func TestApplicationNeedsNothingButExecute(t *testing.T) {
 	}
 }
 
-// This is a negative control. If the functions use the search_path of their caller, they run the decoys.
+// A negative control: if the functions use the search_path of their caller, they run the decoys.
 func TestFunctionsWithoutTheirSearchPathTakeDecoys(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")

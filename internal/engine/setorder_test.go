@@ -88,8 +88,8 @@ func TestRandomSetsDoNotDeadlock(t *testing.T) {
 	require.Zero(t, deadlocks(t, db, pools...))
 }
 
-// This control shows that AllowAll deadlocks if rows are not locked in the lock order. In one variant, the function
-// does not sort the rows. In the other variant, it takes any given order for the lock order.
+// A negative control: AllowAll deadlocks if rows are not locked in the lock order. In one variant, the function does
+// not sort the rows. In another variant, the function treats any given order as the lock order.
 func TestLockingSetsInTheOrderGivenDeadlocks(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")

@@ -18,8 +18,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// The policy in force decides, and the shadow policy is decided too, each as if it were alone. This holds for many
-// calls in one statement, for many keys and costs, and for shadow policies of every algorithm.
+// The policy in force decides, and the shadow policy is decided too, each as if it were alone. The test has many calls
+// in one statement, many keys and costs, and shadow policies of every algorithm.
 func TestShadow(t *testing.T) {
 	t.Parallel()
 

@@ -14,9 +14,9 @@ import (
 // queues has a queue and a breaker for each shard. So a slow shard delays only requests for its own keys.
 //
 // At the beginning there is one queue. A proxy refuses a statement for keys of several shards, and its error says how
-// many shards there are. Then queues adds the missing queues. If the number of shards grows later, shards were split,
-// and queues adds queues again. A queue is never removed. If another proxy knows fewer shards, all keys of a queue are
-// still in one shard.
+// many shards there are. When that happens, queues adds the missing queues. If the number of shards grows later, shards
+// were split, and queues adds queues again. A queue is never removed. If another proxy knows fewer shards, all keys of
+// a queue are still in one shard.
 type queues struct {
 	add func(shard int) *Queue
 
@@ -133,8 +133,8 @@ type refusal struct {
 	err error
 }
 
-// asksElsewhere returns whether an error is about shards. If so, it submits the requests again, each to the queue of
-// its keys.
+// asksElsewhere returns whether an error is about shards. If so, asksElsewhere submits the requests again, each to the
+// queue of its keys.
 func (s *batch) asksElsewhere(requests []*Request, err error) bool {
 	if err == nil {
 		return false
@@ -164,8 +164,8 @@ func (b *Batcher) isElsewhere(r *Request) bool {
 	return q == nil || q.Batcher != b
 }
 
-// askShards asks a proxy for the number of shards. Then each shard gets a breaker, and one failing shard does not open
-// the breaker of all keys.
+// askShards asks a proxy for the number of shards. With the number known, each shard has a breaker, and one failing
+// shard does not open the breaker of all keys.
 func (s *batch) askShards() {
 	ctx, cancel := context.WithDeadline(context.Background(), s.deadline)
 	defer cancel()

@@ -296,7 +296,7 @@ func TestRefusalsOfADividedShard(t *testing.T) {
 }
 
 // While its map changes, a proxy may refuse a statement for keys of a single shard. If a proxy uses another hash, it
-// always refuses such statements. Even then, a call waits no longer than Timeout.
+// always refuses such statements. A refused call waits no longer than Timeout.
 func TestProxyThatRefusesKeysOfOneShard(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
@@ -512,8 +512,8 @@ func TestShadowOfAShard(t *testing.T) {
 		require.Nil(t, r.Shadow.Outcome())
 		return r.Parts[0].Decision.Granted
 	}
-	// Here the failing second statement rolls back the whole transaction. Behind a real proxy, the first decision would
-	// stay.
+	// In this test, a failing second statement rolls the first statement back too. Behind a real proxy, the first
+	// statement's decision would stay.
 	require.EqualValues(t, 1, ask(keysOf(0, 2, 1)[0]), "the error tells of a proxy")
 	require.Empty(t, pgtest.StoredRows(t, p.Pool, false), "so it is not asked again")
 	limitertest.Engine(l).Queues.Learn(2)

@@ -45,7 +45,7 @@ func (d *Database) Execute(ctx context.Context, db pg.DB, requests []*Request, t
 	return d.explain(ctx, db, requests, err)
 }
 
-// Call is a statement that decides requests, with its arguments. Its answer has the decisions of the parts in Into.
+// Call is a statement that decides requests, with its arguments. The answer has the decisions of the parts in Into.
 type Call struct {
 	SQL    string
 	Args   []any
@@ -224,9 +224,9 @@ func (c *Call) Undecide() {
 
 // Query runs the statement, and sets the decisions of the parts that the answer mentions.
 //
-// The statement returns times as microseconds, because the text of a timestamptz depends on DateStyle. It uses
-// date_part, whose double precision number of seconds is exact until 2106 (TestTimesAreReadExactly). extract would be
-// slower, because extract returns numeric.
+// The statement returns times as microseconds, because the text of a timestamptz depends on DateStyle. The statement
+// uses date_part, whose double precision number of seconds is exact until 2106 (TestTimesAreReadExactly). extract would
+// be slower, because extract returns numeric.
 func (c *Call) Query(ctx context.Context, db pg.DB, own bool) error {
 	targets, each := c.answer()
 	return pg.Query(ctx, db, own, c.SQL, c.Args, targets, each)
@@ -335,13 +335,13 @@ func unknownZone(requests []*Request, err error) (zone string) {
 	return zone
 }
 
-// closeTimeout is how long pgxpool takes to close a connection that does not answer. During this time, the pool counts
-// the connection as in use.
+// closeTimeout is how long pgxpool takes to close a connection that does not answer. Until then, the pool counts the
+// connection as in use.
 const closeTimeout = 15 * time.Second
 
 // blame finds out why the pool has no connection left. If a statement has failed less than closeTimeout ago because
-// Postgres hangs, blame returns an ordinary ErrTimeout. Otherwise the application uses all connections, and the error
-// stays the same.
+// Postgres hangs, blame returns an ordinary ErrTimeout. If no statement has failed so, the application uses all
+// connections, and blame returns the same error.
 func (d *Database) blame(err error) error {
 	hungAt := d.hungAt.Load()
 	switch {
@@ -359,7 +359,7 @@ func (d *Database) blame(err error) error {
 }
 
 // refusesName returns whether the database's encoding refuses the limiter's name, and not a key. It returns false if
-// the requests belong to several limiters. In a transaction it returns false too, because the error has ended the
+// the requests belong to several limiters. In a transaction, refusesName returns false too, because an error ends the
 // transaction.
 func (d *Database) refusesName(ctx context.Context, db pg.DB, requests []*Request, space *Space) bool {
 	if !ofOneLimiter(requests) {

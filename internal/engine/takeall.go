@@ -136,10 +136,10 @@ type RowSet struct {
 	Ended func(left bool) // see attempts.ended
 }
 
-// attempts records how calls of rate_limit_take_all have ended. This function decides only if it can grant all
-// requests. Otherwise the call is vain, and rate_limit_all decides. After a vain call, the next call goes to
-// rate_limit_all at once. After two vain calls in a row, the next 3 calls do so, then 7, and at most 15. So vain calls
-// cost little time, even if many requests are denied.
+// attempts records how calls of rate_limit_take_all have ended. rate_limit_take_all decides only if it can grant all
+// requests. If it cannot, the call is vain, and rate_limit_all decides. After a vain call, the next call goes to
+// rate_limit_all at once. After two vain calls in a row, the next 3 calls go there, after three the next 7, and after
+// more the next 15. So vain calls cost little time, even if many requests are denied.
 type attempts struct{ vain, pause atomic.Int32 }
 
 // worthwhile returns whether the next call shall try rate_limit_take_all.

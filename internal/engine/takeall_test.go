@@ -259,7 +259,8 @@ func TestSetsMakeRowsInTheOrderOfLocking(t *testing.T) {
 }
 
 // In a database with another encoding, keys have other lengths, so the lock order differs from the client's order of
-// rows. Then rate_limit_all decides before any row is locked. A variant that does not check the order deadlocks.
+// rows. In such a database, rate_limit_all decides before any row is locked. A variant that does not check the order
+// deadlocks.
 func TestTakesOfSetsInAnotherOrderLockNothing(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")

@@ -128,7 +128,7 @@ func TestFaultOfOneLimiter(t *testing.T) {
 		require.Len(t, lines, 1)
 		require.Contains(t, lines[0], "limiter=lacking")
 
-		// Another trouble is logged separately.
+		// A second trouble is logged separately.
 		db.Set(limitertest.TurnedAway)
 		_, _ = fine.Allow(t.Context(), "key")
 		db.Set(limitertest.Fatal("28P01"))
@@ -184,8 +184,8 @@ func TestWhatIsNotLogged(t *testing.T) {
 	require.Empty(t, log.String())
 }
 
-// If earlier statements take too long, OnFailure answers the calls that were never sent. That is logged, although no
-// statement has failed.
+// If earlier statements take too long, OnFailure answers the calls that were never sent. Such an answer is logged,
+// although no statement has failed.
 func TestCallsThatAreNotAskedAreLogged(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

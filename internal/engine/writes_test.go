@@ -122,7 +122,7 @@ func TestLooksTakeNoTransactionIDAndWaitForNobody(t *testing.T) {
 }
 
 // A statement uses one transaction id, for any number of keys. It uses one even if it denies all requests, because it
-// has locked their rows. Looks and remembered denials use none. A statement for many AllowAll uses two.
+// locks their rows. Looks and remembered denials use none. A statement for many AllowAll uses two.
 func TestTransactionIDs(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
