@@ -8,13 +8,12 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// calls contains the SQL files of the folder call. Each file is a statement that calls one function of the database.
+// calls contains the SQL files of the folder call. Each file is a statement that calls a function of the database.
 //
 //go:embed call/*.sql
 var calls embed.FS
 
-// Text returns the statement in call/NAME.sql, for functions in the given schema. It returns "" if there is no such
-// file.
+// Text returns the statement in call/NAME.sql, for functions in a schema. It returns "" if the file is missing.
 func Text(name, schema string) string {
 	text, _ := calls.ReadFile("call/" + name + ".sql")
 	return pg.Qualify(string(text), schema)

@@ -18,10 +18,10 @@ import (
 // Batcher sends batches of requests to the database. A batch is one statement, or several if rows are locked or keys
 // are refused.
 //
-// A transaction may keep a row locked for a long time, for example after WithTx(tx).Allow. Requests for other keys must
-// not wait for such a transaction. A statement for several rows locks the rows one after the other, and holds all its
-// locks until it ends. So a statement waits at most rowWait for each row, and at most 25 * rowWait for all rows (see
-// _rate_limit_late). A statement that waits longer fails and takes nothing.
+// Requests for other keys must not wait while a transaction keeps a row locked, for example after WithTx(tx).Allow. A
+// statement for several rows locks the rows one after the other, and holds all its locks until it ends. So a statement
+// waits at most rowWait for each row, and at most 25 * rowWait for all rows (see _rate_limit_late). A statement that
+// waits longer fails and takes nothing.
 //
 // The batcher then sends the same requests in a statement that skips locked rows, and returns which transaction has
 // locked each row. If a row was locked by another transaction before, its request has lost a race, and goes back to the
@@ -113,8 +113,8 @@ func (b *Batcher) Send(d *Departure) (held, lost []*Request) {
 // their arrival.
 //
 // MergeAlike sorts the leaders into the lock order of their rows. With 64 callers of different keys, sorting makes 20 %
-// more decisions. MergeAlike merges neither requests of AllowAll nor refunds and grants. A row takes back no more units
-// once it is full, so the answer to merged refunds would not show how many units remained after each refund.
+// more decisions. MergeAlike merges neither requests of AllowAll nor refunds and grants. A full row takes back no more
+// units, so an answer to merged refunds would not show the effect of each.
 func MergeAlike(requests []*Request) (leaders []*Request) {
 	var last map[string]*Request // the last leader for each key
 	if len(requests) > 1 {
@@ -149,7 +149,6 @@ func MergeAlike(requests []*Request) (leaders []*Request) {
 	return leaders
 }
 
-// sameGroup returns whether two requests belong to the same group of a queue.
 func (r *Request) sameGroup(other *Request) bool {
 	return r.Space == other.Space && r.Policy.Is(other.Policy) && r.Looks() == other.Looks()
 }
@@ -265,7 +264,6 @@ func (s *batch) ask(requests []*Request, skip bool, wait time.Duration) {
 	}
 }
 
-// severalGroups returns whether the requests belong to more than one group.
 func severalGroups(requests []*Request) bool {
 	return slices.ContainsFunc(requests, func(r *Request) bool { return !r.sameGroup(requests[0]) })
 }
@@ -278,8 +276,7 @@ func (b *Batcher) isOnesOwn(err error) bool {
 	return ours && answered && !pg.IsAway(err) && !pg.LockTimeout(err) && !errors.Is(err, pg.ErrOutcomeUnknown)
 }
 
-// askApart sends a separate statement for each group, so that one limiter's error does not reach callers of other
-// limiters.
+// askApart sends a statement for each group, so that one limiter's error does not reach other limiters' callers.
 func (s *batch) askApart(requests []*Request, skip bool, wait time.Duration) {
 	for len(requests) > 0 {
 		var group, others []*Request
@@ -331,7 +328,6 @@ func (b *Batcher) report(r *Request, err error, probe bool) {
 	b.log.note(r, err, closed)
 }
 
-// observe calls the hook Hooks.Statement for a statement that has ended.
 func (s *batch) observe(began time.Time, requests []*Request, err error) {
 	if s.told == nil {
 		return
@@ -382,8 +378,7 @@ func (b *Batcher) Decide(ctx context.Context, db pg.DB, requests []*Request, tx 
 	return err
 }
 
-// settleDenials remembers the denial of a request. If the request has changed its row instead, it forgets the key's
-// denials.
+// settleDenials remembers the denial of a request, or forgets the key's denials if the request was not denied.
 func (b *Batcher) settleDenials(r *Request, err error, asked, told time.Duration, since *Changes) {
 	b.forget(r, err, since)
 	if p := &r.Parts[0]; err == nil && len(r.Parts) == 1 && p.Space.Remember && p.Cost > 0 &&
@@ -403,8 +398,7 @@ func (b *Batcher) forget(r *Request, err error, since *Changes) {
 	}
 }
 
-// decideInTx decides one request in the caller's transaction. It waits for its turn, because other goroutines may use
-// the same connection.
+// decideInTx decides one request in the caller's transaction, after waiting for a turn on the connection.
 func (b *Batcher) decideInTx(ctx context.Context, tx pgx.Tx, r *Request) error {
 	mine := turn.Of(tx)
 	if err := mine.Take(ctx); err != nil {

@@ -17,7 +17,7 @@ import (
 // counts statements, not calls, so a failed statement for 64 calls is one failure. A call whose caller has left is not
 // a failure.
 //
-// Each kind of request has a separate state. If somebody locks one table, limits in the other table still work.
+// Each kind of request has a separate state.
 //
 // The breaker never turns away requests of a limiter with ReturnsErrors. Callers of such a limiter could not
 // distinguish an error of the breaker from an error of Postgres. While the breaker is open, each of these requests is a
@@ -47,8 +47,7 @@ const (
 
 func (b *Breaker) clock() time.Duration { return time.Since(b.Begin) }
 
-// Admit returns whether a request may ask the database, and whether the request is a probe. If asksAnyway is true, the
-// request always passes.
+// Admit returns whether a request may ask the database, and whether it is a probe. With asksAnyway, it may always ask.
 func (b *Breaker) Admit(k kind, asksAnyway bool) (pass, probe bool) {
 	probeAt := &b.of[k].probeAt
 	at := probeAt.Load()
@@ -59,8 +58,7 @@ func (b *Breaker) Admit(k kind, asksAnyway bool) (pass, probe bool) {
 		return true, true
 	}
 	now := b.clock()
-	// A caller may give up a probe before it is sent, and Record is then never called. So another probe may be sent at
-	// next.
+	// If a caller gives up a probe before it is sent, Record is never called. So another probe may be sent at next.
 	next := now + b.Timeout + BreakerPause
 	probe = now >= time.Duration(at) && probeAt.CompareAndSwap(at, int64(next))
 	return probe, probe

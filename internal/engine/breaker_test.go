@@ -80,7 +80,6 @@ func TestBreaker(t *testing.T) {
 				asked, _ = db.Counts()
 				require.Zero(t, asked)
 
-				// Each failed probe begins another pause.
 				for probes := 1; probes <= 5; probes++ {
 					limitertest.Elapse(1)
 					allow(source)
@@ -120,7 +119,6 @@ func TestBreaker(t *testing.T) {
 				}
 				require.Equal(t, 1, probes)
 
-				// The first successful probe closes the breaker.
 				limitertest.Elapse(engine.BreakerPause - 1)
 				db.Set(nil)
 				allow(source)
@@ -265,8 +263,7 @@ func TestBreakerDoesNotCountCallersWhoLeave(t *testing.T) {
 	})
 }
 
-// If statements hang, a probe may wait for too long in the queue and is never sent. A later call becomes the next
-// probe.
+// If statements hang, a probe may wait for too long in the queue, and another call becomes the next probe.
 func TestBreakerSurvivesTheLossOfAProbe(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -461,7 +458,6 @@ func TestLimiterThatReturnsErrorsAsksWhileTheBreakerIsOpen(t *testing.T) {
 			_, err = closed.Grant(t.Context(), "key", 1)
 			require.ErrorIs(t, err, engine.ErrNotTried)
 
-			// Each failed call begins another pause.
 			limitertest.Elapse(engine.BreakerPause - 1)
 			require.ErrorIs(t, calls[0](), ratelimit.ErrUnavailable)
 			limitertest.Elapse(engine.BreakerPause - 1)
@@ -515,8 +511,7 @@ func TestLimiterThatReturnsErrorsAsksWhileTheBreakerIsOpen(t *testing.T) {
 			synctest.Wait()
 			ask(one)
 			wg.Wait()
-			// All limiters send statements until the breaker opens. While the breaker is open, only the limiter that returns
-			// errors sends statements.
+			// After the breaker has opened, only the limiter that returns errors sends statements.
 			require.Equal(t, engine.BreakerFailures-1+each, db.Statements())
 		})
 	})

@@ -71,8 +71,7 @@ func poolTx(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
 	return tx
 }
 
-// All limiters on one connection take turns, whether they were made with a connection, a pool's connection or a
-// transaction.
+// All limiters on a connection take turns, whether made with the connection, a pool's connection or a transaction.
 func TestLimitersOnOneConnectionTakeTurns(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -151,7 +150,6 @@ func TestCancelledWaitForATurn(t *testing.T) {
 	}
 	turn.Of(conn).Pass()
 
-	// A call after the end of the connection is not sent.
 	require.NoError(t, conn.Close(t.Context()))
 	limiter = limitertest.New(t, conn, ratelimit.Config{Name: "test", Policy: limitertest.Hourly})
 	_, err = limiter.Allow(t.Context(), "key")

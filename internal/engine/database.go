@@ -16,8 +16,7 @@ type Database struct {
 	memory *memdb.DB  // the same as DB, if DB is in memory; otherwise nil
 	Turn   *turn.Turn // taken by each user of a single connection; nil for a pool
 	schema string
-	// hungAt is when a statement last failed because Postgres was away or slow. It is nil if Postgres has answered since
-	// then.
+	// hungAt is when a statement last failed because Postgres was away or slow, or nil if Postgres has answered since.
 	hungAt atomic.Pointer[time.Time]
 	// sharded is true if the database is a proxy for shards. If the proxy rolls its transaction back, the shards still
 	// keep their decisions.
@@ -26,8 +25,7 @@ type Database struct {
 	// ManyParts is the number of parts from which on rate_limit_take_all is faster than rate_limit_all. For one request
 	// with 3 parts, both functions take equally long.
 	ManyParts int
-	// ShadowWait is how long a shadow waits for a locked row, in milliseconds. After this wait, the shadow stays
-	// undecided.
+	// ShadowWait is how long a shadow waits for a locked row, in milliseconds, until it stays undecided.
 	ShadowWait int32
 	attempts   attempts         // how the calls of rate_limit_take_all have ended
 	statements map[int16]string // the key is an algorithm's code, ofAll or takesOfAll
@@ -44,8 +42,7 @@ func NewDatabase(db pg.DB, schema string, clock func() time.Time) *Database {
 	return d
 }
 
-// ofAll and takesOfAll stand for rate_limit_all and rate_limit_take_all where other statements have an algorithm's
-// code.
+// ofAll and takesOfAll stand for rate_limit_all and rate_limit_take_all in place of an algorithm's code.
 const (
 	ofAll      int16 = 0
 	takesOfAll int16 = -1

@@ -64,8 +64,7 @@ func TestMistakesThatRunADecoy(t *testing.T) {
 	}
 }
 
-// amongDecoys returns a database with our functions and the decoys in the schema limits, and a pool of an application's
-// role.
+// amongDecoys returns a database with functions and decoys in the schema limits, and a pool of an application's role.
 func amongDecoys(t *testing.T) (*pgtest.DB, *pgxpool.Pool) {
 	t.Helper()
 	const role = "pg_signal_backend" // every server has this role, and it has not made the decoys
@@ -160,7 +159,6 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 		}
 	}
 
-	// Call the functions for people, as the superuser.
 	owner := db.OwnerPool(t, func(config *pgxpool.Config) {
 		config.ConnConfig.RuntimeParams["search_path"] = "limits, public"
 	})

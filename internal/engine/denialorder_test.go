@@ -73,8 +73,7 @@ func (tx txElsewhere) Query(_ context.Context, sql string, args ...any) (pgx.Row
 	return s.rows, s.err
 }
 
-// underWay is a statement that was sent and is not answered. The test uses it only while all other goroutines are
-// blocked.
+// underWay is a statement without an answer yet. The test uses it only while all other goroutines are blocked.
 type underWay struct {
 	sql      string
 	args     []any
@@ -236,7 +235,6 @@ func newOrders(t *testing.T, policy ratelimit.Policy, conn, tx *pgx.Conn, elsewh
 	return o
 }
 
-// event records the rows of the database.
 func (o *orders) event() {
 	rows := map[string]modeltest.Row{}
 	var stored map[modeltest.RowID]modeltest.Row
@@ -357,7 +355,6 @@ func (o *orders) some(key string) ratelimit.Result {
 	return o.taken[key][o.random.IntN(len(o.taken[key]))]
 }
 
-// refund gives back a random take from key.
 func (o *orders) refund(l *ratelimit.Limiter, key string) (ratelimit.Result, error) {
 	result, err := limitertest.AsResult(l.Refund(context.Background(), o.some(key)))
 	return result, unless(err, ratelimit.ErrNothingToRefund)
@@ -433,8 +430,7 @@ func (o *orders) answer() {
 	synctest.Wait()
 }
 
-// one returns the index of a random statement under way, or -1 if there is none. executed says whether the statement
-// was executed.
+// one returns the index of a random statement under way that was executed or not, as executed says, or -1.
 func (o *orders) one(executed bool) int {
 	var which []int
 	for i, s := range o.gate.waiting {

@@ -205,8 +205,7 @@ func TestDenialAllowsForTheTimeThatTheStatementTook(t *testing.T) {
 	require.False(t, ok)
 }
 
-// For every cost, the numbers of a remembered denial are those of the model at the denial's DecidedAt, even if the
-// statement took long.
+// For every cost, the numbers of a remembered denial are those of the model at the denial's DecidedAt.
 func TestCachedDenialTellsTheTruthAtItsTime(t *testing.T) {
 	t.Parallel()
 	for _, policy := range []ratelimit.Policy{
@@ -399,8 +398,7 @@ func TestDenialsAgeThoughTheClockBeganAtZero(t *testing.T) {
 	require.False(t, ok)
 }
 
-// An attacker with a million keys fills the cache of denials, but uses no more memory. If a denial is not in the cache,
-// the database decides.
+// An attacker with a million keys cannot make the cache of denials larger than its bound.
 func TestDenialsStayBounded(t *testing.T) {
 	t.Parallel()
 	d, clock := newTestDenials(ratelimit.FixedWindow{Limit: 1, Window: time.Hour}, time.Second)
@@ -507,8 +505,7 @@ func TestDenialsOfLimitersStayApart(t *testing.T) {
 	})
 }
 
-// If another process gives units to a key while a denial is under way, the denial is not remembered, even if it is the
-// first denial.
+// If a key gets units while a denial is under way, the denial is not remembered, even if it is the first denial.
 func TestDenialsOnTheirWayAreForgotten(t *testing.T) {
 	t.Parallel()
 
@@ -633,7 +630,6 @@ func TestRefundForgetsTheDenial(t *testing.T) {
 		_, err = limiter.AllowN(t.Context(), "key", 10)
 		require.NoError(t, err)
 
-		// A refund that fails forgets the denial too.
 		pgtest.Exec(t, db.Pool, "ALTER TABLE "+pgtest.Table(config.Durable)+" RENAME TO elsewhere")
 		_, err = limiter.Refund(t.Context(), all)
 		require.ErrorIs(t, err, ratelimit.ErrNotMigrated)

@@ -122,8 +122,7 @@ func TestNameThatTheEncodingRefuses(t *testing.T) {
 			func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["client_encoding"] = encoding },
 		)
 	}
-	// A client in LATIN1 sends each byte of UTF-8 as a character. Each such character beyond ASCII has two bytes in the
-	// database.
+	// A client in LATIN1 sends each byte of UTF-8 as a character, which has two bytes in the database unless it is ASCII.
 	eucJP, latin1 := open("EUC_JP"), open("LATIN1")
 	long := strings.Repeat("\u00E4", 256)
 	for _, c := range []struct {
@@ -251,7 +250,6 @@ func TestSchemaThatIsNotASCII(t *testing.T) {
 					config.ConnConfig.Database = name
 					config.ConnConfig.RuntimeParams["client_encoding"] = clientEncoding
 					config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
-						// The escape gives the same letters in each encoding.
 						_, err := conn.Exec(ctx, `SET search_path = U&"r\00e9gie"`)
 						return err
 					}

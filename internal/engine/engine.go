@@ -1,21 +1,16 @@
 // Package engine sends the requests of a process to one database, and returns the decisions. These words have a special
 // meaning in this package:
 //
-//   - An ask is a question about a key. A request is an ask that was sent or is about to be. A part is one row of a
-//     request.
+//   - An ask is a question about a key. A request is an ask with decisions. A part is one row of a request.
 //   - Requests take, look, give back or grant. A take is the units that a request takes from one row.
-//   - A receipt has the takes of one decision, or of one lease. A claim is the part of a receipt that belongs to one
-//     decision.
-//   - A queue holds waiting requests, in groups. One call of a function can decide a group. Limiters take turns.
-//   - A batch is a number of requests that leave the queue together, in one statement or several.
-//   - Requests for the same key and cost are merged into a list. The database is asked about the first request, the
-//     leader.
-//   - A held key is a key whose row another transaction keeps locked. Requests for held keys wait in the lane.
-//   - A lease is a number of units that this process has taken ahead of requests. A giving returns unused units of
-//     leases.
-//   - A kind says which table requests need, and whether their commits wait for the WAL. Each kind has a breaker, which
-//     turns requests away during an outage.
-//   - A shard is a database behind a proxy. Each shard has a queue. A stripe is a part of a map with a separate mutex.
+//   - A receipt has the takes of a decision or lease. A claim is the part of a receipt for one decision.
+//   - A queue holds waiting requests, in groups. One call of a function decides a group. Limiters take turns.
+//   - A batch is the requests that leave the queue together, in one statement or several.
+//   - Requests for the same key and cost are merged. The first of them, the leader, is sent for all.
+//   - A held key is a key whose row another transaction keeps locked. Such requests wait in the lane.
+//   - A lease is units that this process has taken ahead. A giving returns unused units of leases.
+//   - A kind says which table requests need, and whether commits wait for the WAL. Each kind has a breaker.
+//   - A shard is a database behind a proxy, with a separate queue. A stripe is a part of a map with a mutex.
 //
 // Package model decides requests if the database is in memory, and for the fallback while Postgres is away.
 package engine
@@ -53,8 +48,7 @@ type Settings struct {
 	Hooks        Hooks
 }
 
-// Hooks are functions that the engine calls after statements, uses of leases and changes of breakers. Each hook may be
-// nil.
+// Hooks are called after statements, uses of leases and changes of breakers. Each hook may be nil.
 type Hooks struct {
 	Statement func(Statement)
 	Lease     func(LeaseUse)
@@ -71,8 +65,7 @@ type Statement struct {
 	Latency time.Duration
 }
 
-// LeaseUse counts units of leases. Taken units were taken ahead, Returned ones went back, and Stranded ones could not
-// go back.
+// LeaseUse counts leased units: Taken ones, Returned ones, and Stranded ones that could not go back.
 type LeaseUse struct {
 	Limiter                   string
 	Taken, Returned, Stranded int64
@@ -98,7 +91,6 @@ func NewEngine(db pg.DB, s Settings) *Engine {
 	return e
 }
 
-// newQueue returns a new queue for a shard.
 func (e *Engine) newQueue(shard int) *Queue {
 	e.Database.sharded.Store(shard > 0)
 	s, begin := &e.Settings, time.Now()

@@ -10,9 +10,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Fallback decides requests in this process, by package model, while the database is away. It identifies keys by a
-// 64-bit hash with a random seed. So a long key needs no more memory than a short key. Two keys practically never have
-// the same hash.
+// Fallback decides requests in this process, by package model, while the database is away. It identifies a key by a
+// 64-bit hash with a random seed, to save memory. Two keys practically never have the same hash.
 type Fallback struct {
 	clock func() time.Time // replaces the clock in tests; may be nil
 	begin time.Time
@@ -50,8 +49,7 @@ func NewFallback(clock func() time.Time) *Fallback {
 	return &Fallback{clock: clock, begin: time.Now(), seed: maphash.MakeSeed()}
 }
 
-// now returns the time, and the same time in microseconds. The microseconds never go back, even if somebody sets the
-// machine's clock.
+// now returns the time, and the same time in microseconds, which never go back, even if the machine's clock is set.
 func (f *Fallback) now() (time.Time, int64) {
 	if f.clock != nil {
 		now := f.clock()
@@ -100,8 +98,7 @@ func (f *Fallback) Hash(p *Part) uint64 {
 	return h.Sum64()
 }
 
-// One decides a request for one key. i is the index of the rules in the policy. keep says whether to store the new
-// state.
+// One decides a request for one key, by the i-th rules of a policy. keep says whether to store the new state.
 func (f *Fallback) One(m model.Rules, hash, i uint64, n, clock int64, keep bool) model.Decision {
 	size := LocalSize(m)
 	hash = f.room(hash, i, size, clock)

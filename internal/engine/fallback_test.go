@@ -184,8 +184,7 @@ func TestFallbackIsBounded(t *testing.T) {
 	require.Equal(t, 3*engine.LocalSize(limitertest.Rule(policy)), f.Used)
 }
 
-// Callers of With may use any policies for a key. The memory of all states is bounded. A state can grow only if there
-// is room.
+// The memory of all states is bounded, whatever policies the callers of With use for a key.
 func TestFallbackIsBoundedThroughWith(t *testing.T) {
 	t.Parallel()
 	clock := &limitertest.Clock{At: limitertest.T0}
@@ -303,8 +302,7 @@ func TestShares(t *testing.T) {
 	}
 }
 
-// A share of any policy is a valid policy with numbers within the exact range. In the long run, it allows no more than
-// the share.
+// A share of any policy is a valid policy within the exact range, and allows no more than the share in the long run.
 func TestScaledPolicies(t *testing.T) {
 	t.Parallel()
 	bucket := ratelimit.TokenBucket{Capacity: 100, Refill: 5, Every: 10 * time.Second}

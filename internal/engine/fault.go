@@ -29,8 +29,7 @@ var (
 	errOthersHeld error = pg.NewError(pg.ErrHeldUp, pg.ErrTimeout)
 )
 
-// ErrNotTried is the error of calls that the open breaker turns away. Callers of Allow, Peek and Wait get the answer of
-// OnFailure instead.
+// ErrNotTried is the error of calls that the open breaker turns away, unless OnFailure answers them.
 var ErrNotTried error = pg.NewError(
 	errors.New("it has just failed, and is tried by one call at a time; this was not the one"), pg.ErrUnavailable)
 
@@ -38,7 +37,6 @@ var ErrNotTried error = pg.NewError(
 var errNotAsked error = pg.NewError(
 	errors.New("the statements before this one took that long; it was not asked"), pg.ErrTimeout)
 
-// ErrNoConnection is the error of a call that has waited too long in the queue because the pool had no connection for
-// earlier statements.
+// ErrNoConnection is the error of a call that has waited too long because the pool had no connection for earlier ones.
 var ErrNoConnection error = pg.NewError(
 	errors.New("the statements before this one got none; it was not asked"), pg.ErrPoolExhausted, pg.ErrTimeout)

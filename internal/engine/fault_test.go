@@ -94,8 +94,7 @@ func TestWhatIsAnOutage(t *testing.T) {
 	}
 }
 
-// OnFailure does not answer calls with wrong keys or costs, calls whose context has ended, calls in callers'
-// transactions, and resets.
+// OnFailure does not answer wrong keys or costs, ended contexts, calls in callers' transactions, and resets.
 func TestWhatStaysAnErrorInAnOutage(t *testing.T) {
 	t.Parallel()
 	postgres := pgtest.New(t)
@@ -131,7 +130,7 @@ func TestWhatStaysAnErrorInAnOutage(t *testing.T) {
 	}
 }
 
-// Calls on a single connection take turns. When the breaker opens, the waiting calls are answered at once.
+// When the breaker opens, calls that wait for their turn on a single connection are answered at once.
 func TestOnFailureOfASingleConnection(t *testing.T) {
 	t.Parallel()
 	postgres := pgtest.New(t)
@@ -167,8 +166,7 @@ func TestFailedClosedIsARetryableDenial(t *testing.T) {
 	require.Equal(t, ratelimit.Result{Source: ratelimit.SourceFailedClosed, Limit: 100, RetryAfter: engine.BreakerPause}, result)
 }
 
-// The fallback grants a key its share once in each window, however many outages there are. The database's grants come
-// on top.
+// The fallback grants a key its share once in each window, for any number of outages, on top of the database's grants.
 func TestFallbackGrantsItsShareAndNoMore(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -221,8 +219,7 @@ func TestFallbackGrantsItsShareAndNoMore(t *testing.T) {
 	})
 }
 
-// OnFailure does not answer AllowAll. While the breaker is open, AllowAll fails at once. A call of AllowAll can be a
-// probe.
+// While the breaker is open, AllowAll fails at once, unless the call is a probe. OnFailure does not answer AllowAll.
 func TestAllowAllInAnOutage(t *testing.T) {
 	t.Parallel()
 	postgres := pgtest.New(t)

@@ -31,7 +31,6 @@ type HeldKey struct {
 	name, key string
 }
 
-// heldRow describes the locked row of a key.
 type heldRow struct {
 	by           int64 // the transaction that has locked it; 0 if the row is being inserted
 	since, until time.Time
@@ -43,8 +42,7 @@ type heldRow struct {
 // Patience returns how long a call waits for a locked row, counted from the start of the call.
 func (h *heldKeys) Patience() time.Duration { return h.timeout / 4 }
 
-// long returns how long a row must be locked until it counts as surely held. The engine's own statements lock rows for
-// a shorter time.
+// long returns how long a row must be locked until it counts as surely held: longer than by the engine's statements.
 func (h *heldKeys) long() time.Duration { return min(MaxRowWait, h.Patience()) }
 
 // Memory returns how long a key counts as held after it was found locked. The result is longer than the pause between

@@ -206,8 +206,7 @@ func TestSetsWithAHeldPart(t *testing.T) {
 	}
 }
 
-// A locked table counts as an outage, not as a held row. If a table is locked only for a moment, calls wait for the
-// table.
+// A locked table counts as an outage, not as a held row. Calls wait for a table that is locked only for a moment.
 func TestLockedTable(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")

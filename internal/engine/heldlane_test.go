@@ -28,8 +28,7 @@ func TestHeldKeyDoesNotSpoilItsBatch(t *testing.T) {
 		t.Run(pgtest.Table(durable), func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
-			// A call waits for a locked row for a quarter of the Timeout. The rest must be enough for the other calls, even on a
-			// slow machine.
+			// A call waits for a locked row for a quarter of the Timeout. The rest must be enough for the other calls.
 			config := ratelimit.Config{
 				Name:    "test",
 				Policy:  ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year},
@@ -75,8 +74,7 @@ func TestHeldKeyDoesNotSpoilItsBatch(t *testing.T) {
 	}
 }
 
-// A call whose Timeout is nearly over ends without a statement, because it would leave too little time to the other
-// calls of its batch.
+// A call whose Timeout is nearly over is not sent, because it would leave too little time for its batch.
 func TestCallThatHasWaitedTooLongIsNotAsked(t *testing.T) {
 	t.Parallel()
 

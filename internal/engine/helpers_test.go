@@ -51,12 +51,10 @@ func inLane(c *ratelimit.Client) int {
 	return len(limitertest.EngineOf(c).Queues.First().Lane.Requests)
 }
 
-// newRequest returns a request for a key.
 func newRequest(l *ratelimit.Limiter, key string, cost int64) *engine.Request {
 	return limitertest.Engine(l).Request(&engine.Ask{Space: limitertest.Space(l), Policy: limitertest.Model(l.Config().Policy), Key: key, Cost: cost})
 }
 
-// newShadow returns the shadow of a request.
 func newShadow(l *ratelimit.Limiter, row *policytable.Row, key string, cost int64) *engine.Shadow {
 	beside := *limitertest.Space(l)
 	beside.Name += policytable.ShadowSuffix
@@ -66,7 +64,6 @@ func newShadow(l *ratelimit.Limiter, row *policytable.Row, key string, cost int6
 	})
 }
 
-// requestsOf returns a request for each element.
 func requestsOf(l *ratelimit.Limiter, elements []modeltest.Element) []*engine.Request {
 	requests := make([]*engine.Request, len(elements))
 	for i, e := range elements {
@@ -112,7 +109,6 @@ func ownTransaction(l *ratelimit.Limiter) engine.Transaction {
 	return engine.Transaction{LockTimeout: engine.LockTimeout(limitertest.Engine(l).Batcher.Held.Patience())}
 }
 
-// send sends a batch of requests at once.
 func send(l *ratelimit.Limiter, batch []*engine.Request) {
 	q := limitertest.Engine(l).Queues.First()
 	held, lost := q.Batcher.Send(&engine.Departure{Requests: slices.Clone(batch)})

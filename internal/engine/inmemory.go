@@ -9,11 +9,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// ErrMemoryTx is the error for a call in a caller's transaction on a database in memory. Rows in memory cannot be part
-// of a transaction.
+// ErrMemoryTx is the error for a call in a transaction. Rows in memory cannot be part of a transaction.
 var ErrMemoryTx = errors.New("ratelimit: a row in memory is part of no transaction")
 
-// memoryRow is a row of the database in memory.
 type memoryRow struct {
 	algorithm int16
 	State     model.State
@@ -109,13 +107,11 @@ func (p *Part) decide(s model.State, clock, n int64) (model.State, model.Decisio
 	return p.Rules.Refund(s, clock, k)
 }
 
-// credit returns the granted credit of a row whose state is s.
 func (p *Part) credit(s model.State, clock int64) int64 {
 	_, d := p.decide(s, clock, 0)
 	return *d.State.CreditColumn(p.Rules.Numbers().Algorithm)
 }
 
-// row returns the identity of the part's row in the database in memory.
 func (p *Part) row() memdb.Row {
 	return memdb.Row{Durable: p.Space.Durable, Name: p.Name, Key: p.Key}
 }
@@ -139,7 +135,6 @@ func (p *Part) store(db *memdb.DB, s model.State) {
 	db.Rows[p.row()] = memoryRow{algorithm: p.Rules.Numbers().Algorithm, State: s}
 }
 
-// resetInMemory deletes rows of a key from the database in memory.
 func (d *Database) resetInMemory(db pg.DB, space *Space, names []string, key string) error {
 	if db != d.DB {
 		return ErrMemoryTx

@@ -29,7 +29,6 @@ type twins struct {
 	real, memory *ratelimit.Limiter
 }
 
-// with calls With on both limiters.
 func (w twins) with(t *testing.T, policy ratelimit.Policy) (twins, bool) {
 	t.Helper()
 	onPostgres, err := w.real.With(policy)
@@ -38,7 +37,6 @@ func (w twins) with(t *testing.T, policy ratelimit.Policy) (twins, bool) {
 	return twins{onPostgres, inMemory}, err == nil
 }
 
-// told is the result and the error of a call.
 type told struct {
 	result ratelimit.Result
 	err    error

@@ -16,8 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// If one limiter makes statements fail, the other limiters of its client still work, even if their calls are in the
-// same statements.
+// If one limiter makes statements fail, other limiters still work, even if their calls are in the same statements.
 func TestFailureOfOneLimiterLeavesOthersAlone(t *testing.T) {
 	t.Parallel()
 

@@ -153,7 +153,6 @@ func (ls *Leases) outdated(now instant) (back *giving, next time.Duration) {
 	return back, next
 }
 
-// all ends all leases, and returns their unused units.
 func (ls *Leases) all() *giving {
 	return ls.collect(func(*Lease) (lapse, forget bool) { return true, false })
 }
@@ -182,11 +181,9 @@ func (ls *Leases) collect(which func(*Lease) (lapse, forget bool)) *giving {
 	return back
 }
 
-// giveBack gives unused units of leases back, and waits until they are in the database.
 func (e *Engine) giveBack(back *giving) { e.sendBack(back)() }
 
-// sendBack puts requests that give unused units back into the queue. It returns a function that waits for the decisions
-// of these requests.
+// sendBack puts requests that give unused units back into the queue. The function wait waits for their decisions.
 func (e *Engine) sendBack(back *giving) (wait func()) {
 	requests := make([]*Request, len(back.rests))
 	for i, left := range back.rests {

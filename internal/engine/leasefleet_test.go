@@ -16,7 +16,6 @@ import (
 
 const fleet = 16 // the number of processes for which the defaults of Lease were chosen
 
-// newFleet returns the limiters of fleet processes on one database.
 func newFleet(t *testing.T, policy ratelimit.Policy, lease *ratelimit.Lease) (limiters []*ratelimit.Limiter) {
 	t.Helper()
 	db := &memdb.DB{}
@@ -28,7 +27,6 @@ func newFleet(t *testing.T, policy ratelimit.Policy, lease *ratelimit.Lease) (li
 	return limiters
 }
 
-// heldByFleet returns how many units of the key all processes together hold in leases.
 func heldByFleet(limiters []*ratelimit.Limiter) (held int64) {
 	for _, l := range limiters {
 		held += limitertest.Engine(l).Leases.Held(limitertest.Space(l), limitertest.Model(l.Config().Policy), "key")
@@ -74,8 +72,8 @@ func sumOf(counts []int64) (sum int64) {
 	return sum
 }
 
-// After a burst, all processes together hold at most a hundredth of the limit. After the end of the leases, they hold
-// nothing.
+// After a burst, all processes together hold at most a hundredth of the limit, and nothing when their leases have
+// ended.
 func TestLeasesHoardNothing(t *testing.T) {
 	t.Parallel()
 	const limit = 1_000_000
@@ -158,8 +156,7 @@ func TestLeasesUseABucket(t *testing.T) {
 	})
 }
 
-// One process asks a hundred times as often as each of the others. With leases, no process gets less than without
-// leases.
+// If one process asks a hundred times as often as the others, each process gets as much as without leases.
 func TestLeasesStarveNobody(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

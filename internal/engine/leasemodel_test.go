@@ -119,7 +119,6 @@ func (w *leaseWorld) read(p *leaser) instant {
 	return p.at
 }
 
-// clone returns a copy of the world that shares nothing with w.
 func (w *leaseWorld) clone() *leaseWorld {
 	c := *w
 	c.rows, c.uses = maps.Clone(w.rows), slices.Clone(w.uses)
@@ -155,8 +154,8 @@ func (w *leaseWorld) clone() *leaseWorld {
 	return &c
 }
 
-// call does the next step of a process's call. A step spends from a lease, sends a statement, decides the statement, or
-// reads the answer.
+// call does a process's next step: it spends from a lease, sends a statement, decides the statement, or reads the
+// answer.
 func (w *leaseWorld) call(p *leaser, n int64) {
 	switch {
 	case p.request == nil:
@@ -227,14 +226,12 @@ func (w *leaseWorld) giveBack(p *leaser, all bool) {
 	}
 }
 
-// refund gives back n units of a receipt.
 func (w *leaseWorld) refund(of *Receipt, n int64, takes []model.Take) {
 	r := &Request{Space: of.Space, Policy: of.Policy, Count: 1, place: 1}
 	r.Add(of.Space, of.Policy, "key", -n, takes)
 	w.decide(r)
 }
 
-// refundUse gives back the units of one call of the process.
 func (w *leaseWorld) refundUse(p *leaser, i int) {
 	u := &w.uses[p.mine[i]]
 	p.mine = slices.Delete(p.mine, i, i+1)
@@ -257,11 +254,9 @@ func (w *leaseWorld) pass(micros int64, suspended *leaser) {
 	}
 }
 
-// crash replaces a process by a new one without leases.
 func (w *leaseWorld) crash(i int) { w.processes[i] = w.newProcess() }
 
-// judge returns an error if the policy does not admit all uses that were not given back. judge does not know about
-// leases.
+// judge returns an error if the policy does not admit all uses that were not given back. It ignores leases.
 func (w *leaseWorld) judge() error {
 	window := model.Micros(w.policy.Numbers().Span)
 	inWindow := map[int64]int64{}
@@ -333,8 +328,7 @@ func TestLeasesInEveryOrder(t *testing.T) {
 	}
 }
 
-// newLeasingWorld returns a world with two processes. Each process has called before, so that its next call takes 2
-// units ahead.
+// newLeasingWorld returns a world with two processes that take 2 units ahead at their next call.
 func newLeasingWorld(policy model.Rules, mistake leaseMistake) *leaseWorld {
 	w := newLeaseWorld(policy, 2, mistake)
 	for _, p := range w.processes {

@@ -13,15 +13,12 @@ import (
 // Leases contains the units that this process has taken ahead.
 //
 // A lease may be spent only if it has surely not ended by the database's clock. The statement was sent before the
-// database decided. So the time since the statement was sent is at least the time since the decision. So a lease ends
-// in time even if the clocks of the machines show different times. The process measures by its monotonic clock, so
-// nobody can make a lease longer by setting the wall clock. On some machines the monotonic clock stops while the
-// machine is suspended, and only the wall clock is corrected later. So the process uses the clock that has advanced
-// further.
+// database decided. So the time since the statement was sent is at least the time since the decision. The process
+// measures by its monotonic clock, so nobody can make a lease longer by setting the wall clock. On some machines the
+// monotonic clock stops while the machine is suspended. So the process uses the clock that has advanced further.
 //
-// Each key that a call has asked for has an entry, even without a lease. The entry shows that the next call for the key
-// is not the first. An entry is deleted if nobody asks for its key during MaxLength. A timer runs only while there are
-// entries.
+// Each key that a call has asked for has an entry, even without a lease. An entry is deleted if nobody asks for its key
+// during MaxLength. A timer runs only while there are entries.
 type Leases struct {
 	now      func() instant
 	timeout  time.Duration
@@ -103,7 +100,6 @@ func (t instant) since(earlier instant) time.Duration {
 	return max(t.elapsed-earlier.elapsed, t.wall-earlier.wall)
 }
 
-// newLeases returns a Leases without entries. told may be nil.
 func newLeases(clock func() time.Time, timeout time.Duration, told func(LeaseUse)) *Leases {
 	return &Leases{now: clocksOf(clock), timeout: timeout, seed: maphash.MakeSeed(), told: told}
 }
@@ -261,15 +257,13 @@ func (e *Lease) outlived(now instant) int64 {
 	return e.end
 }
 
-// tell calls the hook for leases if one of the numbers in use is not 0.
 func (ls *Leases) tell(use LeaseUse) {
 	if ls.told != nil && use != (LeaseUse{}) {
 		ls.told(use)
 	}
 }
 
-// settle updates the lease of a request's key after a statement. asked is when the statement was sent, and told is when
-// the answer came.
+// settle updates the lease of a request's key after a statement, which was sent at asked and answered at told.
 func (ls *Leases) settle(r *Request, err error, asked, told instant) {
 	back, due, event := ls.learn(r, err, asked, told)
 	ls.tell(event)
@@ -281,8 +275,7 @@ func (ls *Leases) settle(r *Request, err error, asked, told instant) {
 	}
 }
 
-// learn updates the entry. It returns the units that must go back (or nil), the time for wakeAt (or 0), and the event
-// for the hook.
+// learn updates the entry, and returns units that must go back (or nil), the time for wakeAt, and the hook's event.
 func (ls *Leases) learn(
 	r *Request, err error, asked, told instant,
 ) (back *giving, due time.Duration, event LeaseUse) {

@@ -87,12 +87,10 @@ func (l *leaseTest) allow(key string, n int) (asked int) {
 	return l.db.Statements() - before
 }
 
-// held returns how many units of a key the process holds in a lease.
 func (l *leaseTest) held(key string) int64 {
 	return limitertest.Engine(l.Limiter).Leases.Held(limitertest.Space(l.Limiter), limitertest.Model(l.Limiter.Config().Policy), key)
 }
 
-// left returns how many units of a key the database has left.
 func (l *leaseTest) left(key string) int64 {
 	l.t.Helper()
 	result, err := l.Peek(l.t.Context(), key)
@@ -131,8 +129,7 @@ func TestLeasesFollowTheDemand(t *testing.T) {
 	})
 }
 
-// Unused units go back before the lease ends. The next lease has as many units as were used of this lease. An idle
-// process holds no lease.
+// Unused units go back before the lease ends. The next lease has as many units as were used of the last lease.
 func TestLeasesGoBack(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
@@ -289,8 +286,7 @@ func TestWaitersBesideALease(t *testing.T) {
 	})
 }
 
-// If a lease has too few units for a call, its units go back before the call asks the database. So a call can get all
-// remaining units.
+// If a lease has too few units for a call, its units go back first, so that the call can get all remaining units.
 func TestAllThatRemainsCanBeHad(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
@@ -306,8 +302,7 @@ func TestAllThatRemainsCanBeHad(t *testing.T) {
 	})
 }
 
-// If this process has not asked for a while, other processes may have taken nearly all units. So the first lease after
-// a pause is small.
+// After a pause, a lease is small, because other processes may have taken nearly all units.
 func TestLeasesByWhatWasKnownLongAgo(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
@@ -485,8 +480,7 @@ func TestLeaseOfAFullBucket(t *testing.T) {
 	})
 }
 
-// A new row of rate_limit_policy is in force at once, even for a key with a lease. Keys with a shadow policy get no
-// lease.
+// A new row of rate_limit_policy is in force at once, even for a leased key. Keys with a shadow policy get no lease.
 func TestLeasesUnderPolicies(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)

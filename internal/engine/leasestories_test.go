@@ -47,8 +47,7 @@ func TestMistakesInLeasesShowInStories(t *testing.T) {
 		} {
 			_, bucket := policy.(model.TokenBucket)
 			_, calendar := policy.(model.CalendarWindow)
-			// A bucket keeps some room empty, so the wrong clock did no harm in 10,000 stories of a bucket. Windows show this
-			// mistake.
+			// A bucket keeps some room empty, so the wrong clock did no harm in 10,000 stories of a bucket.
 			if bucket && (mistake == survivesItsWindow || mistake == wrongClock) ||
 				!bucket && (mistake == fullBucket || mistake == fillsUp) ||
 				calendar && mistake != survivesItsWindow { // the fixed window shows the other mistakes
@@ -81,7 +80,6 @@ func (p *leaser) wants(size int64) {
 	}
 }
 
-// tell runs a random story.
 func (w *leaseWorld) tell(r *rand.Rand) {
 	_, longest := w.policy.LeaseOf(model.State{WindowStart: w.clock, Scale: model.Micros(time.Minute), ExpiresAt: model.Never}, w.clock, 6e7)
 	_, bucket := w.policy.(model.TokenBucket)
@@ -188,8 +186,7 @@ func (w *leaseWorld) takeAll(r *rand.Rand) {
 	}
 }
 
-// A refund leaves room in the bucket for units that are still leased. Without this room, the bucket would be full
-// before the lease ends.
+// A refund leaves room in the bucket for units that are still leased.
 func TestLeasesOfABucketThatOthersGiveBackTo(t *testing.T) {
 	t.Parallel()
 	for _, refund := range []bool{false, true} {
@@ -238,8 +235,7 @@ func TestLeasesOfABucketThatOthersGiveBackTo(t *testing.T) {
 	}
 }
 
-// A reset comes while a statement is under way. Units taken before the reset are not spent. Units taken after the reset
-// go back.
+// If a reset comes during a statement, units taken before the reset are not spent, and units taken after it go back.
 func TestResetWhileALeaseIsOnItsWay(t *testing.T) {
 	t.Parallel()
 	for _, before := range []bool{false, true} {
@@ -320,7 +316,6 @@ func holdsTwo(t *testing.T) (*leaseWorld, *leaser) {
 	return w, p
 }
 
-// held returns how many units of the key the process holds in a lease.
 func (p *leaser) held() int64 { return p.leases.Held(p.space, p.rules, "key") }
 
 // By the database's clock, no lease is longer than its length, whatever the process's clocks show.

@@ -36,8 +36,7 @@ func deadlocks(t *testing.T, db *pgtest.DB, pools ...*pgxpool.Pool) int64 {
 	return pgtest.Scalar[int64](t, db.Pool, "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()")
 }
 
-// Statements for many keys, most of them new, lock the same rows at the same time. Each key gets exactly its limit, and
-// there is no deadlock.
+// Statements lock the same rows, most of them new, at the same time. Each key gets its limit, without a deadlock.
 func TestCrossingBatchesDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -60,7 +59,6 @@ func TestCrossingBatchesDoNotDeadlock(t *testing.T) {
 			for batch := range batches {
 				var elements []modeltest.Element
 				for _, key := range r.Perm(keys)[:perBatch] {
-					// Each batch has new keys and known keys.
 					e := modeltest.Element{Key: fmt.Sprint(key, " ", key%3*batch/4), Cost: 1, Count: 1 + r.Int64N(4)}
 					elements = append(elements, e)
 					if r.IntN(8) == 0 {

@@ -89,8 +89,7 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 					}
 				}
 
-				// The rest of the test has negative controls. now() is the begin of the transaction, so it does not change during a
-				// lock wait.
+				// A negative control: now() is the begin of the transaction, so it does not change during a lock wait.
 				db = pgtest.New(t)
 				shortCalendar(t, db.Pool, wait)
 				pgtest.Rewrite(t, db.Pool, "_rate_limit_now", "clock_timestamp()", "pg_catalog.now()")

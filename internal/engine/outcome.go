@@ -58,7 +58,7 @@ func (r *Request) outcomeOf(first, last int, policy *model.Policy) Outcome {
 	return o
 }
 
-// outcomeOfAll combines the outcomes of several rules into one. The combined outcome is allowed if all rules allow it.
+// outcomeOfAll combines the outcomes of several rules. The result is allowed if all rules allow it.
 func outcomeOfAll(each []Outcome) Outcome {
 	o := each[0]
 	o.Each = each

@@ -52,17 +52,15 @@ const (
 
 // If there are WorthMixing small groups, one statement of rate_limit_all decides all of them. Such a mixed statement
 // costs the server about 450 µs plus 28 µs per key. A statement for a single group costs 150 µs plus 22 µs per key.
-// With 20 limiters and 1 caller for each limiter, mixed statements make 4 times as many decisions. With 3 callers for
-// each limiter, they make 2.3 times as many.
+// With 20 limiters of 1 caller each, mixed statements make 4 times as many decisions.
 const (
 	SmallGroup  = 8 // the largest number of requests in a small group
 	WorthMixing = 6 // how many small groups are enough for a mixed statement
 )
 
 // Grace is how long a lone caller's statement may go on after its context has ended. After Grace, the statement is
-// interrupted, and pgx closes the connection. If only a locked row delays the request, it is in the lane before that. A
-// caller sends its own statement only if the last statement took at most TooLong. So if the database hangs, only one
-// connection is lost.
+// interrupted, and pgx closes the connection. A caller sends its own statement only if the last statement took at most
+// TooLong. So if the database hangs, only one connection is lost.
 const Grace = 50 * time.Millisecond
 
 // AloneAfter is the number of lone calls in a row after which callers send their statements themselves.
@@ -101,11 +99,11 @@ func (q *Queue) Submit(ctx context.Context, r *Request) error {
 	return q.wait(ctx, r)
 }
 
-// IsAlone returns whether the caller of a new request should send the request itself. Passing the request to another
-// goroutine would cost a lone call 8 to 11 % of its time, and 20 % of its CPU time in this process. But a caller that
-// sends its own statement must wait up to Grace after its context ends. As soon as several calls come at once, a shared
-// statement is faster. Callers with leases always share statements: when they sent their own, 16 processes of 2 callers
-// made only a third as many decisions. The caller of IsAlone holds q.Mu.
+// IsAlone returns whether the caller of a new request should send the request itself. Passing a request to another
+// goroutine costs a lone call 8 to 11 % of its time. But a caller that sends its own statement must wait up to Grace
+// after its context ends, and a shared statement is faster if several calls come at once. Callers with leases share
+// statements, because otherwise 16 processes of 2 callers made a third as many decisions. The caller of IsAlone holds
+// q.Mu.
 func (q *Queue) IsAlone(r *Request) bool {
 	return q.InFlight == 0 && q.Waiting == 1 && q.lonely >= AloneAfter && q.flights[r.kind()].prompt &&
 		!r.Probe && r.Space.Lease == nil
@@ -202,8 +200,7 @@ func (q *Queue) PushBack(requests []*Request) {
 	q.leaveSoon(requests[0].kind())
 }
 
-// leaveSoon sends a statement for new requests of a kind, now or after TooLong. The caller holds q.Mu, and leaveSoon
-// releases q.Mu.
+// leaveSoon sends new requests of a kind, now or after TooLong. The caller holds q.Mu, and leaveSoon releases q.Mu.
 func (q *Queue) leaveSoon(k kind) {
 	leave := q.MayLeave(k)
 	if leave {
@@ -303,11 +300,10 @@ func (q *Queue) Lands(k kind, took time.Duration) {
 	q.noteDuration(took)
 }
 
-// isSlow returns whether a statement has taken longer than TooLong, and longer than four times the fastest statements.
-// The caller holds q.Mu.
+// isSlow returns whether took is more than TooLong and more than four times q.fastest. The caller holds q.Mu.
 func (q *Queue) isSlow(took time.Duration) bool { return took > TooLong && took > 4*q.fastest }
 
-// noteDuration updates q.fastest, the duration of the fastest statements. The caller holds q.Mu.
+// noteDuration updates q.fastest. The caller holds q.Mu.
 func (q *Queue) noteDuration(d time.Duration) {
 	if q.fastest == 0 || d < q.fastest {
 		q.fastest = d
@@ -342,8 +338,7 @@ func (q *Queue) leaveLate() {
 	}
 }
 
-// run sends one statement after the other until no request waits. Each statement in flight has a goroutine in run. An
-// idle queue has none.
+// run sends one statement after the other until no request waits. Each statement in flight has a goroutine in run.
 func (q *Queue) run() {
 	for {
 		q.Mu.Lock()

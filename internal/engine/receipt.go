@@ -39,8 +39,7 @@ func (t Claim) Own() *Receipt {
 	return spent
 }
 
-// Portion returns a claim to the units in the range [from, to). It divides units that were taken for several callers
-// together.
+// Portion returns a claim to the units in the range [from, to), if units were taken for several callers together.
 func (t Claim) Portion(from, to int64) Claim { return Claim{Receipt: t.Own().portion(from, to)} }
 
 // ClaimOf returns the claim to a receipt that comes from another process.
@@ -117,7 +116,7 @@ func (g *GivenBack) Leftover(first, units int64) int64 {
 	return g.left(first, units)
 }
 
-// left returns the same as Leftover. The caller holds g.mu.
+// left is Leftover with g.mu locked by the caller.
 func (g *GivenBack) left(first, units int64) int64 {
 	if i := g.find(first + units); i < len(g.Ranges) && g.Ranges[i].From < first+units {
 		return max(g.Ranges[i].From-first, 0)

@@ -22,7 +22,6 @@ type scriptedProxy struct {
 	pool *pgxpool.Pool
 }
 
-// newProxy returns a proxy for a number of shards.
 func newProxy(t *testing.T, shards int) *scriptedProxy {
 	t.Helper()
 	p := &scriptedProxy{DB: pgtest.New(t)}
@@ -104,7 +103,6 @@ func newProxy(t *testing.T, shards int) *scriptedProxy {
 	return p
 }
 
-// grow changes the proxy's number of shards.
 func (p *scriptedProxy) grow(t *testing.T, shards int) {
 	t.Helper()
 	pgtest.Exec(t, p.Pool, "UPDATE proxy.map SET shards = $1", shards)

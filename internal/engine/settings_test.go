@@ -98,8 +98,7 @@ type unreadable struct{ pgtype.Codec }
 func (unreadable) PlanScan(*pgtype.Map, uint32, int16, any) pgtype.ScanPlan { return nil }
 
 // OnFailure never answers if only a person can mend the fault. A fault that only a person can mend does not count for
-// the breaker. Each entry of the table is such a fault in the setup of a real server. The error stays the same in every
-// further call.
+// the breaker. Each entry of the table is such a fault in the setup of a real server.
 func TestFaultsOfTheSetup(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)

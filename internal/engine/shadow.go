@@ -10,8 +10,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// Beside is a policy in mode shadow. A shadow policy is decided together with the policy in force, and never changes a
-// decision.
+// Beside is a policy in mode shadow, which is decided beside the policy in force, and never changes a decision.
 type Beside struct {
 	Space  *Space // a separate space, because a shadow policy has separate rows
 	Policy *model.Policy
@@ -36,7 +35,6 @@ func NewShadow(a *Ask) *Shadow {
 	return s
 }
 
-// policy returns the shadow policy. It returns nil if s is nil.
 func (s *Shadow) policy() *model.Policy {
 	if s == nil {
 		return nil
@@ -68,7 +66,6 @@ func (s *Shadow) Outcome() *Outcome {
 	return &o
 }
 
-// shadowsOf returns the shadows of all requests that have one.
 func shadowsOf(requests []*Request) (shadows []*Request) {
 	for _, r := range requests {
 		if r.Shadow != nil {

@@ -155,14 +155,12 @@ func TestShadowThatFails(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_gone RENAME TO rate_limit_take_token_bucket")
 	require.EqualValues(t, 2, allow(5).Shadow.Remaining)
 
-	// The cost is above the shadow's limit.
 	result, err := l.AllowN(t.Context(), "other", 6)
 	require.NoError(t, err)
 	require.True(t, result.Allowed)
 	require.False(t, result.Shadow.Allowed)
 	require.Equal(t, model.Duration(model.MaxSpan), result.Shadow.RetryAfter)
 
-	// Calls in transactions and calls of AllowAll have no shadow.
 	inTx := pgtest.Begin(t, db)
 	result, err = l.WithTx(inTx).Allow(t.Context(), "third")
 	require.NoError(t, err)

@@ -56,8 +56,7 @@ func (qs *queues) ofAll(r *Request) *Queue {
 	return q
 }
 
-// Learn adds the missing queues for a number of shards. It returns false if this number is not a valid number of
-// shards.
+// Learn adds the missing queues for a number of shards. It returns false if the number is not valid.
 func (qs *queues) Learn(shards int) bool {
 	if !shardkey.Valid(shards) {
 		return false
@@ -74,12 +73,10 @@ func (qs *queues) Learn(shards int) bool {
 	return true
 }
 
-// submit passes a request to the queue of its first key. See Queue.Submit.
 func (qs *queues) submit(ctx context.Context, r *Request) error {
 	return qs.Of(r.Parts[0].Key).Submit(ctx, r)
 }
 
-// submitAll passes requests that give units back to their queues. See Queue.submitAll.
 func (qs *queues) submitAll(requests []*Request) {
 	for q, its := range qs.divide(requests, nil) {
 		q.submitAll(its)

@@ -184,7 +184,6 @@ func TestAllowAllAcrossShards(t *testing.T) {
 		statements.Store(0)
 	}
 
-	// Send the set in one statement with other requests.
 	client := p.client(t, ratelimit.ClientConfig{})
 	l := limitertest.Of(t, client, config)
 	testkit.Together(100, func(i int) {
@@ -287,7 +286,6 @@ func TestRefusalsOfADividedShard(t *testing.T) {
 	require.NoError(t, l.Reset(t.Context(), "key"))
 	require.Zero(t, limitertest.Taken(t, p.Pool, config, "key"))
 
-	// On a single connection, the caller gets the error.
 	pgtest.Exec(t, p.Pool, "ALTER SEQUENCE proxy.refused RESTART")
 	clientConfig := ratelimit.ClientConfig{Schema: "proxy"}
 	_, err := limitertest.New(t, pgtest.Connect(t, p.DB), config, clientConfig).Allow(t.Context(), "key")
@@ -512,8 +510,7 @@ func TestShadowOfAShard(t *testing.T) {
 		require.Nil(t, r.Shadow.Outcome())
 		return r.Parts[0].Decision.Granted
 	}
-	// In this test, a failing second statement rolls the first statement back too. Behind a real proxy, the first
-	// statement's decision would stay.
+	// Without a real proxy, a failing second statement rolls the first one back too.
 	require.EqualValues(t, 1, ask(keysOf(0, 2, 1)[0]), "the error tells of a proxy")
 	require.Empty(t, pgtest.StoredRows(t, p.Pool, false), "so it is not asked again")
 	limitertest.Engine(l).Queues.Learn(2)

@@ -78,7 +78,6 @@ func ofOneFunction(requests []*Request) bool {
 	return len(requests) == 1 || first.Rules.Numbers().Algorithm != algorithm.SlidingLog
 }
 
-// callOne returns the call of the function of the requests' algorithm.
 func (d *Database) callOne(requests []*Request, tx Transaction) Call {
 	n := len(requests)
 	keys, into := make([]string, n), make([]*Part, n)
@@ -107,7 +106,6 @@ func (d *Database) callOne(requests []*Request, tx Transaction) Call {
 	}
 }
 
-// microsOf converts a time to microseconds since 1970. It returns nil for nil.
 func microsOf(t *time.Time) *int64 {
 	if t == nil {
 		return nil
@@ -191,8 +189,7 @@ func argumentsOfRows(parts []*Part) rowArguments {
 	return rows
 }
 
-// synchronousCommit returns the synchronous_commit setting for a transaction. It returns nil if the session's setting
-// shall stay.
+// synchronousCommit returns synchronous_commit for a transaction, or nil if the session's setting shall stay.
 func (d *Database) synchronousCommit(tx Transaction, durable, flush bool) *bool {
 	if !tx.own() || !d.pooled() || !durable {
 		return nil
@@ -224,9 +221,9 @@ func (c *Call) Undecide() {
 
 // Query runs the statement, and sets the decisions of the parts that the answer mentions.
 //
-// The statement returns times as microseconds, because the text of a timestamptz depends on DateStyle. The statement
-// uses date_part, whose double precision number of seconds is exact until 2106 (TestTimesAreReadExactly). extract would
-// be slower, because extract returns numeric.
+// The statement returns times as microseconds, because the text of a timestamptz depends on DateStyle. date_part
+// returns seconds as a double precision number, which is exact until 2106 (TestTimesAreReadExactly) and faster than
+// extract.
 func (c *Call) Query(ctx context.Context, db pg.DB, own bool) error {
 	targets, each := c.answer()
 	return pg.Query(ctx, db, own, c.SQL, c.Args, targets, each)
@@ -278,7 +275,6 @@ func decisionsInto(into []*Part) (targets []any, each func() error) {
 	}
 }
 
-// deleteRows deletes the rows of a key that have the given names.
 func (d *Database) deleteRows(
 	ctx context.Context, db pg.DB, space *Space, names []string, key string, tx Transaction,
 ) error {

@@ -111,7 +111,6 @@ func (p *Part) decisionOfTake(count, units, later int64, n []pgtype.Int8) model.
 	return d
 }
 
-// stateOf converts NumbersOfTake numbers to the state of a row.
 func stateOf(n []pgtype.Int8) model.State {
 	return model.State{
 		Count: n[1].Int64, PrevCount: n[2].Int64, WindowStart: n[3].Int64,

@@ -25,7 +25,6 @@ type troubleLog struct {
 	troubles map[troubleID]*trouble
 }
 
-// troubleID identifies a trouble in the map troubles.
 type troubleID struct {
 	name   string // troubleAway, troublePool, or a word of pg.KindOf
 	limits kind   // for troubleAway: the kind of requests that fail

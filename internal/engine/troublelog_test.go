@@ -128,7 +128,6 @@ func TestFaultOfOneLimiter(t *testing.T) {
 		require.Len(t, lines, 1)
 		require.Contains(t, lines[0], "limiter=lacking")
 
-		// A second trouble is logged separately.
 		db.Set(limitertest.TurnedAway)
 		_, _ = fine.Allow(t.Context(), "key")
 		db.Set(limitertest.Fatal("28P01"))
