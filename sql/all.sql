@@ -25,7 +25,7 @@ CREATE FUNCTION _rate_limit_step(
 $$;
 
 -- _rate_limit_check raises an error if arguments of rate_limit_all are invalid. _rate_limit_check returns whether the
--- parts are in the order of locking and no two parts have the same row.
+-- parts are in lock order and no two parts have the same row.
 CREATE FUNCTION _rate_limit_check(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[], limits bigint[],
     spans_us bigint[], refills bigint[], zones text[], costs bigint[], counts bigint[], taken_in bigint[],
@@ -112,9 +112,9 @@ BEGIN
 END
 $$;
 
--- _rate_limit_rows returns each row of the parts once, in the order of locking: ephemeral rows before durable rows,
+-- _rate_limit_rows_in_lock_order returns each row of the parts once, in lock order: ephemeral rows before durable rows,
 -- then longer keys first, then by key and name. part_of has a part of each row, and row_of has the row of each part.
-CREATE FUNCTION _rate_limit_rows(
+CREATE FUNCTION _rate_limit_rows_in_lock_order(
     requests integer[], names text[], keys text[], durables boolean[], OUT part_of integer[], OUT row_of integer[]
 ) LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
@@ -267,7 +267,7 @@ DECLARE
     ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
     locking boolean := NOT looks; -- whether this pass locks rows; otherwise it only reads them
     making boolean := false;      -- whether this pass also makes missing rows
-    part_of integer[];            -- a part of each row, in the order of locking
+    part_of integer[];            -- a part of each row, in lock order
     row_of integer[];             -- the row of each part
     rows rate_limit_row[];        -- the rows as they were found, or as they will be written
     locked integer := 0;          -- the number of rows that are locked, from the first on
@@ -304,7 +304,8 @@ BEGIN
         END LOOP;
         row_of := part_of;
     ELSE
-        SELECT r.part_of, r.row_of INTO part_of, row_of FROM _rate_limit_rows(requests, names, keys, durables) AS r;
+        SELECT r.part_of, r.row_of INTO part_of, row_of
+        FROM _rate_limit_rows_in_lock_order(requests, names, keys, durables) AS r;
     END IF;
     needed := array_fill(true, ARRAY[cardinality(part_of)]);
     told := array_fill(false, ARRAY[parts]);

@@ -128,7 +128,7 @@ BEGIN
             INSERT INTO rate_limit_ephemeral AS d
                 (prefix, key, algorithm, count, window_start, expires_at)
             SELECT name, e.key, 1, e.units, clock, clock + window_us
-            FROM _rate_limit_in_order(keys, units_of) AS e
+            FROM _rate_limit_keys_in_lock_order(keys, units_of) AS e
             WHERE octet_length(name) BETWEEN 1 AND 128
             ON CONFLICT (prefix, key) DO UPDATE SET
                 count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,

@@ -72,6 +72,7 @@ BEGIN
 
     FOR i IN 1 .. CASE WHEN valid THEN n ELSE 0 END LOOP
         place := CASE WHEN places IS NULL THEN i ELSE places[i] END;
+        -- Lock the row of the key, and read it.
         SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
             d.since, d.capacity, d.refill, d.returned, d.log,
             0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s

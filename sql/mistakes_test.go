@@ -239,7 +239,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{algorithm: all, function: "_rate_limit_units", right: "THEN cost * asked", wrong: "THEN cost"},
 		{algorithm: fixed, function: "_rate_limit_units", right: "max_count / cost THEN", wrong: "max_count / cost + 1 THEN"},
 		{algorithm: all, function: "_rate_limit_units_of_each", right: "array_position(units, NULL) IS NULL", wrong: "true"},
-		{algorithm: all, function: "_rate_limit_in_order", right: `DISTINCT ON (octet_length(e.key), e.key COLLATE "C") `, wrong: ""}, // a key twice
+		{algorithm: all, function: "_rate_limit_keys_in_lock_order", right: `DISTINCT ON (octet_length(e.key), e.key COLLATE "C") `, wrong: ""}, // a key twice
 		{algorithm: fixed, function: pgtest.Left, right: "places[a.ord]", wrong: "a.ord"},
 	} {
 		check("for several keys", c, limitertest.AlwaysArrays)

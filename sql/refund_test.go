@@ -57,7 +57,7 @@ func TestCrossingRefundsDoNotDeadlock(t *testing.T) {
 	pgtest.Rewrite(
 		t,
 		db.Pool,
-		"_rate_limit_rows",
+		"_rate_limit_rows_in_lock_order",
 		`(ORDER BY e.durable, -octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C")`, "(ORDER BY e.part)",
 	)
 	var pgErr *pgconn.PgError

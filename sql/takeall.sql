@@ -41,6 +41,7 @@ DECLARE
 BEGIN
     FOR attempt IN 1 .. 2 LOOP
         BEGIN
+            -- This statement locks the rows, one after the other, in the given order.
             SELECT bool_or(d.ctid IS NULL), array_agg(
                 CASE WHEN d.algorithm = e.algorithm
                     THEN ROW(d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale,
@@ -87,7 +88,7 @@ $$;
 -- rate_limit_take_all makes the same decisions as rate_limit_all, at lower cost. rate_limit_take_all is for many
 -- requests that each take from several rows of one table. The Go package calls it.
 --
---   names, keys         the rows in the order of locking, each row once
+--   names, keys         the rows in lock order, each row once
 --   durable             true for rows in rate_limit_durable, false for rows in rate_limit_ephemeral
 --   algorithms, limits, spans_us, refills, zones
 --                       the policy of each row, as in rate_limit_all
@@ -115,8 +116,8 @@ DECLARE
     ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
     taken bigint[];
 BEGIN
-    -- Take from the rows only if the arguments are valid and the rows are in the order of locking. Lengths may differ
-    -- in the caller's encoding. In all other cases, rate_limit_all decides, or raises an error for an invalid argument.
+    -- Take from the rows only if the arguments are valid and the rows are in lock order. Lengths may differ in the
+    -- caller's encoding. In all other cases, rate_limit_all decides, or raises an error for an invalid argument.
     IF names[cardinality(names)] IS NOT NULL AND keys[cardinality(names)] IS NOT NULL
         AND cardinality(names) = ALL (ARRAY[cardinality(keys), cardinality(algorithms), cardinality(limits),
             cardinality(spans_us), cardinality(refills), cardinality(units)])

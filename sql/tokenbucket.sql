@@ -189,7 +189,7 @@ BEGIN
                     expires_at)
             SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, capacity, refill, clock, 0, clock,
                 clock + (e.units * every_us - 1) / refill + 1
-            FROM _rate_limit_in_order(keys, units_of) AS e
+            FROM _rate_limit_keys_in_lock_order(keys, units_of) AS e
             WHERE octet_length(name) BETWEEN 1 AND 128
             ON CONFLICT (prefix, key) DO UPDATE SET
                 credit = _rate_limit_bucket_level(d.credit, d.window_start, clock, full_credit, refill)

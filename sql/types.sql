@@ -117,8 +117,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_in_order returns each valid key once, in the order of locking: longer keys first, then by bytes.
-CREATE FUNCTION _rate_limit_in_order(keys text[], units_of bigint[])
+-- _rate_limit_keys_in_lock_order returns each valid key once, in lock order: longer keys first, then by bytes.
+CREATE FUNCTION _rate_limit_keys_in_lock_order(keys text[], units_of bigint[])
 RETURNS TABLE (key text, units bigint) LANGUAGE sql IMMUTABLE AS $$
     SELECT DISTINCT ON (octet_length(e.key), e.key COLLATE "C") e.key, e.units
     FROM unnest(keys, units_of) WITH ORDINALITY AS e (key, units, place)

@@ -156,7 +156,7 @@ func TestCancelledWaitForATurn(t *testing.T) {
 	limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable)
 }
 
-// Each connection has a separate turn. If the connection behind a value is unknown, the value has a separate turn too.
+// Each connection has a separate turn, and so has each database value whose connection is unknown.
 func TestTurnsAreOfOneConnection(t *testing.T) {
 	t.Parallel()
 

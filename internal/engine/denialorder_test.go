@@ -79,7 +79,7 @@ type underWay struct {
 	args     []any
 	answer   chan struct{}
 	executed bool
-	event    int // the number of the event of its execution
+	event    int // the number of the event in which it was executed
 	rows     pgx.Rows
 	err      error
 }

@@ -111,7 +111,7 @@ func TestHeldRowsHoldUpNobodyElse(t *testing.T) {
 	})
 }
 
-// If a key stays held, its callers get ErrKeyHeld, whatever OnFailure says. There are no other errors.
+// If a key stays held, its callers get ErrKeyHeld, and no other error, whatever OnFailure says.
 func TestKeysHeldForGood(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")

@@ -58,7 +58,7 @@ type leaseMistake int
 const (
 	noMistake         leaseMistake = iota
 	survivesItsWindow              // a lease lasts longer than its window
-	fullBucket                     // a lease of a bucket may last until the bucket is full
+	fullBucket                     // a lease ignores how full the bucket is
 	wrongClock                     // the end of a lease depends on the wall clock alone
 	sinceTheAnswer                 // the time of a lease starts at the answer
 	returnedTwice                  // unused units go back twice

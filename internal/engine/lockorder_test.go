@@ -113,10 +113,10 @@ func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 		oldNew   []string
 		exist    []string // the keys that have a row at first
 	}{
-		"of known keys":       {fixed, "_rate_limit_in_order", takes, []string{"a", "b", "m"}},
-		"of new keys":         {fixed, "_rate_limit_in_order", takes, []string{"m"}},
-		"of known keys' logs": {log, "_rate_limit_rows", sorted, []string{"a", "b", "m"}},
-		"of new keys' logs":   {log, "_rate_limit_rows", sorted, []string{"m"}},
+		"of known keys":       {fixed, "_rate_limit_keys_in_lock_order", takes, []string{"a", "b", "m"}},
+		"of new keys":         {fixed, "_rate_limit_keys_in_lock_order", takes, []string{"m"}},
+		"of known keys' logs": {log, "_rate_limit_rows_in_lock_order", sorted, []string{"a", "b", "m"}},
+		"of new keys' logs":   {log, "_rate_limit_rows_in_lock_order", sorted, []string{"m"}},
 	} {
 		for _, broken := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s, broken: %v", name, broken), func(t *testing.T) {
@@ -165,7 +165,7 @@ func TestKeysBehindOneThatIsLeftAreNotLocked(t *testing.T) {
 		db := pgtest.New(t)
 		if broken {
 			limitertest.AlwaysArrays(t, db.Pool)
-			pgtest.Rewrite(t, db.Pool, "_rate_limit_in_order",
+			pgtest.Rewrite(t, db.Pool, "_rate_limit_keys_in_lock_order",
 				`DISTINCT ON (octet_length(e.key), e.key COLLATE "C") `, "", `octet_length(e.key) DESC, e.key COLLATE "C"`, "e.key DESC")
 		}
 		config := ratelimit.Config{

@@ -116,7 +116,7 @@ func (r *Request) Looks() bool { return r.Parts[0].Cost == 0 }
 // gives returns whether the request gives units back or grants units.
 func (r *Request) gives() bool { return r.Parts[0].Cost < 0 }
 
-// leased returns how many units of a token bucket the request leases, or how many leased units the request ends. For
+// leased returns how many units of a token bucket the request leases, or how many units its lease no longer holds. For
 // other algorithms it returns 0.
 func (r *Request) leased(p *Part) int64 {
 	units := r.Ahead * p.Cost

@@ -96,7 +96,7 @@ func TestLockingSetsInTheOrderGivenDeadlocks(t *testing.T) {
 
 	for name, oldNew := range map[string][]string{
 		"as it is":    nil,
-		"not sorted":  {"_rate_limit_rows", `(ORDER BY e.durable, -octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C")`, "(ORDER BY e.part)"},
+		"not sorted":  {"_rate_limit_rows_in_lock_order", `(ORDER BY e.durable, -octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C")`, "(ORDER BY e.part)"},
 		"not checked": {"_rate_limit_check", "in_order := in_order AND (", "in_order := in_order OR ("},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -212,7 +212,7 @@ func (r *RefundArguments) Set(i, n int, k *model.Take) {
 	r.Since[i], r.In[i], r.At[i], r.Spent[i] = &k.Since, &k.In, &k.At, &k.Spent
 }
 
-// Undecide marks all parts as undecided. If the answer does not mention a part, the part stays undecided.
+// Undecide marks all parts as undecided. A part that the answer does not mention stays so.
 func (c *Call) Undecide() {
 	for _, p := range c.Into {
 		p.Decision.Granted = PassedOver
