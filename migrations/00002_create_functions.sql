@@ -128,8 +128,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_in_order returns each valid key once, in the order of locking: longer keys first, then by bytes.
-CREATE FUNCTION _rate_limit_in_order(keys text[], units_of bigint[])
+-- _rate_limit_keys_in_lock_order returns each valid key once, in lock order: longer keys first, then by bytes.
+CREATE FUNCTION _rate_limit_keys_in_lock_order(keys text[], units_of bigint[])
 RETURNS TABLE (key text, units bigint) LANGUAGE sql IMMUTABLE AS $$
     SELECT DISTINCT ON (octet_length(e.key), e.key COLLATE "C") e.key, e.units
     FROM unnest(keys, units_of) WITH ORDINALITY AS e (key, units, place)
@@ -287,7 +287,7 @@ BEGIN
             INSERT INTO rate_limit_ephemeral AS d
                 (prefix, key, algorithm, count, window_start, expires_at)
             SELECT name, e.key, 1, e.units, clock, clock + window_us
-            FROM _rate_limit_in_order(keys, units_of) AS e
+            FROM _rate_limit_keys_in_lock_order(keys, units_of) AS e
             WHERE octet_length(name) BETWEEN 1 AND 128
             ON CONFLICT (prefix, key) DO UPDATE SET
                 count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
@@ -501,7 +501,7 @@ BEGIN
             INSERT INTO rate_limit_ephemeral AS d
                 (prefix, key, algorithm, count, window_start, expires_at)
             SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us
-            FROM _rate_limit_in_order(keys, units_of) AS e
+            FROM _rate_limit_keys_in_lock_order(keys, units_of) AS e
             WHERE octet_length(name) BETWEEN 1 AND 128
             ON CONFLICT (prefix, key) DO UPDATE SET
                 count = CASE WHEN d.window_start > ended THEN d.count ELSE 0 END + excluded.count,
@@ -727,7 +727,7 @@ BEGIN
                     expires_at)
             SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, capacity, refill, clock, 0, clock,
                 clock + (e.units * every_us - 1) / refill + 1
-            FROM _rate_limit_in_order(keys, units_of) AS e
+            FROM _rate_limit_keys_in_lock_order(keys, units_of) AS e
             WHERE octet_length(name) BETWEEN 1 AND 128
             ON CONFLICT (prefix, key) DO UPDATE SET
                 credit = _rate_limit_bucket_level(d.credit, d.window_start, clock, full_credit, refill)
@@ -1080,7 +1080,7 @@ BEGIN
             INSERT INTO rate_limit_ephemeral AS d
                 (prefix, key, algorithm, count, window_start, scale, expires_at)
             SELECT name, e.key, 5, e.units, clock, window_end - clock, window_end
-            FROM _rate_limit_in_order(keys, units_of) AS e
+            FROM _rate_limit_keys_in_lock_order(keys, units_of) AS e
             WHERE octet_length(name) BETWEEN 1 AND 128
             ON CONFLICT (prefix, key) DO UPDATE SET
                 count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
@@ -1139,7 +1139,7 @@ CREATE FUNCTION _rate_limit_step(
 $$;
 
 -- _rate_limit_check raises an error if arguments of rate_limit_all are invalid. _rate_limit_check returns whether the
--- parts are in the order of locking and no two parts have the same row.
+-- parts are in lock order and no two parts have the same row.
 CREATE FUNCTION _rate_limit_check(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[], limits bigint[],
     spans_us bigint[], refills bigint[], zones text[], costs bigint[], counts bigint[], taken_in bigint[],
@@ -1226,9 +1226,9 @@ BEGIN
 END
 $$;
 
--- _rate_limit_rows returns each row of the parts once, in the order of locking: ephemeral rows before durable rows,
+-- _rate_limit_rows_in_lock_order returns each row of the parts once, in lock order: ephemeral rows before durable rows,
 -- then longer keys first, then by key and name. part_of has a part of each row, and row_of has the row of each part.
-CREATE FUNCTION _rate_limit_rows(
+CREATE FUNCTION _rate_limit_rows_in_lock_order(
     requests integer[], names text[], keys text[], durables boolean[], OUT part_of integer[], OUT row_of integer[]
 ) LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
@@ -1381,7 +1381,7 @@ DECLARE
     ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
     locking boolean := NOT looks; -- whether this pass locks rows; otherwise it only reads them
     making boolean := false;      -- whether this pass also makes missing rows
-    part_of integer[];            -- a part of each row, in the order of locking
+    part_of integer[];            -- a part of each row, in lock order
     row_of integer[];             -- the row of each part
     rows rate_limit_row[];        -- the rows as they were found, or as they will be written
     locked integer := 0;          -- the number of rows that are locked, from the first on
@@ -1418,7 +1418,8 @@ BEGIN
         END LOOP;
         row_of := part_of;
     ELSE
-        SELECT r.part_of, r.row_of INTO part_of, row_of FROM _rate_limit_rows(requests, names, keys, durables) AS r;
+        SELECT r.part_of, r.row_of INTO part_of, row_of
+        FROM _rate_limit_rows_in_lock_order(requests, names, keys, durables) AS r;
     END IF;
     needed := array_fill(true, ARRAY[cardinality(part_of)]);
     told := array_fill(false, ARRAY[parts]);
@@ -1965,6 +1966,7 @@ BEGIN
 
     FOR i IN 1 .. CASE WHEN valid THEN n ELSE 0 END LOOP
         place := CASE WHEN places IS NULL THEN i ELSE places[i] END;
+        -- Lock the row of the key, and read it.
         SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
             d.since, d.capacity, d.refill, d.returned, d.log,
             0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
@@ -2059,6 +2061,7 @@ DECLARE
 BEGIN
     FOR attempt IN 1 .. 2 LOOP
         BEGIN
+            -- This statement locks the rows, one after the other, in the given order.
             SELECT bool_or(d.ctid IS NULL), array_agg(
                 CASE WHEN d.algorithm = e.algorithm
                     THEN ROW(d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale,
@@ -2105,7 +2108,7 @@ $$;
 -- rate_limit_take_all makes the same decisions as rate_limit_all, at lower cost. rate_limit_take_all is for many
 -- requests that each take from several rows of one table. The Go package calls it.
 --
---   names, keys         the rows in the order of locking, each row once
+--   names, keys         the rows in lock order, each row once
 --   durable             true for rows in rate_limit_durable, false for rows in rate_limit_ephemeral
 --   algorithms, limits, spans_us, refills, zones
 --                       the policy of each row, as in rate_limit_all
@@ -2133,8 +2136,8 @@ DECLARE
     ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
     taken bigint[];
 BEGIN
-    -- Take from the rows only if the arguments are valid and the rows are in the order of locking. Lengths may differ
-    -- in the caller's encoding. In all other cases, rate_limit_all decides, or raises an error for an invalid argument.
+    -- Take from the rows only if the arguments are valid and the rows are in lock order. Lengths may differ in the
+    -- caller's encoding. In all other cases, rate_limit_all decides, or raises an error for an invalid argument.
     IF names[cardinality(names)] IS NOT NULL AND keys[cardinality(names)] IS NOT NULL
         AND cardinality(names) = ALL (ARRAY[cardinality(keys), cardinality(algorithms), cardinality(limits),
             cardinality(spans_us), cardinality(refills), cardinality(units)])
@@ -3081,21 +3084,22 @@ GRANT EXECUTE ON FUNCTION rate_limit_version() TO PUBLIC;
 SELECT pg_catalog.set_config('search_path', pg_catalog.format('%I, pg_temp', pg_catalog.current_schema()), true);
 
 DROP FUNCTION IF EXISTS _rate_limit_no_row, _rate_limit_now, _rate_limit_set, _rate_limit_ceil_div, _rate_limit_units,
-    _rate_limit_units_of_one, _rate_limit_units_of_each, _rate_limit_in_order, _rate_limit_late, _rate_limit_give_up,
-    _rate_limit_valid_window, _rate_limit_fixed, _rate_limit_fixed_fits, rate_limit_take_fixed_window,
-    _rate_limit_sliding, _rate_limit_sliding_fits, rate_limit_take_sliding_window, _rate_limit_valid_bucket,
-    _rate_limit_bucket, _rate_limit_bucket_runs, _rate_limit_bucket_level, _rate_limit_bucket_fits,
-    rate_limit_take_token_bucket, _rate_limit_valid_log, _rate_limit_entry_age, _rate_limit_log,
-    rate_limit_take_sliding_log, _rate_limit_valid_calendar, _rate_limit_window_end, _rate_limit_calendar,
-    _rate_limit_calendar_fits, rate_limit_take_calendar_window, _rate_limit_valid, _rate_limit_step, _rate_limit_check,
-    _rate_limit_rows, _rate_limit_try_to_make, _rate_limit_holder, _rate_limit_look, rate_limit_all,
-    _rate_limit_fixed_refund, _rate_limit_sliding_refund, _rate_limit_log_refund, _rate_limit_bucket_leases,
-    _rate_limit_bucket_lend, _rate_limit_bucket_refund, _rate_limit_give, _rate_limit_left_ephemeral, _rate_limit_steps,
-    _rate_limit_take_all_ephemeral, rate_limit_take_all, rate_limit_reset, _rate_limit_read_policy, _rate_limit_ask,
-    rate_limit_allow, rate_limit_peek, rate_limit_sweep, _rate_limit_check_policy, _rate_limit_note_policy,
-    rate_limit_policies, rate_limit_ban, rate_limit_report, _rate_limit_take_fixed_window_durable,
-    _rate_limit_take_sliding_window_durable, _rate_limit_take_token_bucket_durable, _rate_limit_left_durable,
-    _rate_limit_take_calendar_window_durable, _rate_limit_take_all_durable;
+    _rate_limit_units_of_one, _rate_limit_units_of_each, _rate_limit_keys_in_lock_order, _rate_limit_late,
+    _rate_limit_give_up, _rate_limit_valid_window, _rate_limit_fixed, _rate_limit_fixed_fits,
+    rate_limit_take_fixed_window, _rate_limit_sliding, _rate_limit_sliding_fits, rate_limit_take_sliding_window,
+    _rate_limit_valid_bucket, _rate_limit_bucket, _rate_limit_bucket_runs, _rate_limit_bucket_level,
+    _rate_limit_bucket_fits, rate_limit_take_token_bucket, _rate_limit_valid_log, _rate_limit_entry_age,
+    _rate_limit_log, rate_limit_take_sliding_log, _rate_limit_valid_calendar, _rate_limit_window_end,
+    _rate_limit_calendar, _rate_limit_calendar_fits, rate_limit_take_calendar_window, _rate_limit_valid,
+    _rate_limit_step, _rate_limit_check, _rate_limit_rows_in_lock_order, _rate_limit_try_to_make, _rate_limit_holder,
+    _rate_limit_look, rate_limit_all, _rate_limit_fixed_refund, _rate_limit_sliding_refund, _rate_limit_log_refund,
+    _rate_limit_bucket_leases, _rate_limit_bucket_lend, _rate_limit_bucket_refund, _rate_limit_give,
+    _rate_limit_left_ephemeral, _rate_limit_steps, _rate_limit_take_all_ephemeral, rate_limit_take_all,
+    rate_limit_reset, _rate_limit_read_policy, _rate_limit_ask, rate_limit_allow, rate_limit_peek, rate_limit_sweep,
+    _rate_limit_check_policy, _rate_limit_note_policy, rate_limit_policies, rate_limit_ban, rate_limit_report,
+    _rate_limit_take_fixed_window_durable, _rate_limit_take_sliding_window_durable,
+    _rate_limit_take_token_bucket_durable, _rate_limit_left_durable, _rate_limit_take_calendar_window_durable,
+    _rate_limit_take_all_durable;
 DROP TYPE IF EXISTS rate_limit_row, rate_limit_decision;
 
 DROP FUNCTION IF EXISTS rate_limit_version;
