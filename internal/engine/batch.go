@@ -217,8 +217,8 @@ func (s *batch) ask(requests []*Request, skip bool, wait time.Duration) {
 		return
 	}
 
-	// A statement_timeout during a wait for a row looks like an outage. The next statement skips locked rows, so it shows
-	// whether Postgres is really away.
+	// A statement_timeout during a wait for a row looks like an outage. The next statement skips locked rows, so it
+	// shows whether Postgres is really away.
 	waited := pg.LockTimeout(err) && !pg.IsAway(err) || pg.Canceled(err) && !skip && !looks || pg.Undone(err) && !looks
 	_, unknownZone := errors.AsType[*ZoneError](err)
 	keyRefused := errors.Is(err, pg.ErrKeyRefused)

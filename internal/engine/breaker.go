@@ -35,13 +35,13 @@ type Breaker struct {
 }
 
 const (
-	// BreakerFailures is how many failures in a row open the breaker. With two statements in flight, one broken connection
-	// or one slow batch causes at most two failures. If every statement takes the whole Timeout, the breaker opens after
-	// at most two Timeouts.
+	// BreakerFailures is how many failures in a row open the breaker. With two statements in flight, one broken
+	// connection or one slow batch causes at most two failures. If every statement takes the whole Timeout, the breaker
+	// opens after at most two Timeouts.
 	BreakerFailures = 3
 	// BreakerPause is long compared with a call. BreakerPause is short enough that limiters work again within 2 s after
-	// the database is back. In the worst case, a probe is sent just before the database is back. With the default Timeout
-	// of 1 s, that probe and the next pause take 1.5 s.
+	// the database is back. In the worst case, a probe is sent just before the database is back. With the default
+	// Timeout of 1 s, that probe and the next pause take 1.5 s.
 	BreakerPause = 500 * time.Millisecond
 )
 

@@ -277,8 +277,8 @@ func (o *orders) act() {
 	case n < 90 && !o.inTx:
 		o.transact()
 	case n < 95:
-		// The clock moves only while nothing is under way. If the clock moved during a statement, a denial's numbers would
-		// allow for the duration of the statement.
+		// The clock moves only while nothing is under way. If the clock moved during a statement, a denial's numbers
+		// would allow for the duration of the statement.
 		if o.drain(); len(o.gate.waiting) == 0 {
 			limitertest.Elapse(time.Duration(o.random.Int64N(1_500_000)) * time.Microsecond)
 		}

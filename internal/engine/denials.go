@@ -61,8 +61,8 @@ type DenialStripe struct {
 	mu         sync.Mutex
 	Young, Old map[DenialKey]*denial
 	born       time.Duration // when Young began
-	// changes counts the changes of keys. Keys with the same hash share a count. The array is so long that the mutexes of
-	// two stripes are never in the same cache line.
+	// changes counts the changes of keys. Keys with the same hash share a count. The array is so long that the mutexes
+	// of two stripes are never in the same cache line.
 	changes [stripeCounts]atomic.Uint32
 }
 
@@ -86,8 +86,8 @@ type denial struct {
 	state       model.State
 	clock       int64 // the database's clock at the decision, in microseconds
 	asked, told time.Duration
-	// retryAt is when a cost of 1 fits again, and resetAt is when the key is as good as new, both by the database's clock.
-	// With these times, Lookup can deny a cost of 1 without the rules.
+	// retryAt is when a cost of 1 fits again, and resetAt is when the key is as good as new, both by the database's
+	// clock. With these times, Lookup can deny a cost of 1 without the rules.
 	retryAt, resetAt int64
 }
 
@@ -145,8 +145,9 @@ func (d *Denials) Lookup(space *Space, m model.Rules, key string, n int64, o *Ou
 	if age < 0 || age >= d.maxAge {
 		return false
 	}
-	// The database decided between asked and told. So the database's clock is now between earliest and latest. The result
-	// is computed for earliest, so that no caller retries too early. A denial is used only if it also denies at latest.
+	// The database decided between asked and told. So the database's clock is now between earliest and latest. The
+	// result is computed for earliest, so that no caller retries too early. A denial is used only if it also denies at
+	// latest.
 	latest := known.clock + model.MicrosUp(age)
 	earliest := latest - model.MicrosUp(known.told-known.asked)
 	remaining, retryAfter, resetAfter := int64(0), known.retryAt-earliest, known.resetAt-earliest

@@ -122,7 +122,8 @@ func TestNameThatTheEncodingRefuses(t *testing.T) {
 			func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["client_encoding"] = encoding },
 		)
 	}
-	// A client in LATIN1 sends each byte of UTF-8 as a character, which has two bytes in the database unless it is ASCII.
+	// A client in LATIN1 sends each byte of UTF-8 as a character, which has two bytes in the database unless it is
+	// ASCII.
 	eucJP, latin1 := open("EUC_JP"), open("LATIN1")
 	long := strings.Repeat("\u00E4", 256)
 	for _, c := range []struct {

@@ -159,8 +159,8 @@ func sharesOf(models []model.Rules, share float64) []model.Rules {
 func Scaled(n algorithm.Numbers, share float64) algorithm.Numbers {
 	n.Limit = ShareOf(n.Limit, share)
 	if n.Algorithm == algorithm.TokenBucket {
-		// Increase Every instead of reducing Refill, because the share of Refill may be less than 1. Every must stay so small
-		// that the arithmetic is exact.
+		// Increase Every instead of reducing Refill, because the share of Refill may be less than 1. Every must stay so
+		// small that the arithmetic is exact.
 		every := int64(min(math.Ceil(float64(model.Micros(n.Span))/share), model.MaxSpan))
 		every = min(every, model.MaxProduct/n.Limit)
 		if n.Refill < n.Limit {

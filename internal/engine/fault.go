@@ -24,8 +24,8 @@ func keyHeld() error {
 
 var (
 	errStillHeld = errors.New("it was held each time that it was asked for, and nothing was taken")
-	// errOthersHeld is the error for a caller whose timeout has passed while statements waited for locks, either on rows
-	// of other callers, or on the caller's row by one transaction after the other.
+	// errOthersHeld is the error for a caller whose timeout has passed while statements waited for locks, either on
+	// rows of other callers, or on the caller's row by one transaction after the other.
 	errOthersHeld error = pg.NewError(pg.ErrHeldUp, pg.ErrTimeout)
 )
 

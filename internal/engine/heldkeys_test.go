@@ -380,7 +380,8 @@ func TestSetsThatLoseRacesAreNotHeld(t *testing.T) {
 					return ratelimit.AllowAll(context.Background(), limiter.Request(user, 1), limiter.Request("all", 1))
 				}))
 			}
-			// Only these transactions ever get the lock, because each one waits for the lock before the previous one ends.
+			// Only these transactions ever get the lock, because each one waits for the lock before the previous one
+			// ends.
 			conns := []*pgx.Conn{turn.Conn(), pgtest.Connect(t, db)}
 			for began, i := time.Now(), 1; time.Since(began) < limitertest.Engine(limiter).Batcher.Held.Patience()*5/4; i++ {
 				next, err := conns[i%2].Begin(t.Context())

@@ -18,8 +18,8 @@ type heldLane struct {
 }
 
 const (
-	// laneTurn is how long the lane waits for one key while it has requests for other keys. aloneTurn is how long the lane
-	// waits for its only key.
+	// laneTurn is how long the lane waits for one key while it has requests for other keys. aloneTurn is how long the
+	// lane waits for its only key.
 	laneTurn  = 25 * time.Millisecond
 	aloneTurn = 100 * time.Millisecond
 	// A statement of AllowAll keeps rows locked while it waits for another row. So AllowAll waits only for setWait, and

@@ -163,8 +163,8 @@ func TestLeasesStarveNobody(t *testing.T) {
 		var shares [2][]int64
 		for i, lease := range []*ratelimit.Lease{nil, {}} {
 			limiters := newFleet(t, ratelimit.TokenBucket{Capacity: 5_000, Refill: 500, Every: time.Second}, lease)
-			// During the first askTogether, the busiest process empties the bucket. The second askTogether measures what
-			// follows.
+			// During the first askTogether, the busiest process empties the bucket. The second askTogether measures
+			// what follows.
 			pace := func(i int) time.Duration {
 				if i == 0 {
 					return time.Millisecond

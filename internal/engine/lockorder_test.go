@@ -133,8 +133,8 @@ func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 					require.NoError(t, err)
 				}
 
-				// One transaction has locked a and waits for m. In the lock order it has locked b too. A second transaction wants a
-				// and b.
+				// One transaction has locked a and waits for m. In the lock order it has locked b too. A second
+				// transaction wants a and b.
 				holder := limitertest.Hold(t, db, config, "m")
 				one := takeLater(limiter, "a", "m", "b")
 				pgtest.WaitUntilBlocked(t, db.Pool, 1)

@@ -38,8 +38,8 @@ func aroundALockWait(
 		holder := limitertest.HoldOn(t, his, config, key)
 		tx, err := ours.Begin(t.Context())
 		require.NoError(t, err)
-		// In a caller's transaction, one statement waits for the row. Outside of a transaction, several statements would wait
-		// by turns.
+		// In a caller's transaction, one statement waits for the row. Outside of a transaction, several statements
+		// would wait by turns.
 		decision := testkit.Later(func() (ratelimit.Result, error) { return limiter.WithTx(tx).Allow(context.Background(), key) })
 		pgtest.WaitUntilBlocked(t, db.Pool, 1)
 		begun := pgtest.Scalar[time.Time](t, holder, "SELECT clock_timestamp()")
@@ -233,8 +233,8 @@ func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 					before := pgtest.Scalar[time.Time](t, db.Pool, "SELECT clock_timestamp()")
 					result, err := limiter.Allow(t.Context(), "key")
 					require.NoError(t, err)
-					// If a take begins a window or takes from a full bucket, DecidedAt is the first reading, because no other call can
-					// have decided since.
+					// If a take begins a window or takes from a full bucket, DecidedAt is the first reading, because no
+					// other call can have decided since.
 					wrong = result.Allowed &&
 						(result.ResetAfter <= c.over || result.Remaining < 4 && result.DecidedAt.Before(before.Add(pause)))
 				}

@@ -30,8 +30,8 @@ func TestPlansDependOnNoStatistics(t *testing.T) {
 				conn := pgtest.Connect(t, pgtest.New(t))
 				scanned, read := scansOfAGrownTable(t, conn, durable, mode, 5)
 				require.Zero(t, scanned, "sequential scans")
-				// The statements read 900 rows, and some old versions of these rows. A single scan of the whole index would read
-				// 24,000 rows.
+				// The statements read 900 rows, and some old versions of these rows. A single scan of the whole index
+				// would read 24,000 rows.
 				require.Less(t, read, int64(24_000), "rows read through the index")
 			})
 		}

@@ -350,8 +350,8 @@ func (q *Queue) run() {
 		}
 		q.Mu.Unlock()
 		q.reroute(q.fly(d))
-		// Callers often ask again as soon as they have an answer. Gosched lets them join the next statement. With 64 callers,
-		// that makes 14 % more decisions.
+		// Callers often ask again as soon as they have an answer. Gosched lets them join the next statement. With 64
+		// callers, that makes 14 % more decisions.
 		runtime.Gosched()
 	}
 }

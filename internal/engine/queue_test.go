@@ -115,7 +115,8 @@ func TestCallsOfOneBatchAreDecidedInOrderOfArrival(t *testing.T) {
 			)
 			r := rand.New(rand.NewPCG(seed, 0))
 			for round := range 100 {
-				// The calls of a few keys are mixed. Several calls in a row have the same cost. Most costs fit, and some never fit.
+				// The calls of a few keys are mixed. Several calls in a row have the same cost. Most costs fit, and
+				// some never fit.
 				costs := make([][]int64, 1+r.IntN(4))
 				calls := make([][]*engine.Request, len(costs))
 				states := make([]model.State, len(costs))
