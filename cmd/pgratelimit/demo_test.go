@@ -32,7 +32,7 @@ func TestDemoInADatabaseOfSomebody(t *testing.T) {
 	before := pgtest.Objects(t, db.Pool)
 
 	var out bytes.Buffer
-	require.NoError(t, demo.Run(t.Context(), &out, demo.Options{DatabaseURL: db.URL}))
+	require.NoError(t, demo.Run(t.Context(), &out, db.URL, false))
 	requireStory(t, out.String())
 	require.Regexp(t, `a schema of its own, pgratelimit_demo_\w{8}, `, out.String())
 	require.Contains(t, out.String(), "SELECT * FROM pgratelimit_demo_")
@@ -157,7 +157,7 @@ func TestDatabaseThatIsNotOurs(t *testing.T) {
 	require.NoError(t, err)
 
 	var out bytes.Buffer
-	err = demo.Run(t.Context(), &out, demo.Options{DatabaseURL: db.URL})
+	err = demo.Run(t.Context(), &out, db.URL, false)
 	require.ErrorContains(t, err, "make a schema in the database of DATABASE_URL")
 	require.ErrorContains(t, err, "SQLSTATE 25006")
 }

@@ -710,7 +710,7 @@ func TestDoctorSaysWhoHasLocks(t *testing.T) {
 	t.Cleanup(pool.Close)
 	db.Pool = pool
 	require.NoError(t, migrations.Up(t.Context(), pool))
-	e := &doctor.Examination{App: &cli.App{Timeout: time.Minute}, Pool: pool}
+	e := &doctor.Examination{DB: cli.DB{App: &cli.App{Timeout: time.Minute}, Pool: pool}}
 	for _, test := range []struct {
 		hold, what string
 		level      cli.Level

@@ -9,7 +9,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
@@ -213,7 +212,7 @@ func TestResetAllDeadlocksWithNobody(t *testing.T) {
 			pool, err := a.Open(t.Context())
 			require.NoError(t, err)
 			defer pool.Close()
-			n, err := keys.ResetAll(t.Context(), a, pool, nil, "login", false)
+			n, err := keys.ResetAll(t.Context(), cli.DB{App: a, Pool: pool}, cli.DB{}, "login", false)
 			require.EqualValues(t, 2, n)
 			return err
 		}},
@@ -289,7 +288,7 @@ func TestResetAllUnderLoad(t *testing.T) {
 		}()
 	}
 	for done := 0; done < cap(errs); {
-		_, err := keys.ResetAll(t.Context(), a, pool, nil, "login", false)
+		_, err := keys.ResetAll(t.Context(), cli.DB{App: a, Pool: pool}, cli.DB{}, "login", false)
 		require.NoError(t, err)
 		select {
 		case err := <-errs:
@@ -453,7 +452,7 @@ func TestNothingThatReadsCanWrite(t *testing.T) {
 	pool, err := a.Open(t.Context())
 	require.NoError(t, err)
 	defer pool.Close()
-	err = a.Read(t.Context(), pool, func(tx pgx.Tx) error {
+	err = cli.DB{App: a, Pool: pool}.Read(t.Context(), func(tx cli.Tx) error {
 		_, err := tx.Exec(t.Context(), "SELECT public.rate_limit_take_fixed_window('login', ARRAY['user:123'], 1, 1)")
 		return err
 	})

@@ -97,31 +97,18 @@ func rootCommand(a *cli.App) *cobra.Command {
 	flags.Lookup("database-url").DefValue = "" // help must not show the password
 	flags.StringVar(&a.Schema, "schema", "", "schema of the tables and functions (default: found through search_path)")
 
-	for _, group := range []struct {
-		title    string
-		commands []*cobra.Command
-	}{
-		{"Limits:", []*cobra.Command{
-			keys.LimitsCommand(a), keys.TopCommand(a), keys.PeekCommand(a), keys.ExplainCommand(a),
-			keys.TakeCommand(a), keys.RefundCommand(a), keys.GrantCommand(a), keys.ResetCommand(a),
-		}},
-		{"Policies:", []*cobra.Command{policies.PolicyCommand(a), policies.BanCommand(a), policies.UnbanCommand(a)}},
-		{"The database:", []*cobra.Command{
-			upkeep.MigrateCommand(a), upkeep.SweepCommand(a), doctor.Command(a), shard.Command(a),
-		}},
-		{"Trying it out:", []*cobra.Command{demo.Command(a)}},
-	} {
-		root.AddGroup(&cobra.Group{ID: group.title, Title: group.title})
-		for _, cmd := range group.commands {
-			cmd.GroupID = group.title
+	addGroup := func(title string, commands ...*cobra.Command) {
+		root.AddGroup(&cobra.Group{ID: title, Title: title})
+		for _, cmd := range commands {
+			cmd.GroupID, cmd.ValidArgsFunction = title, cobra.NoFileCompletions
 			root.AddCommand(cmd)
 		}
 	}
-	for _, cmd := range root.Commands() {
-		if cmd.ValidArgsFunction == nil {
-			cmd.ValidArgsFunction = cobra.NoFileCompletions
-		}
-	}
+	addGroup("Limits:", keys.LimitsCommand(a), keys.TopCommand(a), keys.PeekCommand(a), keys.ExplainCommand(a),
+		keys.TakeCommand(a), keys.RefundCommand(a), keys.GrantCommand(a), keys.ResetCommand(a))
+	addGroup("Policies:", policies.PolicyCommand(a), policies.BanCommand(a), policies.UnbanCommand(a))
+	addGroup("The database:", upkeep.MigrateCommand(a), upkeep.SweepCommand(a), doctor.Command(a), shard.Command(a))
+	addGroup("Trying it out:", demo.Command(a))
 	return root
 }
 

@@ -22,8 +22,7 @@ func TestMigrateUpAndDown(t *testing.T) {
 	db := pgtest.Empty(t)
 	pgtest.Exec(t, db.Pool, `CREATE SCHEMA "of somebody's"`)
 	before := pgtest.Objects(t, db.Pool)
-	all, err := cli.ReadMigrations()
-	require.NoError(t, err)
+	all := cli.ReadMigrations()
 	applied := func(args ...string) (n int) {
 		for _, migration := range decode[[]upkeep.MigrationStatus](t, invoke(t, db.URL, append(args, "--schema", "of somebody's", "--json")...)) {
 			require.NotEmpty(t, migration.Name)
@@ -82,8 +81,7 @@ func TestMigratePrint(t *testing.T) {
 	apply("--down")
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 
-	all, err := cli.ReadMigrations()
-	require.NoError(t, err)
+	all := cli.ReadMigrations()
 	for _, migration := range all { // one migration at a time
 		apply(fmt.Sprint(migration.Version))
 	}

@@ -2,16 +2,15 @@
 package cli
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 )
 
@@ -35,7 +34,7 @@ func KnownCommand(cmd *cobra.Command, args []string) error {
 	}
 	cmd.SuggestionsMinimumDistance = 2 // how many letters may differ in a suggestion
 	text := fmt.Sprintf("unknown command %q", args[0])
-	if meant := cmd.SuggestionsFor(args[0]); len(meant) > 0 {
+	if meant := slices.Sorted(slices.Values(cmd.SuggestionsFor(args[0]))); len(meant) > 0 {
 		text += ", did you mean " + strings.Join(meant, " or ") + "?"
 	}
 	return errors.New(text)
@@ -58,12 +57,12 @@ func Action(run func(ctx context.Context, args []string) error) func(*cobra.Comm
 	}
 }
 
-// OnDatabase is like Action, and gives run a pool of connections to the database.
+// OnDatabase is like Action, and gives run the database.
 func (a *App) OnDatabase(
-	run func(ctx context.Context, pool *pgxpool.Pool, args []string) error,
+	run func(ctx context.Context, db DB, args []string) error,
 ) func(*cobra.Command, []string) error {
 	return Action(func(ctx context.Context, args []string) error {
-		return a.WithPool(ctx, func(pool *pgxpool.Pool) error { return run(ctx, pool, args) })
+		return a.WithPool(ctx, func(db DB) error { return run(ctx, db, args) })
 	})
 }
 
@@ -71,8 +70,9 @@ func (a *App) AddJSON(cmd *cobra.Command) {
 	cmd.Flags().BoolVar(&a.JSON, "json", false, "print JSON")
 }
 
-// Finish adds the flags that almost all commands have.
+// Finish adds the flags that almost all commands have, and lets the shell complete no file names.
 func (a *App) Finish(cmd *cobra.Command) *cobra.Command {
+	cmd.ValidArgsFunction = cobra.NoFileCompletions
 	a.AddJSON(cmd)
 	cmd.Flags().DurationVar(&a.Timeout, "timeout", 10*time.Second,
 		"longest time that the database may take for one statement")
@@ -88,20 +88,15 @@ func (a *App) Finish(cmd *cobra.Command) *cobra.Command {
 // Print writes a command's output: value as JSON if --json is given, otherwise text. In the text, tabs separate
 // columns. Print aligns the columns, and makes the table fit into the terminal.
 func (a *App) Print(value any, text func(w io.Writer)) error {
-	var out bytes.Buffer
 	if a.JSON {
-		encoder := json.NewEncoder(&out)
+		encoder := json.NewEncoder(a.Stdout)
 		encoder.SetEscapeHTML(false)
 		encoder.SetIndent("", "  ")
-		if err := encoder.Encode(value); err != nil {
-			return err
-		}
-	} else {
-		var raw bytes.Buffer
-		text(&raw)
-		out.WriteString(Layout(raw.String(), width(a.Stdout)))
+		return encoder.Encode(value)
 	}
-	_, err := a.Stdout.Write(out.Bytes())
+	var raw strings.Builder
+	text(&raw)
+	_, err := io.WriteString(a.Stdout, Layout(raw.String(), width(a.Stdout)))
 	return err
 }
 

@@ -36,14 +36,20 @@ var (
 	foreignSQL string
 )
 
-// WithPool calls do with a pool of connections to the database, or to the shard at a.Place.
-func (a *App) WithPool(ctx context.Context, do func(pool *pgxpool.Pool) error) error {
+// DB is an App with a pool of connections to its database, or to the shard at App.Place.
+type DB struct {
+	*App
+	Pool *pgxpool.Pool
+}
+
+// WithPool calls do with a pool that it closes afterwards.
+func (a *App) WithPool(ctx context.Context, do func(db DB) error) error {
 	pool, err := a.Open(ctx)
 	if err != nil {
 		return err
 	}
 	defer pool.Close()
-	return do(pool)
+	return do(DB{a, pool})
 }
 
 // Open returns a pool of a few connections, which it does not open yet.
@@ -97,9 +103,9 @@ func checkSearchPath(ctx context.Context, conn *pgx.Conn) error {
 
 // Home returns the schema of the tables and functions, or "" if there is none. Home checks whether the owners of these
 // objects are trusted.
-func (a *App) Home(ctx context.Context, pool *pgxpool.Pool) (schema string, err error) {
-	err = a.Read(ctx, pool, func(tx pgx.Tx) error {
-		schema = tx.(Qualified).Schema
+func (db DB) Home(ctx context.Context) (schema string, err error) {
+	err = db.Read(ctx, func(tx Tx) error {
+		schema = tx.Schema
 		return nil
 	})
 	return schema, err
@@ -113,8 +119,8 @@ func (a *App) InSchema(config *pgxpool.Config) {
 }
 
 // Read runs a read-only transaction. No statement in the transaction may take longer than --timeout.
-func (a *App) Read(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
-	return a.Transaction(ctx, pool, pgx.ReadOnly, "", false, query)
+func (db DB) Read(ctx context.Context, query func(tx Tx) error) error {
+	return db.Transaction(ctx, pgx.ReadOnly, "", false, query)
 }
 
 // Rows returns the rows of a query. The columns must have the order of the struct's exported fields.
@@ -124,18 +130,23 @@ func Rows[T any](ctx context.Context, tx pgx.Tx, sql string, args ...any) ([]T, 
 }
 
 // Look is like Read, for statements that call none of the limiter's functions.
-func (a *App) Look(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
-	return a.Transaction(ctx, pool, pgx.ReadOnly, AccessShare, false, query)
+func (db DB) Look(ctx context.Context, query func(tx Tx) error) error {
+	return db.Transaction(ctx, pgx.ReadOnly, AccessShare, false, query)
+}
+
+// LookOnce is like Look, with a pool of its own.
+func (a *App) LookOnce(ctx context.Context, query func(tx Tx) error) error {
+	return a.WithPool(ctx, func(db DB) error { return db.Look(ctx, query) })
 }
 
 // Call is like Write, for statements that only change rows by calls of the limiter's functions.
-func (a *App) Call(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
-	return a.Transaction(ctx, pool, pgx.ReadWrite, "", false, query)
+func (db DB) Call(ctx context.Context, query func(tx Tx) error) error {
+	return db.Transaction(ctx, pgx.ReadWrite, "", false, query)
 }
 
 // Write runs a transaction that may change rows. No statement in the transaction may take longer than --timeout.
-func (a *App) Write(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
-	return a.Transaction(ctx, pool, pgx.ReadWrite, "", true, query)
+func (db DB) Write(ctx context.Context, query func(tx Tx) error) error {
+	return db.Transaction(ctx, pgx.ReadWrite, "", true, query)
 }
 
 // These are the lock modes for the limiter's tables. Statements that call the limiter's functions need no lock.
@@ -151,12 +162,11 @@ var AllTables = []string{"rate_limit_policy", "rate_limit_policy_history", "rate
 // LockedError means that another session has locked the limiter's tables for too long.
 type LockedError struct{ error }
 
-func (a *App) Transaction(
-	ctx context.Context, pool *pgxpool.Pool, mode pgx.TxAccessMode, lock string, changes bool,
-	query func(tx pgx.Tx) error,
+func (db DB) Transaction(
+	ctx context.Context, mode pgx.TxAccessMode, lock string, changes bool, query func(tx Tx) error,
 ) error {
 	// READ COMMITTED lets each statement see all earlier commits. A database may have another default.
-	return refusedText(pgx.BeginTxFunc(ctx, pool, pgx.TxOptions{
+	return refusedText(pgx.BeginTxFunc(ctx, db.Pool, pgx.TxOptions{
 		IsoLevel: pgx.ReadCommitted, AccessMode: mode,
 	}, func(tx pgx.Tx) error {
 		// If enable_nestloop is off, Postgres overestimates catalog queries, and JIT would compile them for seconds.
@@ -165,7 +175,7 @@ func (a *App) Transaction(
 		}
 		var schema string
 		var pid uint32
-		if err := tx.QueryRow(ctx, SessionSQL, strconv.FormatInt(a.Timeout.Milliseconds(), 10), a.Schema).Scan(
+		if err := tx.QueryRow(ctx, SessionSQL, strconv.FormatInt(db.Timeout.Milliseconds(), 10), db.Schema).Scan(
 			&schema, &pid, nil, nil, nil, nil, nil); err != nil {
 			return err
 		}
@@ -210,25 +220,25 @@ func (a *App) Transaction(
 		case !errors.Is(err, pgx.ErrNoRows):
 			return err
 		}
-		return query(Qualified{tx, schema})
+		return query(Tx{tx, schema})
 	}))
 }
 
-// Qualified is a transaction that adds the schema to each name in a statement that begins with rate_limit_.
-type Qualified struct {
+// Tx is a transaction that adds the schema to each name in a statement that begins with rate_limit_.
+type Tx struct {
 	pgx.Tx
 	Schema string
 }
 
-func (q Qualified) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+func (q Tx) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
 	return q.Tx.Query(ctx, q.qualify(sql), args...)
 }
 
-func (q Qualified) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+func (q Tx) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	return q.Tx.QueryRow(ctx, q.qualify(sql), args...)
 }
 
-func (q Qualified) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
+func (q Tx) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
 	return q.Tx.Exec(ctx, q.qualify(sql), args...)
 }
 
@@ -237,7 +247,7 @@ var (
 	ourName     = regexp.MustCompile(`([^'\w.])(rate_limit_)`) // matches names that are not in quotation marks
 )
 
-func (q Qualified) qualify(sql string) string {
+func (q Tx) qualify(sql string) string {
 	if q.Schema == "" {
 		return sql
 	}

@@ -35,15 +35,9 @@ type usageError struct{ error }
 func Usage(err error) error { return usageError{err} }
 
 func IsUsage(err error) bool {
-	var (
-		usage  usageError
-		config *ratelimit.ConfigError
-		key    *ratelimit.KeyError
-		cost   *ratelimit.CostError
-		url    *pgconn.ParseConfigError
-	)
-	return errors.As(err, &usage) || errors.As(err, &config) || errors.As(err, &key) ||
-		errors.As(err, &cost) || errors.As(err, &url)
+	return errors.As(err, new(usageError)) || errors.As(err, new(*pgconn.ParseConfigError)) ||
+		errors.As(err, new(*ratelimit.ConfigError)) || errors.As(err, new(*ratelimit.KeyError)) ||
+		errors.As(err, new(*ratelimit.CostError))
 }
 
 // refusedText replaces errors about a text that is too long or that the database's encoding cannot represent. The

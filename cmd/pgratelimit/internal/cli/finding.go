@@ -27,3 +27,14 @@ func OK(found string, args ...any) Finding {
 func (l Level) Finding(do, found string, args ...any) Finding {
 	return Finding{Level: l, Found: fmt.Sprintf(found, args...), Do: do}
 }
+
+// Of returns the finding with the name of its check.
+func (f Finding) Of(check string) Finding {
+	f.Check = check
+	return f
+}
+
+func (f Finding) ForAnybody() Finding {
+	f.Anybody = true
+	return f
+}

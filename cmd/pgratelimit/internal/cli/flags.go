@@ -11,45 +11,44 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// PolicyValue is a flag whose value is a policy.
-type PolicyValue struct{ ratelimit.Policy }
+// parsed is a flag whose text a function parses.
+type parsed[T any] struct {
+	into  *T
+	kind  string
+	parse func(text string) (T, error)
+}
 
-var _ pflag.Value = (*PolicyValue)(nil)
+// Parsed returns a flag that sets into. kind is the word for the value in the help.
+func Parsed[T any](into *T, kind string, parse func(text string) (T, error)) pflag.Value {
+	return &parsed[T]{into, kind, parse}
+}
 
-func (v *PolicyValue) Set(text string) (err error) {
-	v.Policy, err = ratelimit.ParsePolicy(text)
+func (p *parsed[T]) Set(text string) (err error) {
+	*p.into, err = p.parse(text)
 	return err
 }
 
-func (v *PolicyValue) String() string {
-	if v.Policy == nil {
-		return ""
-	}
-	return v.Policy.String()
+func (*parsed[T]) String() string { return "" }
+func (p *parsed[T]) Type() string { return p.kind }
+
+func AddPolicy(cmd *cobra.Command, policy *ratelimit.Policy, usage string) {
+	cmd.Flags().Var(Parsed(policy, "policy", ratelimit.ParsePolicy), "policy", usage)
 }
 
-func (*PolicyValue) Type() string { return "policy" }
-
-// AddPolicy adds the flag --policy, which is required.
-func AddPolicy(cmd *cobra.Command, policy *PolicyValue) {
-	cmd.Flags().Var(policy, "policy", "limit of each key, like "+algorithm.Examples())
+// RequirePolicy adds the flag --policy, which is required.
+func RequirePolicy(cmd *cobra.Command, policy *ratelimit.Policy) {
+	AddPolicy(cmd, policy, "limit of each key, like "+algorithm.Examples())
 	cobra.CheckErr(cmd.MarkFlagRequired("policy"))
-	cobra.CheckErr(cmd.RegisterFlagCompletionFunc("policy",
-		cobra.FixedCompletions(policyExamples(), cobra.ShellCompDirectiveNoFileComp)))
-}
-
-func policyExamples() []string {
 	var examples []string
 	for _, a := range algorithm.All() {
 		examples = append(examples, a.Example)
 	}
-	return examples
+	cobra.CheckErr(cmd.RegisterFlagCompletionFunc("policy",
+		cobra.FixedCompletions(examples, cobra.ShellCompDirectiveNoFileComp)))
 }
 
 // PoliciesValue is a flag that assigns policies to limiters, such as "login=sliding 10/1m".
 type PoliciesValue map[string]ratelimit.Policy
-
-var _ pflag.Value = PoliciesValue{}
 
 func (v PoliciesValue) Set(text string) error {
 	i := strings.LastIndexByte(text, '=') // the last =, because the name of a limiter may contain =

@@ -43,19 +43,15 @@ func Span(micros int64) string {
 		return span.String()
 	}
 	span = (span + time.Minute - 1).Truncate(time.Minute)
-	if span < day {
-		return fmt.Sprintf("%dh", span/time.Hour) + part(span%time.Hour, time.Minute, "m")
+	large, small, names := time.Hour, time.Minute, "hm"
+	if span >= day {
+		span, large, small, names = span.Round(time.Hour), day, time.Hour, "dh"
 	}
-	span = span.Round(time.Hour)
-	return fmt.Sprintf("%dd", span/day) + part(span%day, time.Hour, "h")
-}
-
-// part formats the number of a unit, such as 5m. part returns "" for 0.
-func part(span, unit time.Duration, name string) string {
-	if span < unit {
-		return ""
+	text := fmt.Sprintf("%d%c", span/large, names[0])
+	if rest := span % large / small; rest > 0 {
+		text += fmt.Sprintf("%d%c", rest, names[1])
 	}
-	return fmt.Sprintf("%d%s", span/unit, name)
+	return text
 }
 
 func Size(bytes int64) string {

@@ -3,14 +3,12 @@ package cli
 import (
 	"cmp"
 	"fmt"
-	"os"
 	"regexp"
 	"slices"
 	"strings"
 	"unicode/utf8"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/term"
 )
 
 const (
@@ -18,22 +16,6 @@ const (
 	leastColumn = 24 // the minimum width of the last column of a table
 	longestKey  = 40 // the maximum width of a key in a table; JSON has the whole key
 )
-
-// width returns the number of columns of a terminal, or 0 if the stream is not a terminal.
-func width(stream any) int {
-	file, ok := stream.(*os.File)
-	if !ok {
-		return 0
-	}
-	columns, _, err := term.GetSize(int(file.Fd()))
-	if err != nil {
-		return 0
-	}
-	if columns == 0 { // the terminal does not report its width
-		return PageWidth
-	}
-	return columns
-}
 
 // Short is like Printable, and leaves out the middle of a long text.
 func Short(text string) string {
@@ -52,18 +34,14 @@ var unbroken = regexp.MustCompile("[0-9-]{10} [0-9:]{8}Z|`[^`]*`")
 func wrap(text string, width int) (lines []string) {
 	const held = "\x00"
 	text = unbroken.ReplaceAllStringFunc(text, func(part string) string { return strings.ReplaceAll(part, " ", held) })
-	line := ""
 	for i, word := range strings.Split(text, " ") {
-		switch {
-		case i == 0:
-			line = word
-		case utf8.RuneCountInString(line)+1+utf8.RuneCountInString(word) > width:
-			lines, line = append(lines, line), word
-		default:
-			line += " " + word
+		last := len(lines) - 1
+		if i == 0 || utf8.RuneCountInString(lines[last]+" "+word) > width {
+			lines = append(lines, word)
+		} else {
+			lines[last] += " " + word
 		}
 	}
-	lines = append(lines, line)
 	for i := range lines {
 		lines[i] = strings.ReplaceAll(lines[i], held, " ")
 	}

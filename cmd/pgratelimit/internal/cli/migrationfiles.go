@@ -18,26 +18,21 @@ type Migration struct {
 }
 
 // ReadMigrations returns all migrations, ordered by version.
-func ReadMigrations() ([]Migration, error) {
-	files, err := fs.Glob(migrations.FS, "*.sql")
-	if err != nil {
-		return nil, err
-	}
-	all := make([]Migration, len(files))
-	for i, file := range files {
-		content, err := fs.ReadFile(migrations.FS, file)
-		if err != nil {
-			return nil, err
-		}
-		version, err := goose.NumericComponent(file)
-		if err != nil {
-			return nil, err
-		}
+func ReadMigrations() (all []Migration) {
+	files, _ := fs.Glob(migrations.FS, "*.sql") // the files are embedded, so there are no errors
+	for _, file := range files {
+		content, _ := fs.ReadFile(migrations.FS, file)
+		version, _ := goose.NumericComponent(file)
 		up, down, _ := strings.Cut(string(content), "-- +goose Down\n")
 		_, up, _ = strings.Cut(up, "-- +goose Up\n")
-		all[i] = Migration{File: file, Version: version, Up: withoutGoose(up), Down: withoutGoose(down)}
+		all = append(all, Migration{File: file, Version: version, Up: withoutGoose(up), Down: withoutGoose(down)})
 	}
-	return all, nil
+	return all
+}
+
+func LatestVersion() int64 {
+	all := ReadMigrations()
+	return all[len(all)-1].Version
 }
 
 // withoutGoose removes the comments for goose from a migration.

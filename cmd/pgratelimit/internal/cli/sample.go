@@ -4,8 +4,6 @@ import (
 	"context"
 	_ "embed"
 	"math"
-
-	"github.com/jackc/pgx/v5"
 )
 
 //go:embed sql/sizes.sql
@@ -29,12 +27,8 @@ type TableSize struct {
 
 // TableSizes returns the sizes of the tables, and the percentage of each table to read. The percentage is 100 for a
 // small table, or if exact is true.
-func TableSizes(ctx context.Context, tx pgx.Tx, exact bool) ([]TableSize, map[string]float64, error) {
-	rows, err := tx.Query(ctx, sizesSQL)
-	if err != nil {
-		return nil, nil, err
-	}
-	sizes, err := pgx.CollectRows(rows, pgx.RowToStructByPos[TableSize])
+func TableSizes(ctx context.Context, tx Tx, exact bool) ([]TableSize, map[string]float64, error) {
+	sizes, err := Rows[TableSize](ctx, tx, sizesSQL)
 	percent := map[string]float64{}
 	for _, s := range sizes {
 		percent[s.Table] = 100

@@ -31,19 +31,16 @@ func (e *shardError) Unwrap() error { return e.err }
 
 // Shards returns an App for each shard of a proxy, in the order of their places. Shards returns none if the database is
 // not a proxy. A proxy and its shards use the same schema name.
-func (a *App) Shards(ctx context.Context, pool *pgxpool.Pool) ([]*App, error) {
-	var connections []string
-	if err := a.Look(ctx, pool, func(tx pgx.Tx) (err error) {
-		var schema string
-		connections, schema, err = readProxy(ctx, tx)
+func (db DB) Shards(ctx context.Context) (all []*App, err error) {
+	err = db.Look(ctx, func(tx Tx) error {
+		connections, err := readProxy(ctx, tx)
 		if connections != nil {
-			a.Schema = schema
+			db.Schema = tx.Schema
 		}
+		all = db.Each(connections)
 		return err
-	}); err != nil {
-		return nil, err
-	}
-	return a.Each(connections), nil
+	})
+	return all, err
 }
 
 // Each returns an App for each connection string.
@@ -56,66 +53,61 @@ func (a *App) Each(connections []string) (all []*App) {
 	return all
 }
 
-// readProxy returns the connection strings of a proxy's shards, and the schema of the functions. readProxy returns no
-// connection strings if the database is not a proxy.
-func readProxy(ctx context.Context, tx pgx.Tx) (connections []string, schema string, err error) {
+// readProxy returns the connection strings of a proxy's shards. readProxy returns none if the database is not a proxy.
+func readProxy(ctx context.Context, tx Tx) ([]string, error) {
 	var proxy bool
 	var stranger string
-	err = tx.QueryRow(ctx, proxySQL).Scan(&proxy, &stranger)
+	err := tx.QueryRow(ctx, proxySQL).Scan(&proxy, &stranger)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows): // there is no such schema
-		return nil, "", nil
+		return nil, nil
 	case err != nil || !proxy:
-		return nil, "", err
+		return nil, err
 	case stranger != "":
-		return nil, "", fmt.Errorf("the foreign server %s belongs to %s, who owns neither the schema nor the "+
-			"database, so this command could be led to a server of a stranger; drop it, and run 'pgratelimit shard "+
-			"set' as a superuser", shards.Server, Printable(stranger))
+		return nil, fmt.Errorf("the foreign server %s belongs to %s, who owns neither the schema nor the database, so "+
+			"this command could be led to a server of a stranger; drop it, and run 'pgratelimit shard set' as a "+
+			"superuser", shards.Server, Printable(stranger))
 	}
-	if connections, err = shards.Connections(ctx, tx); err != nil {
-		return nil, "", err
-	}
-	q, _ := tx.(Qualified)
-	return connections, q.Schema, nil
+	return shards.Connections(ctx, tx)
 }
 
 // InFirst calls do for the database, or for the first shard of a proxy. Only the first shard has policies.
-func (a *App) InFirst(ctx context.Context, do func(pool *pgxpool.Pool) error) error {
-	return a.WithPool(ctx, func(pool *pgxpool.Pool) error {
-		all, err := a.Shards(ctx, pool)
+func (a *App) InFirst(ctx context.Context, do func(db DB) error) error {
+	return a.WithPool(ctx, func(db DB) error {
+		all, err := db.Shards(ctx)
 		if err != nil {
 			return err
 		}
 		if len(all) == 0 {
-			return do(pool)
+			return do(db)
 		}
-		pool.Close()
-		return all[0].WithPool(ctx, func(pool *pgxpool.Pool) error {
-			if err := pool.Ping(ctx); err != nil {
-				return all[0].About(err)
+		db.Pool.Close()
+		return all[0].WithPool(ctx, func(first DB) error {
+			if err := first.Pool.Ping(ctx); err != nil {
+				return first.About(err)
 			}
-			return do(pool)
+			return do(first)
 		})
 	})
 }
 
 // InStores calls do for each database that has limits: this database, or the shards of a proxy.
-func (a *App) InStores(ctx context.Context, do func(store *App, pool *pgxpool.Pool) error) error {
-	return a.WithPool(ctx, func(pool *pgxpool.Pool) error {
-		all, err := a.Shards(ctx, pool)
+func (a *App) InStores(ctx context.Context, do func(store DB) error) error {
+	return a.WithPool(ctx, func(db DB) error {
+		all, err := db.Shards(ctx)
 		if err != nil {
 			return err
 		}
 		if len(all) == 0 {
-			return do(a, pool)
+			return do(db)
 		}
-		pool.Close()
+		db.Pool.Close()
 		for i, shard := range all {
 			// During a division, two places may have the same database.
 			if slices.ContainsFunc(all[:i], func(other *App) bool { return other.Connection == shard.Connection }) {
 				continue
 			}
-			if err := shard.WithPool(ctx, func(pool *pgxpool.Pool) error { return do(shard, pool) }); err != nil {
+			if err := shard.WithPool(ctx, do); err != nil {
 				return shard.About(err)
 			}
 		}

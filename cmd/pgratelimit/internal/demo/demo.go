@@ -16,6 +16,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
@@ -38,15 +39,8 @@ const (
 	requestTimeout = 10 * time.Second
 )
 
-type Options struct {
-	// DatabaseURL is the Postgres to use. If DatabaseURL is "", the demo starts a Postgres.
-	DatabaseURL string
-	// serve keeps the web server running until the context ends.
-	serve bool
-}
-
 func Command(a *cli.App) *cobra.Command {
-	var opts Options
+	var serve bool
 	cmd := &cobra.Command{
 		Use:   "demo",
 		Short: "Show on a small web server what a limit does",
@@ -61,19 +55,19 @@ end, the demo removes everything that it has created.`,
   DATABASE_URL=postgres://me@localhost/app pgratelimit demo`,
 		Args: cobra.NoArgs,
 		RunE: cli.Action(func(ctx context.Context, _ []string) error {
-			opts.DatabaseURL = a.DatabaseURL
-			return Run(ctx, a.Stdout, opts)
+			return Run(ctx, a.Stdout, a.DatabaseURL, serve)
 		}),
 	}
-	cmd.Flags().BoolVar(&opts.serve, "serve", false,
+	cmd.Flags().BoolVar(&serve, "serve", false,
 		"keep the web server running afterwards, to try it with curl, until Ctrl-C")
 	return cmd
 }
 
-// Run runs the demo, and checks its output. Before Run returns, it removes everything that it has started or created.
-func Run(ctx context.Context, out io.Writer, opts Options) error {
+// Run runs the demo, and checks its output. If databaseURL is "", Run starts a Postgres. If serve is true, the web
+// server runs until the context ends. Before Run returns, it removes everything that it has started or created.
+func Run(ctx context.Context, out io.Writer, databaseURL string, serve bool) error {
 	d := &demo{out: out}
-	err := d.run(ctx, opts)
+	err := d.run(ctx, databaseURL, serve)
 	if err != nil && ctx.Err() != nil {
 		err = cli.ErrInterrupted
 	}
@@ -95,9 +89,9 @@ type demo struct {
 	baseURL string
 }
 
-func (d *demo) run(ctx context.Context, opts Options) error {
+func (d *demo) run(ctx context.Context, databaseURL string, serve bool) error {
 	for _, step := range []func(context.Context) error{
-		func(ctx context.Context) error { return d.openDatabase(ctx, opts.DatabaseURL) },
+		func(ctx context.Context) error { return d.openDatabase(ctx, databaseURL) },
 		d.startWeb,
 		d.sendRequests,
 		d.showEdge,
@@ -108,7 +102,7 @@ func (d *demo) run(ctx context.Context, opts Options) error {
 			return err
 		}
 	}
-	if opts.serve {
+	if serve {
 		return d.keepServing(ctx)
 	}
 	d.printf("\nWith --serve the demo would go on now, for you to try it with curl and psql.\n")
@@ -175,20 +169,22 @@ func (d *demo) createSchema(ctx context.Context) error {
 	return nil
 }
 
-// startWeb starts the application on a free port.
-func (d *demo) startWeb(context.Context) (err error) {
+// newLimiter returns a limiter. now is nil, or a clock that is set by hand.
+func (d *demo) newLimiter(name string, policy ratelimit.Policy, now func() time.Time) (*ratelimit.Limiter, error) {
 	client, err := ratelimit.NewClient(d.pool, ratelimit.ClientConfig{
 		Logger: slog.New(slog.DiscardHandler), // the demo prints the error
+		Test:   ratelimit.TestConfig{Now: now},
 	})
 	if err != nil {
-		return err
+		return nil, err
 	}
-	d.limiter, err = client.Limiter(ratelimit.Config{
-		Name:      "shorten",
-		Policy:    ratelimit.SlidingWindow{Limit: demoLimit, Window: time.Minute},
-		OnFailure: ratelimit.ReturnError(),
-	})
-	if err != nil {
+	return client.Limiter(ratelimit.Config{Name: name, Policy: policy, OnFailure: ratelimit.ReturnError()})
+}
+
+// startWeb starts the application on a free port.
+func (d *demo) startWeb(context.Context) (err error) {
+	policy := ratelimit.SlidingWindow{Limit: demoLimit, Window: time.Minute}
+	if d.limiter, err = d.newLimiter("shorten", policy, nil); err != nil {
 		return err
 	}
 	listener, err := net.Listen("tcp", demoClient+":0")
@@ -287,22 +283,12 @@ func (a answer) check(i int) error {
 func (d *demo) showEdge(ctx context.Context) error {
 	noon := time.Date(2026, time.January, 1, 12, 0, 0, 0, time.UTC)
 	now := noon
-	client, err := ratelimit.NewClient(d.pool, ratelimit.ClientConfig{
-		Logger: slog.New(slog.DiscardHandler), // the demo prints the error
-		Test:   ratelimit.TestConfig{Now: func() time.Time { return now }},
-	})
+	clock := func() time.Time { return now }
+	fixed, err := d.newLimiter("edge-fixed", ratelimit.FixedWindow{Limit: demoLimit, Window: time.Minute}, clock)
 	if err != nil {
 		return err
 	}
-	fixed, err := client.Limiter(ratelimit.Config{
-		Name: "edge-fixed", Policy: ratelimit.FixedWindow{Limit: demoLimit, Window: time.Minute},
-	})
-	if err != nil {
-		return err
-	}
-	sliding, err := client.Limiter(ratelimit.Config{
-		Name: "edge-sliding", Policy: ratelimit.SlidingWindow{Limit: demoLimit, Window: time.Minute},
-	})
+	sliding, err := d.newLimiter("edge-sliding", ratelimit.SlidingWindow{Limit: demoLimit, Window: time.Minute}, clock)
 	if err != nil {
 		return err
 	}
@@ -461,4 +447,48 @@ func (d *demo) dropSchema(ctx context.Context) error {
 		return fmt.Errorf("the schema is left behind, remove it with DROP SCHEMA %s CASCADE: %w", d.schema, err)
 	}
 	return nil
+}
+
+// record is a row with all values as text, as psql gets them.
+type record []struct{ column, value string }
+
+// queryRecord returns the only row of a query.
+func queryRecord(ctx context.Context, pool *pgxpool.Pool, sql string) (record, error) {
+	rows, err := pool.Query(ctx, sql, pgx.QueryExecModeSimpleProtocol) // in the simple protocol, all values are text
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (record, error) {
+		fields := row.FieldDescriptions()
+		record := make(record, len(fields))
+		for i, value := range row.RawValues() {
+			record[i].column, record[i].value = fields[i].Name, string(value)
+		}
+		return record, nil
+	})
+}
+
+func (r record) value(column string) string {
+	for _, field := range r {
+		if field.column == column {
+			return field.value
+		}
+	}
+	return ""
+}
+
+// String formats the row like psql after \gx.
+func (r record) String() string {
+	var columns, values int
+	for _, field := range r {
+		columns, values = max(columns, len(field.column)), max(values, len(field.value))
+	}
+	var text strings.Builder
+	header := []byte(strings.Repeat("-", columns+1) + "+" + strings.Repeat("-", values+1))
+	copy(header, "-[ RECORD 1 ]")
+	fmt.Fprintf(&text, "%s\n", header)
+	for _, field := range r {
+		fmt.Fprintf(&text, "%-*s | %s\n", columns, field.column, field.value)
+	}
+	return text.String()
 }

@@ -40,7 +40,7 @@ func newShortener(base string, limiter *ratelimit.Limiter) (http.Handler, error)
 func (s *shortener) shorten(w http.ResponseWriter, r *http.Request) {
 	long, err := readURL(w, r)
 	if err != nil {
-		respondError(w, http.StatusBadRequest, err.Error())
+		respond(w, http.StatusBadRequest, map[string]string{"error": err.Error()})
 		return
 	}
 	code := strings.ToLower(rand.Text()[:8])
@@ -54,7 +54,7 @@ func (s *shortener) shorten(w http.ResponseWriter, r *http.Request) {
 func (s *shortener) follow(w http.ResponseWriter, r *http.Request) {
 	long, ok := s.links.Load(r.PathValue("code"))
 	if !ok {
-		respondError(w, http.StatusNotFound, "there is no such link")
+		respond(w, http.StatusNotFound, map[string]string{"error": "there is no such link"})
 		return
 	}
 	http.Redirect(w, r, long.(string), http.StatusFound)
@@ -80,10 +80,6 @@ func readURL(w http.ResponseWriter, r *http.Request) (string, error) {
 		return "", errors.New("url must be an http or https URL")
 	}
 	return parsed.String(), nil
-}
-
-func respondError(w http.ResponseWriter, status int, message string) {
-	respond(w, status, map[string]string{"error": message})
 }
 
 func respond(w http.ResponseWriter, status int, body map[string]string) {

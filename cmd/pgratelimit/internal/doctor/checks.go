@@ -5,6 +5,7 @@ import (
 	_ "embed"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -13,6 +14,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/catalog"
+	"github.com/pgratelimit/ratelimit/internal/lockholders"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
@@ -30,6 +32,7 @@ const (
 	smallTable    = 10 << 20 // bytes; free space in a smaller table does not matter
 	mostRoom      = 3        // the maximum size of a table, as a multiple of the size that its rows need
 	mostExpired   = 0.5
+	LongLock      = 5 * time.Second // how long a session may lock the limiter's tables
 )
 
 var (
@@ -47,12 +50,14 @@ var (
 	additionsSQL string
 	//go:embed sql/jit.sql
 	jitSQL string
+	//go:embed sql/locks.sql
+	locksSQL string
 )
 
 // Examination has the data that the checks share.
 type Examination struct {
-	App    *cli.App
-	Pool   *pgxpool.Pool
+	cli.DB // its Schema is that of --schema
+
 	Server Server
 
 	Applied int64           // the number of the last migration, which CheckMigrations sets
@@ -100,7 +105,7 @@ func (s Server) name(of string) string { return s.Schema + "." + of }
 
 // lookAt returns the rows of a query. The columns must have the order of the struct's exported fields.
 func lookAt[T any](ctx context.Context, e *Examination, sql string, args ...any) (all []T, err error) {
-	err = e.App.Look(ctx, e.Pool, func(tx pgx.Tx) error {
+	err = e.Look(ctx, func(tx cli.Tx) error {
 		all, err = cli.Rows[T](ctx, tx, sql, args...)
 		return err
 	})
@@ -109,7 +114,7 @@ func lookAt[T any](ctx context.Context, e *Examination, sql string, args ...any)
 
 // row scans the only row of a query.
 func (e *Examination) row(ctx context.Context, sql string, into ...any) error {
-	return e.App.Look(ctx, e.Pool, func(tx pgx.Tx) error { return tx.QueryRow(ctx, sql).Scan(into...) })
+	return e.Look(ctx, func(tx cli.Tx) error { return tx.QueryRow(ctx, sql).Scan(into...) })
 }
 
 func (e *Examination) CheckServer(context.Context) (cli.Finding, error) {
@@ -146,7 +151,7 @@ func (e *Examination) checkConnection(ctx context.Context) (cli.Finding, error) 
 		}
 	}
 	e.pooled = !direct
-	given, err := e.App.Config()
+	given, err := e.Config()
 	if err != nil {
 		return cli.Finding{}, err
 	}
@@ -208,10 +213,8 @@ func (e *Examination) checkHorizon(ctx context.Context) (cli.Finding, error) {
 	var seconds int64
 	var what, mend *string
 	var seesAll bool
-	if err := e.row(ctx, HorizonSQL, &seconds, &what, &mend, &seesAll); err != nil {
-		return cli.Finding{}, err
-	}
-	return JudgeHorizon(time.Duration(seconds)*time.Second, what, mend, seesAll), nil
+	err := e.row(ctx, HorizonSQL, &seconds, &what, &mend, &seesAll)
+	return JudgeHorizon(time.Duration(seconds)*time.Second, what, mend, seesAll), err
 }
 
 func JudgeHorizon(age time.Duration, what, mend *string, seesAll bool) cli.Finding {
@@ -244,8 +247,7 @@ func (e *Examination) checkAges(ctx context.Context) (cli.Finding, error) {
 }
 
 func JudgeAges(ages []IDAge) cli.Finding {
-	f := cli.OK("")
-	f.Anybody = true
+	f := cli.OK("").ForAnybody()
 	var found, mend []string
 	for _, a := range ages {
 		how, text := howOld(a.Age, a.Autovacuum)
@@ -390,15 +392,73 @@ func (e *Examination) checkAdditions(ctx context.Context) (cli.Finding, error) {
 func (e *Examination) checkJIT(ctx context.Context) (cli.Finding, error) {
 	var compiles bool
 	var above float64
-	if err := e.row(ctx, jitSQL, &compiles, &above); err != nil {
-		return cli.Finding{}, err
+	if err := e.row(ctx, jitSQL, &compiles, &above); err != nil || !compiles {
+		return cli.OK("the statements that call the functions are not compiled"), err
 	}
-	if compiles {
-		f := cli.Warning.Finding("`ALTER ROLE "+e.Server.Role+" SET jit = off`, if it is the application's role, "+
-			"or raise jit_above_cost",
-			"with jit_above_cost = %v, Postgres compiles the statement of each call, for 10 ms to seconds", above)
-		f.Anybody = true
-		return f, nil
+	return cli.Warning.Finding("`ALTER ROLE "+e.Server.Role+" SET jit = off`, if it is the application's role, "+
+		"or raise jit_above_cost",
+		"with jit_above_cost = %v, Postgres compiles the statement of each call, for 10 ms to seconds", above).
+		ForAnybody(), nil
+}
+
+// LockHolder is a row of locksSQL.
+type LockHolder struct {
+	lockholders.Holder
+
+	What    string
+	Closed  bool // whether no other session can read the table
+	Stopped bool // whether no other session can write to the table
+}
+
+// ReadLocks returns the sessions that have locked the limiter's tables for at least since. ReadLocks does not wait for
+// these sessions.
+func (e *Examination) ReadLocks(ctx context.Context, since time.Duration) (held []LockHolder, err error) {
+	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly}
+	err = pgx.BeginTxFunc(ctx, e.Pool, options, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, "SET LOCAL jit = off"); err != nil { // all statements of the command run without JIT
+			return err
+		}
+		var schema string
+		if err := tx.QueryRow(ctx, cli.SessionSQL, strconv.FormatInt(e.Timeout.Milliseconds(), 10), e.Schema).Scan(
+			&schema, nil, nil, nil, nil, nil, nil); err != nil {
+			return err
+		}
+		held, err = cli.Rows[LockHolder](ctx, tx, locksSQL, schema, since.Seconds(), lockholders.Migrations)
+		return err
+	})
+	return held, err
+}
+
+// checkLocks looks for locks on the limiter's tables. checkLocks comes first, because other checks would wait for a
+// lock.
+func (e *Examination) checkLocks(ctx context.Context) (f cli.Finding, closed bool, err error) {
+	held, err := e.ReadLocks(ctx, LongLock)
+	f = JudgeLocks(held)
+	err = could(err, &f)
+	f.Check = "locks"
+	if closed = slices.ContainsFunc(held, func(h LockHolder) bool { return h.Closed }); closed {
+		f.Do += "; then run this again, because nothing else could be looked at"
 	}
-	return cli.OK("the statements that call the functions are not compiled"), nil
+	return f, closed, err
+}
+
+func JudgeLocks(held []LockHolder) cli.Finding {
+	var found, ends []string
+	worst := cli.Warning
+	for _, h := range held {
+		found = append(found, h.String()+" has "+h.What)
+		ends = append(ends, "`"+h.End()+"`")
+		if h.Closed || h.Stopped {
+			worst = cli.Problem
+		}
+	}
+	if len(held) == 0 {
+		return cli.OK("nobody has had one on the tables for longer than %v", LongLock)
+	}
+	effect := "migrations wait for that, and calls for rows that it has written"
+	if worst == cli.Problem {
+		effect = "calls fail meanwhile"
+	}
+	return worst.Finding("let it end, or end it as its role or a superuser, which rolls back what it has not "+
+		"committed: "+strings.Join(ends, ", "), "%s: %s", effect, strings.Join(found, "; ")).ForAnybody()
 }

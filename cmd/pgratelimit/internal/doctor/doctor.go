@@ -2,7 +2,6 @@
 package doctor
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -10,10 +9,8 @@ import (
 	"os"
 	"slices"
 	"strings"
-	"text/tabwriter"
 
 	"github.com/jackc/pgx/v5/pgconn"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
@@ -36,28 +33,27 @@ default. That loses all rows of the table and what others have added to it, so d
   pgratelimit doctor --fix
   pgratelimit doctor --json | jq '.[] | select(.level != "ok")'`,
 		Args: cobra.NoArgs,
-		RunE: a.OnDatabase(func(ctx context.Context, pool *pgxpool.Pool, _ []string) error {
+		RunE: a.OnDatabase(func(ctx context.Context, db cli.DB, _ []string) error {
 			var mended []string
 			if fix {
 				var err error
-				if mended, err = mend(ctx, a, pool, yes); err != nil {
+				if mended, err = mend(ctx, db, yes); err != nil {
 					return err
 				}
 			}
-			findings, err := examineAll(ctx, a, pool)
+			findings, err := examineAll(ctx, db)
 			if err != nil {
 				return err
 			}
 			if len(mended) > 0 {
-				fixed := cli.OK("repaired: %s", strings.Join(mended, "; "))
-				fixed.Check = "fixed"
-				findings = append([]cli.Finding{fixed}, findings...)
+				findings = slices.Insert(findings, 0, cli.OK("repaired: %s", strings.Join(mended, "; ")).Of("fixed"))
 			}
 			levels := []cli.Level{cli.Fine, cli.Warning, cli.Problem} // the most important findings come last
 			slices.SortStableFunc(findings, func(a, b cli.Finding) int {
 				return slices.Index(levels, a.Level) - slices.Index(levels, b.Level)
 			})
-			if err := a.Print(findings, func(w io.Writer) { printFindings(w, findings, colored(a)) }); err != nil {
+			colored := cli.IsTerminal(a.Stdout) && os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb"
+			if err := a.Print(findings, func(w io.Writer) { printFindings(w, findings, colored) }); err != nil {
 				return err
 			}
 			if slices.ContainsFunc(findings, func(f cli.Finding) bool { return f.Level == cli.Problem }) {
@@ -73,19 +69,17 @@ default. That loses all rows of the table and what others have added to it, so d
 
 // printFindings prints the findings and a line of totals.
 func printFindings(w io.Writer, findings []cli.Finding, colored bool) {
-	var text bytes.Buffer
+	var table strings.Builder
 	count := map[cli.Level]int{}
-	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0) // tabwriter would count color codes, so add them later
 	for _, finding := range findings {
 		count[finding.Level]++
-		fmt.Fprintf(table, "%s\t%s\t%s\n", finding.Level, finding.Check, finding.Found)
+		fmt.Fprintf(&table, "%s\t%s\t%s\n", finding.Level, finding.Check, finding.Found)
 		if finding.Do != "" {
-			fmt.Fprintf(table, "\t\t→ %s\n", finding.Do)
+			fmt.Fprintf(&table, "\t\t→ %s\n", finding.Do)
 		}
 	}
-	_ = table.Flush() // writing to a buffer cannot fail
 	red := false
-	for line := range strings.Lines(text.String()) {
+	for line := range strings.Lines(cli.Layout(table.String(), 0)) { // before the color codes, which have no width
 		if !strings.HasPrefix(line, " ") {
 			red = strings.HasPrefix(line, string(cli.Problem))
 		}
@@ -97,14 +91,9 @@ func printFindings(w io.Writer, findings []cli.Finding, colored bool) {
 	fmt.Fprintf(w, "%s, %s\n", cli.Count(count[cli.Problem], "problem"), cli.Count(count[cli.Warning], "warning"))
 }
 
-// colored tells whether the output is a terminal that should have colors.
-func colored(a *cli.App) bool {
-	return cli.IsTerminal(a.Stdout) && os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb"
-}
-
 // examine runs all checks that make sense for this database.
-func examine(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Finding, error) {
-	e := &Examination{App: a, Pool: pool}
+func examine(ctx context.Context, db cli.DB) ([]cli.Finding, error) {
+	e := &Examination{DB: db}
 	locks, closed, err := e.checkLocks(ctx)
 	if err != nil || closed {
 		return []cli.Finding{locks}, err
@@ -161,8 +150,7 @@ func run(ctx context.Context, checks []check) (findings []cli.Finding, err error
 		if err := could(err, &finding); err != nil {
 			return nil, err
 		}
-		finding.Check = check.name
-		findings = append(findings, finding)
+		findings = append(findings, finding.Of(check.name))
 	}
 	return findings, nil
 }
@@ -197,8 +185,7 @@ func could(err error, f *cli.Finding) error {
 		if pgErr.Code == "42501" {
 			do = "run this as a role that may look, such as a member of rate_limit_reader in deploy/roles.sql"
 		}
-		*f = cli.Warning.Finding(do, "could not be looked at: %s (SQLSTATE %s)", pgErr.Message, pgErr.Code)
-		f.Anybody = true
+		*f = cli.Warning.Finding(do, "could not be looked at: %s (SQLSTATE %s)", pgErr.Message, pgErr.Code).ForAnybody()
 		return nil
 	}
 	return err

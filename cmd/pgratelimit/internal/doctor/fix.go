@@ -11,26 +11,27 @@ import (
 	"strings"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit/internal/catalog"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-//go:embed sql/grants.sql
-var grantsSQL string
+var (
+	//go:embed sql/grants.sql
+	grantsSQL string
+	//go:embed sql/count_on.sql
+	countOnSQL string
+	//go:embed sql/version_home.sql
+	versionHomeSQL string
+)
 
 // mostRounds is how often fix repeats its checks. A round may need the results of the previous round.
 const mostRounds = 6
 
 // definitions returns statements of the migrations up to a version: the statements that create each object, by the
 // object's name, and the statements that set rights and search_path.
-func definitions(version int64) (of map[string][]string, settle []string, err error) {
-	all, err := cli.ReadMigrations()
-	if err != nil {
-		return nil, nil, err
-	}
+func definitions(version int64) (of map[string][]string, settle []string) {
 	of = map[string][]string{}
 	head := regexp.MustCompile(`^(CREATE (?:TABLE|UNLOGGED TABLE|FUNCTION|TYPE)|CREATE INDEX \w+ ON|` +
 		`CREATE TRIGGER [^;]+? ON|ALTER TABLE|COMMENT ON \w+|GRANT EXECUTE ON FUNCTION) (\w+)`)
@@ -44,7 +45,7 @@ func definitions(version int64) (of map[string][]string, settle []string, err er
 			settle = append(settle, statement)
 		}
 	}
-	for _, migration := range all {
+	for _, migration := range cli.ReadMigrations() {
 		if migration.Version > version {
 			break
 		}
@@ -61,7 +62,7 @@ func definitions(version int64) (of map[string][]string, settle []string, err er
 			}
 		}
 	}
-	return of, settle, nil
+	return of, settle
 }
 
 // InPlace tells whether fix can remove the difference in an object of the migrations.
@@ -127,6 +128,9 @@ func isDivided(found catalog.Catalog) bool {
 // repairs returns statements that remove differences, or that prepare the next round.
 func repairs(differences []catalog.Difference, made, found catalog.Catalog, of map[string][]string) []string {
 	var types, tables, functions, rest []string
+	those := func(name, text string) []string { // the statements for an object that have a text
+		return slices.DeleteFunc(slices.Clone(of[name]), func(s string) bool { return !strings.Contains(s, text) })
+	}
 	counts := false
 	done := map[string]bool{}
 	empty := emptied(differences, made, found)
@@ -162,30 +166,18 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 			}
 		case whole:
 			tables = append(tables, "DROP TABLE IF EXISTS "+name)
-			for _, statement := range of[name] {
-				if !strings.Contains(statement, "TRIGGER ") {
-					tables = append(tables, statement)
-				}
-			}
+			tables = append(tables, slices.DeleteFunc(slices.Clone(of[name]), func(statement string) bool {
+				return strings.Contains(statement, "TRIGGER ")
+			})...)
 			counts = counts || strings.HasPrefix(name, "rate_limit_policy")
-			done["whole "+d.Object] = true
-		case done["whole "+d.Object]:
 		case aspect == "column":
 			now, later := alterColumn(name, part, found[d.Object].Aspects[d.Aspect], is)
 			tables, rest = append(tables, now...), append(rest, later...)
-			for _, statement := range of[name] {
-				if strings.HasPrefix(statement, "COMMENT ON COLUMN "+name+"."+part+" ") {
-					tables = append(tables, statement)
-				}
-			}
+			tables = append(tables, those(name, "COMMENT ON COLUMN "+name+"."+part+" ")...)
 			counts = counts || strings.Contains(is, " generated ")
 		case aspect == "trigger":
 			rest = append(rest, fmt.Sprintf("DROP TRIGGER IF EXISTS %s ON %s", part, name))
-			for _, statement := range of[name] {
-				if strings.Contains(statement, "TRIGGER "+part) {
-					rest = append(rest, statement)
-				}
-			}
+			rest = append(rest, those(name, "TRIGGER "+part)...)
 		case aspect == "constraint":
 			rest = append(rest, fmt.Sprintf("ALTER TABLE %s DROP CONSTRAINT IF EXISTS %s", name, part))
 			// If a key has several rows, keep the row that expires last.
@@ -202,10 +194,7 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 		done[d.Object] = done[d.Object] || whole
 	}
 	if counts && len(tables)+len(rest) > 0 {
-		rest = append(rest, countOn...)
-	}
-	if len(functions) > 0 { // a function may be created before a function that it calls
-		functions = slices.Insert(functions, 0, "SET LOCAL check_function_bodies = off")
+		rest = append(rest, countOnSQL)
 	}
 	return slices.Concat(types, tables, functions, rest)
 }
@@ -272,19 +261,10 @@ func alterColumn(table, column, was, is string) (now, later []string) {
 	return now, later
 }
 
-// countOn are statements that set the sequences to the largest numbers in the policies and their history.
-var countOn = []string{
-	`SELECT setval(s, greatest(pg_sequence_last_value(s), (SELECT max(id) FROM rate_limit_policy),
-		(SELECT max(policy_id) FROM rate_limit_policy_history)))
-	FROM CAST(pg_get_serial_sequence('rate_limit_policy', 'id') AS regclass) AS s`,
-	`SELECT setval(s, greatest(pg_sequence_last_value(s), (SELECT max(version) FROM rate_limit_policy_history)))
-	FROM CAST(pg_get_serial_sequence('rate_limit_policy_history', 'version') AS regclass) AS s`,
-}
-
 // mend repairs missing or changed objects of the migrations in one transaction, and keeps grants. mend returns the
 // repaired objects.
-func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended []string, err error) {
-	e := &Examination{App: a, Pool: pool}
+func mend(ctx context.Context, db cli.DB, yes bool) (mended []string, err error) {
+	e := &Examination{DB: db}
 	if err := e.ReadServer(ctx); err != nil {
 		return nil, err
 	}
@@ -295,10 +275,7 @@ func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended
 	if !known || e.Applied == 0 {
 		return nil, nil // the finding about the migrations has advice
 	}
-	of, settle, err := definitions(e.Applied)
-	if err != nil {
-		return nil, err
-	}
+	of, settle := definitions(e.Applied)
 	// Ask the user before the transaction begins, because the transaction locks all tables.
 	differences := e.Found.Differences(made, e.Server.Owner)
 	if e.Server.Tables > 0 && len(repairs(differences, made, e.Found, of)) == 0 {
@@ -312,15 +289,14 @@ func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended
 	}
 	asked := emptied(differences, made, e.Found)
 	if len(asked) > 0 {
-		if err := a.Confirm(ctx, "This loses all rows of "+strings.Join(asked, " and ")+
+		if err := e.Confirm(ctx, "This loses all rows of "+strings.Join(asked, " and ")+
 			", of which columns are missing, and what others have added to them, such as publications, triggers and "+
 			"settings. Do it?", yes); err != nil {
 			return nil, err
 		}
 	}
-	err = a.Transaction(ctx, pool, pgx.ReadWrite, cli.AccessExclusive, true, func(tx pgx.Tx) error {
-		q, _ := tx.(cli.Qualified)
-		tx, schema, owner := q.Tx, q.Schema, e.Server.Owner
+	err = e.Transaction(ctx, pgx.ReadWrite, cli.AccessExclusive, true, func(qualified cli.Tx) error {
+		tx, schema, owner := qualified.Tx, qualified.Schema, e.Server.Owner
 		if e.Server.Tables == 0 { // no table shows the schema
 			if schema, owner, err = e.versionHome(ctx); err != nil {
 				return err
@@ -328,7 +304,7 @@ func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended
 		}
 		// The statements come from the migrations, and need search_path.
 		path := fmt.Sprintf("SET LOCAL search_path = %s, pg_temp", pgx.Identifier{schema}.Sanitize())
-		var grants [][2]string
+		var grants []grant
 		for round := 0; ; round++ {
 			found, err := catalog.Read(ctx, tx, schema) // Read sets search_path to pg_catalog
 			if err != nil {
@@ -351,42 +327,20 @@ func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended
 					return errors.New("nothing was changed, because somebody else has changed the tables meanwhile: " +
 						"run this again")
 				}
-				rows, err := tx.Query(ctx, grantsSQL, schema, owner)
-				if err != nil {
+				if grants, err = cli.Rows[grant](ctx, tx, grantsSQL, schema, owner); err != nil {
 					return err
 				}
-				if grants, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (g [2]string, err error) {
-					return g, row.Scan(&g[0], &g[1])
-				}); err != nil {
-					return err
-				}
-				if _, err := tx.Exec(ctx, "SET LOCAL ROLE "+pgx.Identifier{owner}.Sanitize()); err != nil {
-					return err
-				}
-				if _, err := tx.Exec(ctx, "SET LOCAL check_function_bodies = off"); err != nil {
-					return err
-				}
+				statements = append([]string{
+					"SET LOCAL ROLE " + pgx.Identifier{owner}.Sanitize(),
+					"SET LOCAL check_function_bodies = off", // a function may be created before one that it calls
+				}, statements...)
 				for _, d := range differences {
 					if InPlace(d, made) {
 						mended = append(mended, d.Text)
 					}
 				}
 			case len(statements) == 0:
-				for _, grant := range grants {
-					there, of := false, "to_regclass"
-					if strings.HasSuffix(grant[0], ")") {
-						of = "to_regprocedure"
-					}
-					if err := tx.QueryRow(ctx, "SELECT "+of+"($1) IS NOT NULL", grant[0]).Scan(&there); err != nil {
-						return err
-					}
-					if there {
-						if _, err := tx.Exec(ctx, grant[1]); err != nil {
-							return err
-						}
-					}
-				}
-				return nil
+				return grantAgain(ctx, tx, grants)
 			case round == mostRounds:
 				return errors.New("nothing was changed, because it would not become what the migrations made: " +
 					strings.Join(statements, "; "))
@@ -399,34 +353,48 @@ func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended
 		}
 	})
 	if _, locked := errors.AsType[cli.LockedError](err); locked {
-		held, err := e.ReadLocks(ctx, a.Timeout)
+		held, err := e.ReadLocks(ctx, e.Timeout)
 		if err != nil {
 			return nil, err
 		}
 		text := fmt.Sprintf("nothing was changed, because others had locks on the tables for %v; wait longer with "+
-			"--timeout", a.Timeout)
+			"--timeout", e.Timeout)
 		if f := JudgeLocks(held); len(held) > 0 {
 			text += ", or end who has them still: " + f.Found + "; " + f.Do
 		}
 		return nil, errors.New(text)
 	}
-	if err != nil {
-		return nil, err
+	return mended, err
+}
+
+// grant is a row of grantsSQL: the name of a table, sequence or function, and the statement that grants a right on it.
+type grant struct{ Object, Statement string }
+
+// grantAgain grants the rights on the objects that are there.
+func grantAgain(ctx context.Context, tx pgx.Tx, grants []grant) error {
+	for _, g := range grants {
+		there, find := false, "to_regclass"
+		if strings.HasSuffix(g.Object, ")") {
+			find = "to_regprocedure"
+		}
+		err := tx.QueryRow(ctx, "SELECT "+find+"($1) IS NOT NULL", g.Object).Scan(&there)
+		if err == nil && there {
+			_, err = tx.Exec(ctx, g.Statement)
+		}
+		if err != nil {
+			return err
+		}
 	}
-	return mended, nil
+	return nil
 }
 
 // versionHome returns the first schema of search_path, and the owner of the function rate_limit_version in it.
 func (e *Examination) versionHome(ctx context.Context) (schema, owner string, err error) {
-	pool, err := e.App.Open(ctx, e.App.InSchema)
+	pool, err := e.Open(ctx, e.InSchema)
 	if err != nil {
 		return "", "", err
 	}
 	defer pool.Close()
-	err = pool.QueryRow(ctx, `SELECT n.nspname, pg_catalog.pg_get_userbyid(p.proowner)
-		FROM pg_catalog.pg_namespace AS n
-		JOIN pg_catalog.pg_proc AS p ON p.pronamespace OPERATOR(pg_catalog.=) n.oid
-			AND p.proname OPERATOR(pg_catalog.=) 'rate_limit_version'
-		WHERE n.nspname OPERATOR(pg_catalog.=) pg_catalog.current_schema()`).Scan(&schema, &owner)
+	err = pool.QueryRow(ctx, versionHomeSQL).Scan(&schema, &owner)
 	return schema, owner, err
 }

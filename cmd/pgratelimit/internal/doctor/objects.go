@@ -18,15 +18,10 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/shard"
 )
 
-func (e *Examination) Command(line string) string { return e.App.Command(line) }
-
 // CheckMigrations checks which migrations were applied, and stores the version in e.Applied.
 func (e *Examination) CheckMigrations(ctx context.Context) (cli.Finding, error) {
-	all, err := cli.ReadMigrations()
-	if err != nil {
-		return cli.Finding{}, err
-	}
-	pool, err := e.App.Open(ctx, e.App.InSchema)
+	latest := cli.LatestVersion()
+	pool, err := e.Open(ctx, e.InSchema)
 	if err != nil {
 		return cli.Finding{}, err
 	}
@@ -36,28 +31,31 @@ func (e *Examination) CheckMigrations(ctx context.Context) (cli.Finding, error) 
 			"this role may not use schema %s, where the tables are", e.Server.Schema), nil
 	}
 	if e.Server.Tables > 0 {
-		if err := e.readCatalog(ctx); err != nil {
+		if err := e.Look(ctx, func(tx cli.Tx) (err error) {
+			e.Found, err = catalog.Read(ctx, tx.Tx, tx.Schema) // package catalog adds the schema itself
+			return err
+		}); err != nil {
 			return cli.Finding{}, err
 		}
 	}
 	// A pooler does not support search_path, and a shard's connection string may lead to a pooler. If there is a
 	// pooler, the functions show the schema.
-	if e.App.Connection != "" && e.pooled && e.Server.Tables > 0 {
+	if e.Connection != "" && e.pooled && e.Server.Tables > 0 {
 		if err := e.row(ctx, shard.MapSQL, nil, &e.Applied); err != nil {
 			return cli.Finding{}, err
 		}
-		if e.Applied == all[len(all)-1].Version {
+		if e.Applied == latest {
 			e.told = true
 			return cli.OK("up to date, at version %d in schema %s, as its functions say", e.Applied, e.Server.Schema),
 				nil
 		}
 	}
-	if e.App.Schema != "" && e.Server.Tables > 0 {
+	if e.Schema != "" && e.Server.Tables > 0 {
 		var current *string
 		if err := pool.QueryRow(ctx, "SELECT pg_catalog.current_schema()").Scan(&current); err != nil {
 			return cli.Finding{}, err
 		}
-		if current == nil || *current != e.App.Schema {
+		if current == nil || *current != e.Schema {
 			return cli.Warning.Finding("connect to Postgres itself rather than to a pooler",
 				"could not be looked at: this connection does not take the search_path of --schema"), nil
 		}
@@ -82,7 +80,6 @@ func (e *Examination) CheckMigrations(ctx context.Context) (cli.Finding, error) 
 			pending = append(pending, fmt.Sprintf("%d %s", migration.Version, migration.Name))
 		}
 	}
-	latest := all[len(all)-1].Version
 	switch {
 	case e.Server.Tables == 0 && e.Applied == 0:
 		return e.elsewhere("the tables are not there"), nil
@@ -120,15 +117,6 @@ func (e *Examination) elsewhere(found string) cli.Finding {
 			found, strings.Join(e.Server.LockedIn, ", "))
 	}
 	return cli.Problem.Finding("run "+e.Command("migrate up")+", or say with --schema where they are", "%s", found)
-}
-
-// readCatalog reads the objects in the schema of the tables.
-func (e *Examination) readCatalog(ctx context.Context) error {
-	return e.App.Look(ctx, e.Pool, func(tx pgx.Tx) (err error) {
-		q, _ := tx.(cli.Qualified) // package catalog adds the schema itself
-		e.Found, err = catalog.Read(ctx, q.Tx, q.Schema)
-		return err
-	})
 }
 
 // checkObjects compares the objects with those that the migrations make.

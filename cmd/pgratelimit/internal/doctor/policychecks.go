@@ -1,14 +1,13 @@
 package doctor
 
 import (
+	"cmp"
 	"context"
 	_ "embed"
 	"fmt"
 	"slices"
 	"strconv"
 	"strings"
-
-	"github.com/jackc/pgx/v5"
 
 	"github.com/pgratelimit/ratelimit"
 
@@ -74,7 +73,7 @@ func (e *Examination) checkPolicies(ctx context.Context) (cli.Finding, error) {
 	for _, p := range enforced {
 		names = append(names, p.Limiter)
 	}
-	err = e.App.Look(ctx, e.Pool, func(tx pgx.Tx) error {
+	err = e.Look(ctx, func(tx cli.Tx) error {
 		kinds, err := policies.RowKinds(ctx, tx, names)
 		f = e.Server.judgeKinds(f, enforced, kinds)
 		return err
@@ -125,19 +124,12 @@ type wrongTrigger struct {
 	Always bool   // whether the trigger also runs for replicated rows
 }
 
-// without says what does not work without the trigger.
-func (t wrongTrigger) without() string {
-	switch t.Name {
-	case checkTrigger:
-		return "nothing checks what is written"
-	case "rate_limit_policy_keep":
-		return "TRUNCATE is not refused, and no process learns of it at once"
-	case "rate_limit_policy_turn":
-		return "processes may miss changes that are made at the same time"
-	case "rate_limit_policy_note":
-		return "no process learns of changes at once, and the history has none of them"
-	}
-	return "its work is not done"
+// without says what does not work without a trigger.
+var without = map[string]string{
+	checkTrigger:             "nothing checks what is written",
+	"rate_limit_policy_keep": "TRUNCATE is not refused, and no process learns of it at once",
+	"rate_limit_policy_turn": "processes may miss changes that are made at the same time",
+	"rate_limit_policy_note": "no process learns of changes at once, and the history has none of them",
 }
 
 // checkTrigger is the trigger that checks policies. Without any other trigger, processes do not learn of all changes.
@@ -172,7 +164,8 @@ func (s Server) JudgePolicies(found []FoundPolicies, triggers []wrongTrigger) cl
 				"stops the replication if it refuses or writes something", t.Name))
 			continue
 		}
-		wrong = append(wrong, fmt.Sprintf("trigger %s is turned off, so %s", t.Name, t.without()))
+		wrong = append(wrong, fmt.Sprintf("trigger %s is turned off, so %s", t.Name,
+			cmp.Or(without[t.Name], "its work is not done")))
 		missed = missed || t.Name != checkTrigger
 	}
 	if len(enable) > 0 {

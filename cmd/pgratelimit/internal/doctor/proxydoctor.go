@@ -8,11 +8,9 @@ import (
 	"regexp"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
-	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/shardkey"
@@ -36,29 +34,23 @@ type proxyExamination struct {
 	*Examination
 
 	proxy     shard.ProxyState
-	states    []shard.State
-	stores    []*cli.App
+	states    []*shard.State
 	functions []proxyFunction
 	owner     string // the owner of the functions
 }
 
 // examineAll checks this database. If this database is a proxy, examineAll also checks each shard.
-func examineAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Finding, error) {
-	locks, closed, err := (&Examination{App: a, Pool: pool}).checkLocks(ctx)
+func examineAll(ctx context.Context, db cli.DB) ([]cli.Finding, error) {
+	e := &proxyExamination{Examination: &Examination{DB: db}}
+	locks, closed, err := e.checkLocks(ctx)
 	if err != nil || closed {
 		return []cli.Finding{locks}, err
 	}
-	proxy, states, err := shard.States(ctx, a, pool)
-	if err != nil {
+	if e.proxy, e.states, err = shard.States(ctx, db); err != nil {
 		return nil, err
 	}
-	if states == nil {
-		return examineNoProxy(ctx, a, pool)
-	}
-	e := &proxyExamination{Examination: &Examination{App: a, Pool: pool}, proxy: proxy, states: states}
-	for i := range states {
-		e.stores = append(e.stores, a.Each([]string{states[i].Connection})[0])
-		e.stores[i].Place = i
+	if e.states == nil {
+		return examineNoProxy(ctx, db)
 	}
 	if err := e.ReadServer(ctx); err != nil {
 		return nil, err
@@ -74,8 +66,8 @@ func examineAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Find
 	if err != nil {
 		return nil, err
 	}
-	for i := range states {
-		of, err := e.examineShard(ctx, i)
+	for _, s := range e.states {
+		of, err := e.examineShard(ctx, s)
 		if err != nil {
 			return nil, err
 		}
@@ -85,13 +77,13 @@ func examineAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Find
 }
 
 // examineNoProxy checks a database that is not a proxy. A former or future proxy must not get tables.
-func examineNoProxy(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Finding, error) {
-	findings, err := examine(ctx, a, pool)
+func examineNoProxy(ctx context.Context, db cli.DB) ([]cli.Finding, error) {
+	findings, err := examine(ctx, db)
 	if err != nil {
 		return nil, err
 	}
-	at := *a // ReadTarget sets the schema in its argument
-	target, err := shard.ReadTarget(ctx, &at, pool)
+	at := *db.App // ReadTarget sets the schema in its argument
+	target, err := shard.ReadTarget(ctx, cli.DB{App: &at, Pool: db.Pool})
 	if err != nil || len(target.Tables) > 0 {
 		return findings, nil //nolint:nilerr // the error is one of the findings
 	}
@@ -111,30 +103,25 @@ func examineNoProxy(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.
 }
 
 // examineShard runs the checks of a shard.
-func (e *proxyExamination) examineShard(ctx context.Context, place int) ([]cli.Finding, error) {
-	s, store := &e.states[place], e.stores[place]
+func (e *proxyExamination) examineShard(ctx context.Context, s *shard.State) ([]cli.Finding, error) {
 	findings := slices.Clone(s.Wrong)
 	if len(findings) == 0 {
-		ahead := (time.Duration(s.ClockUS) * time.Microsecond).Round(time.Millisecond)
-		f := cli.OK("%v, at version %d, with a clock %+d ms from the proxy's", s.Is, s.Version, ahead.Milliseconds())
-		f.Check = "place"
-		findings = append(findings, f)
+		findings = append(findings, cli.OK("%v, at version %d, with a clock %+d ms from the proxy's",
+			s.Is, s.Version, s.Ahead()).Of("place"))
 	}
-	alias := e.proxy.Growth != nil && s.IsStill(&e.states[place%(len(e.states)/2)])
-	if alias {
-		findings[0].Found = fmt.Sprintf("still with %s", e.states[place%(len(e.states)/2)].Name)
+	if s.Still != "" {
+		findings[0].Found = "still with " + s.Still
 	}
 	if s.Reached {
-		f, err := e.checkThrough(ctx, place)
+		f, err := e.checkThrough(ctx, s.Place)
 		if err != nil {
 			return nil, err
 		}
-		f.Check = "through the proxy"
-		findings = append(findings, f)
+		findings = append(findings, f.Of("through the proxy"))
 	}
-	if s.Reached && !alias {
-		if err := store.WithPool(ctx, func(pool *pgxpool.Pool) error {
-			more, err := examine(ctx, store, pool)
+	if s.Reached && s.Still == "" {
+		if err := s.Store.WithPool(ctx, func(db cli.DB) error {
+			more, err := examine(ctx, db)
 			for _, f := range more {
 				if f.Check != "connection" { // PL/Proxy uses other connections
 					findings = append(findings, f)
@@ -142,7 +129,7 @@ func (e *proxyExamination) examineShard(ctx context.Context, place int) ([]cli.F
 			}
 			return err
 		}); err != nil {
-			return nil, store.About(err)
+			return nil, s.Store.About(err)
 		}
 	}
 	for i := range findings {
@@ -234,22 +221,16 @@ func (e *proxyExamination) checkFunctions(ctx context.Context) (_ cli.Finding, e
 	if e.functions, err = lookAt[proxyFunction](ctx, e.Examination, proxyFunctionsSQL); err != nil {
 		return cli.Finding{}, err
 	}
-	like := slices.IndexFunc(e.states, func(s shard.State) bool { return s.Reached && s.Version == e.proxy.Version })
+	like := slices.IndexFunc(e.states, func(s *shard.State) bool { return s.Reached && s.Version == e.proxy.Version })
 	if like < 0 {
 		return cli.Warning.Finding("mend the shards first", "could not be compared, because no shard of version %d "+
 			"answers", e.proxy.Version), nil
 	}
-	store := e.stores[like]
-	var source shards.Source
-	if err := store.WithPool(ctx, func(pool *pgxpool.Pool) error {
-		return store.Look(ctx, pool, func(tx pgx.Tx) (err error) {
-			source, err = shards.Read(ctx, tx.Conn(), store.Schema)
-			return err
-		})
-	}); err != nil {
-		return cli.Finding{}, store.About(err)
+	source, err := shard.ReadSource(ctx, e.states[like].Store)
+	if err != nil {
+		return cli.Finding{}, err
 	}
-	text, err := source.Proxy(store.Schema, e.owner, e.proxy.Shards)
+	text, err := source.Proxy(e.Schema, e.owner, e.proxy.Shards)
 	if err != nil {
 		return cli.Finding{}, err
 	}
@@ -361,7 +342,7 @@ func (e *proxyExamination) checkThrough(ctx context.Context, place int) (cli.Fin
 	for i := 0; key == "" || shardkey.Of(key, n) != place; i++ {
 		key = fmt.Sprintf("doctor %d", i)
 	}
-	err := e.App.Read(ctx, e.Pool, func(tx pgx.Tx) error {
+	err := e.Read(ctx, func(tx cli.Tx) error {
 		_, err := tx.Exec(ctx, "SELECT * FROM rate_limit_peek('pgratelimit doctor', $1, 'fixed 1/1m')", key)
 		return err
 	})

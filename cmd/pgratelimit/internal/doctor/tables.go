@@ -50,47 +50,32 @@ func (e *Examination) checkTables(ctx context.Context) ([]cli.Finding, error) {
 	if err != nil {
 		return nil, err
 	}
-	for i := range tables {
-		tables[i].sql, tables[i].sweep = e.Server.name(tables[i].Name), e.Command("sweep")
-	}
-	var findings []cli.Finding
-	if e.Server.Standby { // a standby has no statistics, and cannot read rate_limit_ephemeral
-		for _, t := range tables {
-			f := t.judgeKind()
-			f.Check = t.Name + ": kind"
-			findings = append(findings, f)
-		}
-		return findings, nil
-	}
-	sampling, sampled := cli.OK("not looked at, because this role may not read the tables"), false
-	if e.Server.Readable {
+	unread, sampled := cli.OK("not looked at, because this role may not read the tables"), false
+	if e.Server.Readable && !e.Server.Standby {
 		err := e.sample(ctx, tables)
-		if err := could(err, &sampling); err != nil {
+		if err := could(err, &unread); err != nil {
 			return nil, err
 		}
 		sampled = err == nil
 	}
+	var findings []cli.Finding
 	for _, t := range tables {
-		checks := []struct {
-			name  string
-			judge func() cli.Finding
-		}{
-			{"kind", t.judgeKind},
-			{"HOT updates", t.JudgeHOT},
-			{"dead tuples", t.JudgeDead},
-			{"autovacuum", t.JudgeVacuum},
-			{"transaction ids", func() cli.Finding { return t.JudgeAge(e.Server.FreezeMaxAge) }},
-			{"bloat", t.judgeBloat},
-			{"sweeping", t.judgeSweeping},
+		t.sql, t.sweep = e.Server.name(t.Name), e.Command("sweep")
+		add := func(check string, f cli.Finding) { findings = append(findings, f.Of(t.Name+": "+check)) }
+		add("kind", t.judgeKind())
+		if e.Server.Standby { // it has no statistics, and cannot read rate_limit_ephemeral
+			continue
 		}
-		for _, check := range checks {
-			f := sampling
-			if sampled || check.name != "bloat" && check.name != "sweeping" {
-				f = check.judge()
-			}
-			f.Check = t.Name + ": " + check.name
-			findings = append(findings, f)
+		add("HOT updates", t.JudgeHOT())
+		add("dead tuples", t.JudgeDead())
+		add("autovacuum", t.JudgeVacuum())
+		add("transaction ids", t.JudgeAge(e.Server.FreezeMaxAge))
+		bloat, sweeping := unread, unread
+		if sampled {
+			bloat, sweeping = t.judgeBloat(), t.judgeSweeping()
 		}
+		add("bloat", bloat)
+		add("sweeping", sweeping)
 	}
 	return findings, nil
 }
@@ -139,13 +124,11 @@ func (t TableHealth) JudgeHOT() cli.Finding {
 	}
 	share := float64(t.Hot) / float64(t.Updated)
 	if share < leastHOT {
-		f := cli.Warning.Finding("mend what else is found here, and long transactions, which keep dead tuples on the "+
-			"pages; then, as a superuser, `VACUUM "+t.sql+"`, and to count anew "+
+		return cli.Warning.Finding("mend what else is found here, and long transactions, which keep dead tuples on "+
+			"the pages; then, as a superuser, `VACUUM "+t.sql+"`, and to count anew "+
 			"`SELECT pg_stat_reset_single_table_counters('"+
 			strings.ReplaceAll(t.sql, "'", "''")+"'::regclass)`",
-			"%.1f %% of %d updates were HOT; the others write the index too", 100*share, t.Updated)
-		f.Anybody = true
-		return f
+			"%.1f %% of %d updates were HOT; the others write the index too", 100*share, t.Updated).ForAnybody()
 	}
 	return cli.OK("%.1f %% of %d updates", 100*share, t.Updated)
 }
@@ -210,15 +193,13 @@ func (t TableHealth) judgeBloat() cli.Finding {
 }
 
 func (t TableHealth) judgeSweeping() cli.Finding {
-	expired := t.sample.All - t.sample.Live
-	if t.Bytes >= smallTable && float64(expired) > mostExpired*float64(t.sample.All) {
-		f := cli.Warning.Finding(t.sweep+", best from cron, see deploy/",
-			"%.0f %% of the rows have expired", 100*float64(expired)/float64(t.sample.All))
-		f.Anybody = true
-		return f
-	}
 	if t.sample.All == 0 {
 		return cli.OK("no rows")
 	}
-	return cli.OK("%.0f %% of the rows have expired", 100*float64(expired)/float64(t.sample.All))
+	expired := float64(t.sample.All-t.sample.Live) / float64(t.sample.All)
+	f := cli.OK("%.0f %% of the rows have expired", 100*expired)
+	if t.Bytes >= smallTable && expired > mostExpired {
+		f.Level, f.Do, f.Anybody = cli.Warning, t.sweep+", best from cron, see deploy/", true
+	}
+	return f
 }

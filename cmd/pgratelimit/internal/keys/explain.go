@@ -7,9 +7,7 @@ import (
 	"io"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit"
@@ -44,7 +42,7 @@ type ruleState struct {
 }
 
 func ExplainCommand(a *cli.App) *cobra.Command {
-	var policy cli.PolicyValue
+	var policy ratelimit.Policy
 	var durable bool
 	cmd := &cobra.Command{
 		Use:   "explain NAME KEY",
@@ -64,61 +62,54 @@ is no row, the policy in the code is in force.`,
 			}
 			e := Explanation{Limiter: args[0], Key: args[1], Source: "code", Bans: []policies.PolicyRow{},
 				PassedOver: []policies.PolicyRow{}, Table: cli.Table(durable)}
-			if err := a.InFirst(ctx, func(pool *pgxpool.Pool) error {
-				return a.Read(ctx, pool, func(tx pgx.Tx) error {
+			if policy != nil {
+				e.Code = new(policy.String())
+			}
+			if err := a.InFirst(ctx, func(db cli.DB) error {
+				return db.Read(ctx, func(tx cli.Tx) error {
 					rows, at, err := policies.ApplyingPolicies(ctx, tx, args[0], to, false)
-					e.judge(e.obeyed(rows, policy.Policy), at)
+					e.judge(rows, at, policy)
 					return err
 				})
 			}); err != nil {
 				return err
 			}
-			text := ""
-			if policy.Policy != nil {
-				code := policy.String()
-				e.Code = &code
+			counts := e.Code
+			if e.Decides != nil {
+				counts = e.Decides.Policy
 			}
 			switch {
-			case e.Decides != nil && e.Decides.Policy != nil:
-				text = *e.Decides.Policy
-			case e.Decides != nil:
-				e.Unknown = "nothing is counted while this row is in force"
-			case e.Code != nil:
-				text = *e.Code
-			default:
-				e.Unknown = "it depends on the policy in the code: give it with --policy"
-			}
-			if text != "" {
-				if err := a.WithPool(ctx, func(pool *pgxpool.Pool) error { // this database may have no policies
-					return explainState(ctx, a, pool, &e, text, durable)
+			case counts != nil:
+				if err := a.WithPool(ctx, func(db cli.DB) error { // this database may have no policies
+					return e.readState(ctx, db, *counts, durable)
 				}); err != nil {
 					return err
 				}
-				e.Warning = policies.Misled(ctx, a, args[0], to.Key, text, durable)
+				e.Warning = policies.Misled(ctx, a, args[0], to.Key, *counts, durable)
+			case e.Decides != nil:
+				e.Unknown = "nothing is counted while this row is in force"
+			default:
+				e.Unknown = "it depends on the policy in the code: give it with --policy"
 			}
 			return a.Print(e, e.print)
 		}),
 	}
-	cmd.Flags().Var(&policy, "policy",
-		"the policy in the code; rows of another kind are passed over")
+	cli.AddPolicy(cmd, &policy, "the policy in the code; rows of another kind are passed over")
 	cli.AddDurable(cmd, &durable)
 	return a.Finish(cmd)
 }
 
-// obeyed returns the rows that a limiter obeys. code is the limiter's policy in the code, or nil if it is not known.
-func (e *Explanation) obeyed(rows []policies.PolicyRow, code ratelimit.Policy) (obeyed []policies.PolicyRow) {
-	for _, r := range rows {
+// judge sets the policy in force. all are the rows for the key in order of precedence. code is the policy in the code,
+// or nil if it is not known.
+func (e *Explanation) judge(all []policies.PolicyRow, at time.Time, code ratelimit.Policy) {
+	var rows []policies.PolicyRow // the rows that the limiter obeys
+	for _, r := range all {
 		if r.ObeyedBy(code) {
-			obeyed = append(obeyed, r)
+			rows = append(rows, r)
 		} else {
 			e.PassedOver = append(e.PassedOver, r)
 		}
 	}
-	return obeyed
-}
-
-// judge sets the policy in force. rows are the rows for the key in order of precedence.
-func (e *Explanation) judge(rows []policies.PolicyRow, at time.Time) {
 	policies.Judge(rows, at)
 	e.At, e.Decides, e.Shadow = at, policies.First(rows, at, false), policies.First(rows, at, true)
 	if r := e.Decides; r != nil {
@@ -136,22 +127,20 @@ func (e *Explanation) judge(rows []policies.PolicyRow, at time.Time) {
 	}
 }
 
-// explainState reads what a key has left under each part of a policy, if this role may read it.
-func explainState(
-	ctx context.Context, a *cli.App, pool *pgxpool.Pool, e *Explanation, text string, durable bool,
-) error {
+// readState reads what a key has left under each part of a policy, if this role may read it.
+func (e *Explanation) readState(ctx context.Context, db cli.DB, text string, durable bool) error {
 	parts, err := algorithm.Parse(text)
 	if err != nil {
-		e.Unknown = "this command cannot read the policy: " + cli.OneLine(err)
-		return nil
+		return err
 	}
-	err = a.Read(ctx, pool, func(tx pgx.Tx) error {
+	err = db.Read(ctx, func(tx cli.Tx) error {
 		for i, numbers := range parts {
 			policy, err := ratelimit.ParsePolicy(numbers.String())
 			if err != nil {
 				return err
 			}
-			states, err := peekKeys(ctx, tx, algorithm.RowName(e.Limiter, i), policy, durable, []string{e.Key}, e.At)
+			of := ratelimit.Config{Name: algorithm.RowName(e.Limiter, i), Policy: policy, Durable: durable}
+			states, err := peekKeys(ctx, tx, of, []string{e.Key}, e.At)
 			if err != nil {
 				return err
 			}

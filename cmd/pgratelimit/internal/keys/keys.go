@@ -9,8 +9,6 @@ import (
 	"log/slog"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit"
@@ -45,13 +43,7 @@ func TakeCommand(a *cli.App) *cobra.Command {
 		if cost < 1 {
 			return Answer{}, cli.Usage(fmt.Errorf("--cost is %d, and must be at least 1", cost))
 		}
-		var result ratelimit.Result
-		var err error
-		if receipt != "" && !q.dry {
-			result, err = takeWithReceipt(ctx, q, cost, receipt)
-		} else {
-			result, err = q.limiter.AllowN(ctx, q.key, cost)
-		}
+		result, err := q.take(ctx, cost, receipt)
 		if err == nil && !result.Allowed {
 			err = cli.ErrDenied
 		}
@@ -74,7 +66,7 @@ func GrantCommand(a *cli.App) *cobra.Command {
 	cmd := askCommand(a, true, func(ctx context.Context, q question) (Answer, error) {
 		balance, err := q.limiter.Grant(ctx, q.key, cost)
 		if err == nil {
-			tell(ctx, a, q.pool, q.limiter.Config().Name, q.key)
+			tell(ctx, q.db, q.limiter.Config().Name, q.key)
 		}
 		return given("granted", balance), err
 	})
@@ -131,7 +123,6 @@ func given(word string, b ratelimit.Balance) Answer {
 	}
 }
 
-// print prints the Answer.
 func (r Answer) print(a *cli.App) error {
 	return a.Print(r, func(w io.Writer) {
 		retry := ""
@@ -146,7 +137,7 @@ func (r Answer) print(a *cli.App) error {
 
 // question is a request to a limiter for a key.
 type question struct {
-	pool    *pgxpool.Pool
+	db      cli.DB
 	limiter *ratelimit.Limiter
 	key     string
 	dry     bool // whether the context has already ended, so that only errors in the command line are found
@@ -154,37 +145,35 @@ type question struct {
 
 // askCommand returns a command for one key. A command that writes refuses a policy or table that the limiter does not
 // seem to use.
-func askCommand(a *cli.App,
-	writes bool, ask func(context.Context, question) (Answer, error),
-) *cobra.Command {
-	var policy cli.PolicyValue
+func askCommand(a *cli.App, writes bool, ask func(context.Context, question) (Answer, error)) *cobra.Command {
+	var policy ratelimit.Policy
 	var durable, force bool
 	cmd := &cobra.Command{
 		Args: cobra.ExactArgs(2),
-		RunE: a.OnDatabase(func(ctx context.Context, pool *pgxpool.Pool, args []string) error {
-			config := ratelimit.Config{Name: args[0], Policy: policy.Policy, Durable: durable}
-			limiter, err := newLimiter(a, pool, config, a.Schema)
+		RunE: a.OnDatabase(func(ctx context.Context, db cli.DB, args []string) error {
+			config := ratelimit.Config{Name: args[0], Policy: policy, Durable: durable}
+			limiter, err := newLimiter(db, config, db.Schema)
 			if err != nil {
 				return err
 			}
 			// Find errors in the command line before using the database.
 			over, cancel := context.WithCancel(ctx)
 			cancel()
-			if _, err := ask(over, question{pool, limiter, args[1], true}); !errors.Is(err, context.Canceled) {
+			if _, err := ask(over, question{db, limiter, args[1], true}); !errors.Is(err, context.Canceled) {
 				return err
 			}
-			schema, err := a.Home(ctx, pool)
+			schema, err := db.Home(ctx)
 			if err != nil {
 				return err
 			}
-			if limiter, err = newLimiter(a, pool, config, schema); err != nil {
+			if limiter, err = newLimiter(db, config, schema); err != nil {
 				return err
 			}
 			misled := policies.Misled(ctx, a, args[0], &args[1], policy.String(), durable)
 			if misled != "" && writes && !force {
 				return fmt.Errorf("nothing was done, because %s; --force does it all the same", misled)
 			}
-			answer, err := ask(ctx, question{pool, limiter, args[1], false})
+			answer, err := ask(ctx, question{db, limiter, args[1], false})
 			if err != nil && !errors.Is(err, cli.ErrDenied) {
 				return err
 			}
@@ -192,7 +181,7 @@ func askCommand(a *cli.App,
 			return errors.Join(answer.print(a), err)
 		}),
 	}
-	cli.AddPolicy(cmd, &policy)
+	cli.RequirePolicy(cmd, &policy)
 	cli.AddDurable(cmd, &durable)
 	if writes {
 		cmd.Flags().BoolVar(&force, "force", false,
@@ -202,11 +191,9 @@ func askCommand(a *cli.App,
 }
 
 // newLimiter returns a limiter for a schema. The limiter does not log, because the command prints errors.
-func newLimiter(
-	a *cli.App, pool *pgxpool.Pool, config ratelimit.Config, schema string,
-) (*ratelimit.Limiter, error) {
-	client, err := ratelimit.NewClient(pool, ratelimit.ClientConfig{
-		Schema: schema, Timeout: a.Timeout, Logger: slog.New(slog.DiscardHandler),
+func newLimiter(db cli.DB, config ratelimit.Config, schema string) (*ratelimit.Limiter, error) {
+	client, err := ratelimit.NewClient(db.Pool, ratelimit.ClientConfig{
+		Schema: schema, Timeout: db.Timeout, Logger: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {
 		return nil, err
@@ -216,9 +203,9 @@ func newLimiter(
 
 // tell announces to other processes that a key has got units. A failure is only a warning. After an error, users would
 // run the command again, and give the units twice.
-func tell(ctx context.Context, a *cli.App, pool *pgxpool.Pool, limiter, key string) {
-	if err := a.Call(ctx, pool, func(tx pgx.Tx) error { return announce(ctx, tx, limiter, key) }); err != nil {
-		fmt.Fprintf(a.Stderr, "warning: it is given, but other processes may deny the key for another second, because "+
-			"they were not told: %s\n", a.Message(err))
+func tell(ctx context.Context, db cli.DB, limiter, key string) {
+	if err := db.Call(ctx, func(tx cli.Tx) error { return announce(ctx, tx, limiter, key) }); err != nil {
+		fmt.Fprintf(db.Stderr, "warning: it is given, but other processes may deny the key for another second, "+
+			"because they were not told: %s\n", db.Message(err))
 	}
 }

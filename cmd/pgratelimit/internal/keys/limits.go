@@ -13,12 +13,10 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
-	"github.com/pgratelimit/ratelimit/internal/algorithm"
-
 	"github.com/pgratelimit/ratelimit"
+
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
@@ -35,6 +33,7 @@ type LimiterRows struct {
 	Estimated    bool       `json:"estimated"`  // whether the numbers are estimated from a sample
 	DeniedNow    *DeniedNow `json:"denied_now"` // null if no policy was given
 	Warning      string     `json:"warning,omitempty"`
+	wroteRows    int64      // the algorithms as a sum of 1 << code
 }
 
 // DeniedNow is the number of keys that have no room for a cost of 1.
@@ -66,13 +65,13 @@ do not have it.`,
 			}
 			var sizes []cli.TableSize
 			var limiters []LimiterRows
-			if err := a.InStores(ctx, func(store *cli.App, pool *pgxpool.Pool) error {
-				moreSizes, more, err := countLimiters(ctx, store, pool, exact)
+			if err := a.InStores(ctx, func(store cli.DB) error {
+				moreSizes, more, err := countLimiters(ctx, store, exact)
 				if err != nil {
 					return err
 				}
 				for i := range more {
-					if err := countDenied(ctx, store, pool, &more[i], given, maxRows); err != nil {
+					if err := countDenied(ctx, store, &more[i], given, maxRows); err != nil {
 						return err
 					}
 				}
@@ -88,8 +87,7 @@ do not have it.`,
 			return a.Print(value, func(w io.Writer) { printLimiters(w, sizes, limiters) })
 		}),
 	}
-	cmd.Flags().Var(given, "policy",
-		"limit of each key of a limiter, like \"login=sliding 100/1m\"; can be repeated")
+	cmd.Flags().Var(given, "policy", "limit of each key of a limiter, like \"login=sliding 100/1m\"; can be repeated")
 	cmd.Flags().BoolVar(&exact, "exact", false, "read the whole tables, however large")
 	addMaxRows(cmd, &maxRows)
 	return a.Finish(cmd)
@@ -100,18 +98,18 @@ var limitsSQL string
 
 // countLimiters reads the tables, or a sample of each table.
 func countLimiters(
-	ctx context.Context, a *cli.App, pool *pgxpool.Pool, exact bool,
+	ctx context.Context, db cli.DB, exact bool,
 ) (sizes []cli.TableSize, limiters []LimiterRows, err error) {
-	err = a.Read(ctx, pool, func(tx pgx.Tx) error {
+	err = db.Read(ctx, func(tx cli.Tx) error {
 		var percent map[string]float64
 		if sizes, percent, err = cli.TableSizes(ctx, tx, exact); err != nil {
 			return err
 		}
 		rows, _ := tx.Query(ctx, limitsSQL, percent[cli.Table(false)], percent[cli.Table(true)])
 		limiters, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (l LimiterRows, err error) {
-			var expires, algorithms int64
-			err = row.Scan(&l.Table, &l.Limiter, &algorithms, &l.Rows, &l.Live, &l.Bytes, &expires)
-			l.OldestExpiry, l.Algorithms = time.UnixMicro(expires).UTC(), policies.Words(algorithms)
+			var expires int64
+			err = row.Scan(&l.Table, &l.Limiter, &l.wroteRows, &l.Rows, &l.Live, &l.Bytes, &expires)
+			l.OldestExpiry, l.Algorithms = time.UnixMicro(expires).UTC(), policies.Words(l.wroteRows)
 			if share := percent[l.Table] / 100; share < 1 {
 				l.Estimated = true
 				for _, n := range []*int64{&l.Rows, &l.Live, &l.Bytes} {
@@ -144,11 +142,8 @@ func addLimiters(all, more []LimiterRows) []LimiterRows {
 		if m.OldestExpiry.Before(l.OldestExpiry) {
 			l.OldestExpiry = m.OldestExpiry
 		}
-		for _, word := range m.Algorithms {
-			if !slices.Contains(l.Algorithms, word) {
-				l.Algorithms = append(l.Algorithms, word)
-			}
-		}
+		l.wroteRows |= m.wroteRows
+		l.Algorithms = policies.Words(l.wroteRows)
 		if m.DeniedNow != nil { // if one has DeniedNow, both have it
 			l.DeniedNow.Keys += m.DeniedNow.Keys
 			l.DeniedNow.Complete = l.DeniedNow.Complete && m.DeniedNow.Complete
@@ -157,28 +152,22 @@ func addLimiters(all, more []LimiterRows) []LimiterRows {
 	return all
 }
 
-func countDenied(
-	ctx context.Context, a *cli.App, pool *pgxpool.Pool, l *LimiterRows, given cli.PoliciesValue, maxRows int64,
-) error {
+func countDenied(ctx context.Context, db cli.DB, l *LimiterRows, given cli.PoliciesValue, maxRows int64) error {
 	policy, ok := given[l.Limiter]
 	if !ok {
 		return nil
 	}
-	if numbers, err := algorithm.Parse(policy.String()); err == nil {
-		if own := algorithm.ByCode(numbers[0].Algorithm).Word; !slices.Contains(l.Algorithms, own) {
-			l.Warning = policies.OfAnotherKind(own, l.Limiter, strings.Join(l.Algorithms, ", "))
-		}
+	if own, others := policies.OtherKinds(policy.String(), l.wroteRows); others != "" {
+		l.Warning = policies.OfAnotherKind(own, l.Limiter, others)
 	}
 	l.DeniedNow = &DeniedNow{}
 	of := ratelimit.Config{Name: l.Limiter, Policy: policy, Durable: l.Table == cli.Table(true)}
-	sample, err := peekAll(ctx, a, pool, of, maxRows,
-		func(states []keyState) {
-			for _, state := range states {
-				if state.Remaining == 0 {
-					l.DeniedNow.Keys++
-				}
-			}
-		})
+	states, sample, err := peekAll(ctx, db, of, maxRows)
+	for _, state := range states {
+		if state.Remaining == 0 {
+			l.DeniedNow.Keys++
+		}
+	}
 	if l.DeniedNow.Complete = sample.share == 1; !l.DeniedNow.Complete && err == nil {
 		l.DeniedNow.Keys = int64(float64(l.DeniedNow.Keys) / sample.share)
 	}

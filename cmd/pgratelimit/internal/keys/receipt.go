@@ -9,7 +9,6 @@ import (
 	"path/filepath"
 	"strings"
 
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit"
@@ -33,7 +32,7 @@ has the key and is not signed, so keep it from people who may not run reset.`,
 		Example: `  pgratelimit refund alice.receipt
   pgratelimit take mail alice --policy "bucket 20 5/10s" --receipt alice.receipt`,
 		Args: cobra.ExactArgs(1),
-		RunE: a.OnDatabase(func(ctx context.Context, pool *pgxpool.Pool, args []string) error {
+		RunE: a.OnDatabase(func(ctx context.Context, db cli.DB, args []string) error {
 			file, err := filepath.EvalSymlinks(args[0]) // removing only a link would leave the receipt
 			var content []byte
 			if err == nil {
@@ -45,23 +44,23 @@ has the key and is not signed, so keep it from people who may not run reset.`,
 			if err != nil {
 				return err
 			}
-			return refund(ctx, a, pool, file, strings.TrimSpace(string(content)))
+			return refund(ctx, db, file, strings.TrimSpace(string(content)))
 		}),
 	})
 }
 
-func refund(ctx context.Context, a *cli.App, pool *pgxpool.Pool, file, text string) error {
+func refund(ctx context.Context, db cli.DB, file, text string) error {
 	says, ok := receipttext.Parse(text)
 	policy, err := ratelimit.ParsePolicy(says.Policy)
 	if !ok || err != nil {
 		return cli.Usage(fmt.Errorf("%s is no receipt, or was changed, or a newer release wrote it", file))
 	}
-	schema, err := a.Home(ctx, pool)
+	schema, err := db.Home(ctx)
 	if err != nil {
 		return err
 	}
 	config := ratelimit.Config{Name: says.Limiter, Durable: says.Durable, Policy: policy}
-	limiter, err := newLimiter(a, pool, config, schema)
+	limiter, err := newLimiter(db, config, schema)
 	if err != nil {
 		return err
 	}
@@ -75,12 +74,12 @@ func refund(ctx context.Context, a *cli.App, pool *pgxpool.Pool, file, text stri
 	balance, err := limiter.Refund(ctx, taken)
 	if err != nil {
 		if lost := restore(file, taken); lost != nil {
-			return fmt.Errorf("%s; the receipt is used up: %w", a.Message(err), lost)
+			return fmt.Errorf("%s; the receipt is used up: %w", db.Message(err), lost)
 		}
 		return err
 	}
-	tell(ctx, a, pool, says.Limiter, says.Key)
-	return given("refunded", balance).print(a)
+	tell(ctx, db, says.Limiter, says.Key)
+	return given("refunded", balance).print(db.App)
 }
 
 // restore writes a receipt again, unless the take may have been refunded.
@@ -106,8 +105,11 @@ func writeReceipt(file *os.File, text string) error {
 	return errors.Join(err, file.Close())
 }
 
-// takeWithReceipt takes, and writes a receipt if the request is allowed.
-func takeWithReceipt(ctx context.Context, q question, cost int64, path string) (ratelimit.Result, error) {
+// take takes, and writes a receipt if the request is allowed and path is not "".
+func (q question) take(ctx context.Context, cost int64, path string) (ratelimit.Result, error) {
+	if path == "" || q.dry {
+		return q.limiter.AllowN(ctx, q.key, cost)
+	}
 	file, err := createReceipt(path) // create the file first, because without a receipt the take could not be refunded
 	if err != nil {
 		return ratelimit.Result{}, fmt.Errorf("%w; nothing was taken", err)

@@ -9,7 +9,6 @@ import (
 	"strings"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
@@ -50,7 +49,7 @@ The command fails if there is nothing to reset because the limiter's rows are in
 			}
 			return cobra.ExactArgs(2)(cmd, args)
 		},
-		RunE: a.OnDatabase(func(ctx context.Context, pool *pgxpool.Pool, args []string) error {
+		RunE: a.OnDatabase(func(ctx context.Context, db cli.DB, args []string) error {
 			var to policies.PolicyTarget
 			if !all {
 				to.Key = &args[1]
@@ -66,9 +65,9 @@ The command fails if there is nothing to reset because the limiter's rows are in
 					cli.Printable(args[0]), cli.Table(durable)), yes); err != nil {
 					return err
 				}
-				n, err = resetNames(ctx, a, pool, names, durable)
+				n, err = resetNames(ctx, db, names, durable)
 			} else {
-				n, err = resetKeys(ctx, a, pool, names, args[1:], durable, true)
+				n, err = resetKeys(ctx, db, names, args[1:], durable, true)
 			}
 			if n == 0 && err == nil {
 				found, unknown := policies.KindsOf(ctx, a, args[0], to.Key)
@@ -87,12 +86,10 @@ The command fails if there is nothing to reset because the limiter's rows are in
 
 // resetNames resets all keys that have rows with these names, in all databases. resetNames returns how many rows it
 // removed.
-func resetNames(
-	ctx context.Context, a *cli.App, pool *pgxpool.Pool, names []string, durable bool,
-) (total int64, err error) {
-	err = a.InStores(ctx, func(store *cli.App, in *pgxpool.Pool) error {
+func resetNames(ctx context.Context, db cli.DB, names []string, durable bool) (total int64, err error) {
+	err = db.InStores(ctx, func(store cli.DB) error {
 		for _, name := range names {
-			n, err := ResetAll(ctx, store, in, pool, name, durable)
+			n, err := ResetAll(ctx, store, db, name, durable)
 			if total += n; err != nil {
 				return err
 			}
@@ -104,14 +101,12 @@ func resetNames(
 
 // resetKeys resets keys, and returns how many rows it removed. A key has a row for each policy of its limiter. If waits
 // is false, resetKeys fails if a row is locked.
-func resetKeys(
-	ctx context.Context, a *cli.App, pool *pgxpool.Pool, names, keys []string, durable, waits bool,
-) (n int64, err error) {
+func resetKeys(ctx context.Context, db cli.DB, names, keys []string, durable, waits bool) (n int64, err error) {
 	var lockTimeout *int // in milliseconds
 	if !waits {
 		lockTimeout = new(1)
 	}
-	err = a.Call(ctx, pool, func(tx pgx.Tx) error {
+	err = db.Call(ctx, func(tx cli.Tx) error {
 		if err := announce(ctx, tx, names[0], keys...); err != nil {
 			return err
 		}
@@ -121,7 +116,7 @@ func resetKeys(
 }
 
 // announce tells processes, when the transaction commits, that keys have got units.
-func announce(ctx context.Context, tx pgx.Tx, limiter string, keys ...string) error {
+func announce(ctx context.Context, tx cli.Tx, limiter string, keys ...string) error {
 	hashes := map[string]bool{}
 	for _, key := range keys {
 		hashes[policytable.KeyHash(limiter, key)] = true
@@ -141,13 +136,11 @@ func announce(ctx context.Context, tx pgx.Tx, limiter string, keys ...string) er
 // ResetAll halves the batch. At the end, ResetAll resets the keys with locked rows, one at a time.
 //
 // Processes listen in the database that they use. If the processes use a proxy, ResetAll announces the keys there.
-func ResetAll(
-	ctx context.Context, a *cli.App, pool, proxy *pgxpool.Pool, name string, durable bool,
-) (total int64, err error) {
-	bar, all, passed := a.NewBar("resetting"), int64(0), int64(0)
+func ResetAll(ctx context.Context, db, proxy cli.DB, name string, durable bool) (total int64, err error) {
+	bar, all, passed := db.NewBar("resetting"), int64(0), int64(0)
 	defer bar.Remove()
 	if bar.Shown != nil {
-		if err := a.Read(ctx, pool, func(tx pgx.Tx) error {
+		if err := db.Read(ctx, func(tx cli.Tx) error {
 			return tx.QueryRow(ctx, inTable(countSQL, durable), name).Scan(&all)
 		}); err != nil {
 			return 0, err
@@ -156,7 +149,7 @@ func ResetAll(
 	var held []string
 	var reset func(keys []string, waits bool) error
 	reset = func(keys []string, waits bool) error {
-		n, err := resetKeys(ctx, a, pool, []string{name}, keys, durable, waits)
+		n, err := resetKeys(ctx, db, []string{name}, keys, durable, waits)
 		switch half := len(keys) / 2; {
 		case !waits && pg.LockTimeout(err) && half == 0:
 			held = append(held, keys...)
@@ -172,14 +165,14 @@ func ResetAll(
 		total += n
 		passed += int64(len(keys))
 		bar.Update(passed, all)
-		if a.Connection == "" {
+		if db.Connection == "" {
 			return nil
 		}
-		return a.Call(ctx, proxy, func(tx pgx.Tx) error { return announce(ctx, tx, name, keys...) })
+		return proxy.Call(ctx, func(tx cli.Tx) error { return announce(ctx, tx, name, keys...) })
 	}
 	for after := ""; ; {
 		var keys []string
-		if err := a.Read(ctx, pool, func(tx pgx.Tx) (err error) {
+		if err := db.Read(ctx, func(tx cli.Tx) (err error) {
 			keys, err = nextKeys(ctx, tx, name, after, BatchSize, durable)
 			return err
 		}); err != nil {
@@ -207,7 +200,7 @@ func inTable(sql string, durable bool) string {
 }
 
 // nextKeys returns the next keys of a limiter after the key after, in order, and at most limit keys.
-func nextKeys(ctx context.Context, tx pgx.Tx, name, after string, limit int64, durable bool) ([]string, error) {
+func nextKeys(ctx context.Context, tx cli.Tx, name, after string, limit int64, durable bool) ([]string, error) {
 	rows, _ := tx.Query(ctx, inTable(nextKeysSQL, durable), name, after, limit) // rows may contain an error
 	return pgx.CollectRows(rows, pgx.RowTo[string])
 }

@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit"
@@ -42,7 +41,7 @@ type TopResult struct {
 }
 
 func TopCommand(a *cli.App) *cobra.Command {
-	var policy cli.PolicyValue
+	var policy ratelimit.Policy
 	var durable bool
 	var n int
 	var maxRows int64
@@ -68,19 +67,16 @@ took nothing are not listed.`,
 			}
 			result := TopResult{Limiter: args[0], Table: cli.Table(durable), Complete: true, Keys: []keyState{}}
 			rows := 0.0 // an estimate of the number of the limiter's rows
-			of := ratelimit.Config{Name: args[0], Policy: policy.Policy, Durable: durable}
-			if err := a.InStores(ctx, func(store *cli.App, pool *pgxpool.Pool) error {
-				add := func(states []keyState) {
-					result.Keys = append(result.Keys, slices.DeleteFunc(states, func(s keyState) bool {
-						return s.ResetAfterUS == 0
-					})...)
-					slices.SortFunc(result.Keys, Closest)
-					result.Keys = result.Keys[:min(n, len(result.Keys))]
-				}
-				sample, err := peekAll(ctx, store, pool, of, maxRows, add)
+			of := ratelimit.Config{Name: args[0], Policy: policy, Durable: durable}
+			if err := a.InStores(ctx, func(store cli.DB) error {
+				states, sample, err := peekAll(ctx, store, of, maxRows)
 				if err != nil {
 					return err
 				}
+				untouched := func(s keyState) bool { return s.ResetAfterUS == 0 }
+				result.Keys = append(result.Keys, slices.DeleteFunc(states, untouched)...)
+				slices.SortFunc(result.Keys, Closest)
+				result.Keys = result.Keys[:min(n, len(result.Keys))]
 				result.Looked += int64(len(sample.keys))
 				result.Complete = result.Complete && sample.share == 1
 				if result.Share = sample.share; len(sample.keys) > 0 {
@@ -100,7 +96,7 @@ took nothing are not listed.`,
 			return a.Print(result, result.print)
 		}),
 	}
-	cli.AddPolicy(cmd, &policy)
+	cli.RequirePolicy(cmd, &policy)
 	cli.AddDurable(cmd, &durable)
 	cmd.Flags().IntVarP(&n, "number", "n", 10, "how many keys to list")
 	addMaxRows(cmd, &maxRows)
@@ -157,39 +153,36 @@ type sample struct {
 // peekAll reads the states of a limiter's keys at one moment, in batches with a transaction each. If there are more
 // than maxRows keys, peekAll reads a sample.
 func peekAll(
-	ctx context.Context, a *cli.App, pool *pgxpool.Pool, of ratelimit.Config, maxRows int64, visit func([]keyState),
-) (s sample, err error) {
-	if s, err = sampleKeys(ctx, a, pool, of.Name, of.Durable, maxRows); err != nil {
-		return s, err
+	ctx context.Context, db cli.DB, of ratelimit.Config, maxRows int64,
+) (states []keyState, s sample, err error) {
+	if s, err = sampleKeys(ctx, db, of, maxRows); err != nil {
+		return nil, s, err
 	}
-	bar, done := a.NewBar("looking"), 0
+	bar := db.NewBar("looking")
 	defer bar.Remove()
 	for keys := range slices.Chunk(s.keys, BatchSize) {
-		var states []keyState
-		if err := a.Read(ctx, pool, func(tx pgx.Tx) (err error) {
-			states, err = peekKeys(ctx, tx, of.Name, of.Policy, of.Durable, keys, s.at)
+		if err := db.Read(ctx, func(tx cli.Tx) error {
+			more, err := peekKeys(ctx, tx, of, keys, s.at)
+			states = append(states, more...)
 			return err
 		}); err != nil {
-			return s, err
+			return nil, s, err
 		}
-		visit(states)
-		done += len(keys)
-		bar.Update(int64(done), int64(len(s.keys)))
+		bar.Update(int64(len(states)), int64(len(s.keys)))
 	}
-	return s, nil
+	return states, s, nil
 }
 
 // sampleKeys returns all keys of a limiter. If there are more than maxRows keys, sampleKeys chooses blocks of the table
 // at random, and then rows of the limiter in these blocks.
-func sampleKeys(
-	ctx context.Context, a *cli.App, pool *pgxpool.Pool, name string, durable bool, maxRows int64,
-) (s sample, err error) {
-	err = a.Read(ctx, pool, func(tx pgx.Tx) (err error) {
+func sampleKeys(ctx context.Context, db cli.DB, of ratelimit.Config, maxRows int64) (s sample, err error) {
+	err = db.Read(ctx, func(tx cli.Tx) (err error) {
 		if err = tx.QueryRow(ctx, "SELECT clock_timestamp()").Scan(&s.at); err != nil {
 			return err
 		}
 		s.share = 1
-		if s.keys, err = nextKeys(ctx, tx, name, "", maxRows+1, durable); err != nil || int64(len(s.keys)) <= maxRows {
+		s.keys, err = nextKeys(ctx, tx, of.Name, "", maxRows+1, of.Durable)
+		if err != nil || int64(len(s.keys)) <= maxRows {
 			return err
 		}
 		_, percent, err := cli.TableSizes(ctx, tx, false)
@@ -197,9 +190,10 @@ func sampleKeys(
 			return err
 		}
 		// By default, a sample has about as many rows as defaultMaxRows.
-		s.share = min(1, percent[cli.Table(durable)]/100*max(1, float64(maxRows)/defaultMaxRows))
+		s.share = min(1, percent[cli.Table(of.Durable)]/100*max(1, float64(maxRows)/defaultMaxRows))
 		s.keys = nil
-		rows, _ := tx.Query(ctx, inTable(sampleSQL, durable), name, 100*s.share, maxRows) // rows may contain an error
+		// rows may contain an error
+		rows, _ := tx.Query(ctx, inTable(sampleSQL, of.Durable), of.Name, 100*s.share, maxRows)
 		var key string
 		var from int64
 		_, err = pgx.ForEachRow(rows, []any{&key, &from}, func() error {
@@ -216,20 +210,18 @@ func sampleKeys(
 }
 
 // peekKeys reads the states of keys, in order.
-func peekKeys(
-	ctx context.Context, tx pgx.Tx, name string, policy ratelimit.Policy, durable bool, keys []string, at time.Time,
-) ([]keyState, error) {
-	numbers, err := algorithm.Parse(policy.String())
+func peekKeys(ctx context.Context, tx cli.Tx, of ratelimit.Config, keys []string, at time.Time) ([]keyState, error) {
+	numbers, err := algorithm.Parse(of.Policy.String())
 	if err != nil {
 		return nil, err
 	}
 	if len(numbers) > 1 {
 		return nil, fmt.Errorf("give one policy instead of %q: "+
-			"the rows of the second one are those of the limiter %s/2, and so on", policy, name)
+			"the rows of the second one are those of the limiter %s/2, and so on", of.Policy, of.Name)
 	}
 	p := numbers[0]
-	rows, _ := tx.Query(ctx, peekSQL, name, keys, durable, p.Algorithm, p.Limit, p.Span.Microseconds(), p.Refill, at,
-		p.Zone) // rows may contain an error
+	rows, _ := tx.Query(ctx, peekSQL, of.Name, keys, of.Durable, p.Algorithm, p.Limit, p.Span.Microseconds(), p.Refill,
+		at, p.Zone) // rows may contain an error
 	states := make([]keyState, 0, len(keys))
 	var ord int64
 	var s keyState

@@ -8,8 +8,6 @@ import (
 	"io"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
@@ -57,16 +55,9 @@ when the row of the policy changes.`,
 		if n < 0 {
 			return cli.Usage(errors.New("--number must not be negative"))
 		}
-		var all []Comparison
-		if err := a.InFirst(ctx, func(pool *pgxpool.Pool) error {
-			return a.Read(ctx, pool, func(tx pgx.Tx) (err error) {
-				all, err = cli.Rows[Comparison](ctx, tx, compareSQL, args[0], n)
-				return err
-			})
-		}); err != nil {
-			return err
-		}
-		return a.Print(all, func(w io.Writer) { printComparisons(w, all) })
+		return show(ctx, a, func(tx cli.Tx) ([]Comparison, error) {
+			return cli.Rows[Comparison](ctx, tx, compareSQL, args[0], n)
+		}, printComparisons)
 	})
 	cmd.Flags().Int64VarP(&n, "number", "n", 10, "how many keys to list for each policy")
 	return a.Finish(cmd)

@@ -9,8 +9,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
@@ -45,18 +43,10 @@ the role that logged in to make it.`,
 		if n < 1 {
 			return cli.Usage(errors.New("--number must be at least 1"))
 		}
-		to := target.Target(cmd)
-		var events []PolicyEvent
-		if err := a.InFirst(ctx, func(pool *pgxpool.Pool) error {
-			return a.Read(ctx, pool, func(tx pgx.Tx) (err error) {
-				events, err = cli.Rows[PolicyEvent](ctx, tx, historySQL,
-					optional(args), to.Key, to.prefix, target.everybody, n)
-				return err
-			})
-		}); err != nil {
-			return err
-		}
-		return a.Print(events, func(w io.Writer) { printHistory(w, events) })
+		return show(ctx, a, func(tx cli.Tx) ([]PolicyEvent, error) {
+			return cli.Rows[PolicyEvent](ctx, tx, historySQL,
+				optional(args), target.Key, target.prefix, target.everybody, n)
+		}, printHistory)
 	})
 	target.add(cmd)
 	cmd.Flags().Int64VarP(&n, "number", "n", 50, "how many changes to list")

@@ -8,7 +8,6 @@ import (
 	"strings"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 
@@ -25,48 +24,37 @@ var (
 	keyKindsSQL string
 )
 
-// Kinds maps names to the algorithms that wrote the rows in rate_limit_ephemeral and in rate_limit_durable, as a sum of
-// 1 << code. Expired rows add 1 to the sum.
-type Kinds map[string][2]int64
+// Kinds maps the rows of a name in a table to the algorithms that wrote them, as a sum of 1 << code. Expired rows add 1
+// to the sum.
+type Kinds map[rowsOf]int64
 
-// of returns the algorithms that wrote a name's rows in the given table and in the other table.
-func (k Kinds) of(name string, durable bool) (here, there int64) {
-	if durable {
-		return k[name][1], k[name][0]
-	}
-	return k[name][0], k[name][1]
+type rowsOf struct {
+	name    string
+	durable bool
 }
 
-func (k Kinds) Either(name string) int64 { return k[name][0] | k[name][1] }
+func (k Kinds) Either(name string) int64 { return k[rowsOf{name, false}] | k[rowsOf{name, true}] }
 
 // Elsewhere tells whether a limiter seems to use the other table, because only that table has live rows, or because
 // only that table has rows.
 func (k Kinds) Elsewhere(name string, durable bool) bool {
-	here, there := k.of(name, durable)
-	return min(there, 2) > min(here, 2)
+	return min(k[rowsOf{name, !durable}], 2) > min(k[rowsOf{name, durable}], 2)
 }
 
 // add adds the result of kinds.sql or key_kinds.sql.
-func (k Kinds) add(ctx context.Context, tx pgx.Tx, sql string, args ...any) error {
-	var name string
-	var durable bool
+func (k Kinds) add(ctx context.Context, tx cli.Tx, sql string, args ...any) error {
+	var of rowsOf
 	var bits int64
 	rows, _ := tx.Query(ctx, sql, args...) // rows may contain an error
-	_, err := pgx.ForEachRow(rows, []any{&name, &durable, &bits}, func() error {
-		kinds := k[name]
-		if durable {
-			kinds[1] |= bits
-		} else {
-			kinds[0] |= bits
-		}
-		k[name] = kinds
+	_, err := pgx.ForEachRow(rows, []any{&of.name, &of.durable, &bits}, func() error {
+		k[of] |= bits
 		return nil
 	})
 	return err
 }
 
 // RowKinds reads which algorithms wrote the rows of limiters.
-func RowKinds(ctx context.Context, tx pgx.Tx, names []string) (Kinds, error) {
+func RowKinds(ctx context.Context, tx cli.Tx, names []string) (Kinds, error) {
 	found := Kinds{}
 	return found, found.add(ctx, tx, kindsSQL, names, 100, 100)
 }
@@ -75,23 +63,21 @@ func RowKinds(ctx context.Context, tx pgx.Tx, names []string) (Kinds, error) {
 // the limiter's other keys, or a sample of them.
 func KindsOf(ctx context.Context, a *cli.App, limiter string, key *string) (Kinds, error) {
 	names, found := algorithm.RowNames(limiter), Kinds{}
+	inStores := func(query func(tx cli.Tx) error) error {
+		return a.InStores(ctx, func(store cli.DB) error { return store.Read(ctx, query) })
+	}
 	if key != nil {
-		if err := a.InStores(ctx, func(store *cli.App, pool *pgxpool.Pool) error {
-			return store.Read(ctx, pool, func(tx pgx.Tx) error {
-				return found.add(ctx, tx, keyKindsSQL, names, *key)
-			})
-		}); err != nil || len(found) > 0 {
+		err := inStores(func(tx cli.Tx) error { return found.add(ctx, tx, keyKindsSQL, names, *key) })
+		if err != nil || len(found) > 0 {
 			return found, err
 		}
 	}
-	err := a.InStores(ctx, func(store *cli.App, pool *pgxpool.Pool) error {
-		return store.Read(ctx, pool, func(tx pgx.Tx) error {
-			_, percent, err := cli.TableSizes(ctx, tx, false)
-			if err != nil {
-				return err
-			}
-			return found.add(ctx, tx, kindsSQL, names, percent[cli.Table(false)], percent[cli.Table(true)])
-		})
+	err := inStores(func(tx cli.Tx) error {
+		_, percent, err := cli.TableSizes(ctx, tx, false)
+		if err != nil {
+			return err
+		}
+		return found.add(ctx, tx, kindsSQL, names, percent[cli.Table(false)], percent[cli.Table(true)])
 	})
 	return found, err
 }
@@ -113,14 +99,10 @@ func Misled(ctx context.Context, a *cli.App, limiter string, key *string, policy
 	if found.Elsewhere(limiter, durable) {
 		return Elsewhere(limiter, durable)
 	}
-	numbers, err := algorithm.Parse(policy)
-	if err != nil {
-		return ""
-	}
+	numbers, _ := algorithm.Parse(policy) // it was parsed before
 	for i, p := range numbers {
 		name := algorithm.RowName(limiter, i)
-		here, _ := found.of(name, durable)
-		if own, others := OtherKinds(p.String(), here); others != "" {
+		if own, others := OtherKinds(p.String(), found[rowsOf{name, durable}]); others != "" {
 			return OfAnotherKind(own, name, others)
 		}
 	}

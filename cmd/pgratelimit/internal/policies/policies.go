@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit"
@@ -157,9 +156,6 @@ up separately in the same order. Their decisions are only reported.`,
 		RunE: cli.MissingCommand,
 	}
 	cmd.AddCommand(listCommand(a), getCommand(a), setCommand(a), unsetCommand(a), compareCommand(a), historyCommand(a))
-	for _, sub := range cmd.Commands() {
-		sub.ValidArgsFunction = cobra.NoFileCompletions
-	}
 	return cmd
 }
 
@@ -183,42 +179,56 @@ lists these bans.`,
 		Args: cobra.MaximumNArgs(1),
 	}
 	cmd.RunE = cli.Action(func(ctx context.Context, args []string) error {
-		name := optional(args)
-		var value struct {
-			Policies []PolicyRow `json:"policies"`
-			Bans     int64       `json:"automatic_bans"`
-		}
-		if err := a.InFirst(ctx, func(pool *pgxpool.Pool) error {
-			return a.Read(ctx, pool, func(tx pgx.Tx) (err error) {
-				var at time.Time
-				if err := tx.QueryRow(ctx, "SELECT clock_timestamp()").Scan(&at); err != nil {
-					return err
-				}
-				rows, err := cli.Rows[PolicyRow](ctx, tx, listSQL, name, bans)
-				for from, to := 0, 0; from < len(rows); from = to { // the rows from from to to are for the same target
-					for to < len(rows) && rows[to].Limiter == rows[from].Limiter &&
-						rows[to].Target().is(rows[from].Target()) {
-						to++
-					}
-					Judge(rows[from:to], at)
-				}
-				if value.Policies = rows; err != nil {
-					return err
-				}
-				return tx.QueryRow(ctx, countBansSQL, name).Scan(&value.Bans)
-			})
-		}); err != nil {
-			return err
-		}
-		return a.Print(value, func(w io.Writer) {
-			printPolicies(w, value.Policies, "there is none")
-			if value.Bans > 0 && !bans {
-				fmt.Fprintf(w, "\nlimiters made %s; --bans lists them\n", cli.Count(value.Bans, "ban"))
+		return show(ctx, a, func(tx cli.Tx) (policyList, error) {
+			return readList(ctx, tx, optional(args), bans)
+		}, func(w io.Writer, list policyList) {
+			printPolicies(w, list.Policies, "there is none")
+			if list.Bans > 0 && !bans {
+				fmt.Fprintf(w, "\nlimiters made %s; --bans lists them\n", cli.Count(list.Bans, "ban"))
 			}
 		})
 	})
 	cmd.Flags().BoolVar(&bans, "bans", false, "list the bans that limiters made, too")
 	return a.Finish(cmd)
+}
+
+// policyList is the output of the command list.
+type policyList struct {
+	Policies []PolicyRow `json:"policies"`
+	Bans     int64       `json:"automatic_bans"`
+}
+
+// readList reads the policies of a limiter, or of all limiters if name is nil.
+func readList(ctx context.Context, tx cli.Tx, name *string, bans bool) (list policyList, err error) {
+	var at time.Time
+	if err := tx.QueryRow(ctx, countBansSQL, name).Scan(&list.Bans, &at); err != nil {
+		return list, err
+	}
+	rows, err := cli.Rows[PolicyRow](ctx, tx, listSQL, name, bans)
+	for from, to := 0, 0; from < len(rows); from = to { // the rows from from to to are for the same target
+		for to < len(rows) && rows[to].Limiter == rows[from].Limiter && rows[to].Target().is(rows[from].Target()) {
+			to++
+		}
+		Judge(rows[from:to], at)
+	}
+	list.Policies = rows
+	return list, err
+}
+
+// show reads in the database that has the policies, and prints what it has read.
+func show[T any](
+	ctx context.Context, a *cli.App, read func(tx cli.Tx) (T, error), write func(w io.Writer, value T),
+) error {
+	var value T
+	if err := a.InFirst(ctx, func(db cli.DB) error {
+		return db.Read(ctx, func(tx cli.Tx) (err error) {
+			value, err = read(tx)
+			return err
+		})
+	}); err != nil {
+		return err
+	}
+	return a.Print(value, func(w io.Writer) { write(w, value) })
 }
 
 func getCommand(a *cli.App) *cobra.Command {
@@ -235,18 +245,11 @@ a key, the command shows the policies for everybody.`,
 			if err := CheckPolicyTarget(args[0], target); err != nil {
 				return err
 			}
-			var rows []PolicyRow
-			if err := a.InFirst(ctx, func(pool *pgxpool.Pool) error {
-				return a.Read(ctx, pool, func(tx pgx.Tx) (err error) {
-					var at time.Time
-					rows, at, err = ApplyingPolicies(ctx, tx, args[0], target, false)
-					Judge(rows, at)
-					return err
-				})
-			}); err != nil {
-				return err
-			}
-			return a.Print(rows, func(w io.Writer) {
+			return show(ctx, a, func(tx cli.Tx) ([]PolicyRow, error) {
+				rows, at, err := ApplyingPolicies(ctx, tx, args[0], target, false)
+				Judge(rows, at)
+				return rows, err
+			}, func(w io.Writer, rows []PolicyRow) {
 				printPolicies(w, rows, "there is none, so the policy in the code is in force")
 			})
 		}),
@@ -289,26 +292,17 @@ func (r *PolicyRow) line() string {
 
 // targetFlags are the flags that say which keys a policy is for.
 type targetFlags struct {
-	key, prefix string
-	everybody   bool
+	PolicyTarget
+
+	everybody bool
 }
 
 func (f *targetFlags) add(cmd *cobra.Command) {
-	cmd.Flags().StringVar(&f.key, "key", "", "for this key")
-	cmd.Flags().StringVar(&f.prefix, "prefix", "", "for all keys that begin with this")
+	text := func(text string) (*string, error) { return &text, nil }
+	cmd.Flags().Var(cli.Parsed(&f.Key, "string", text), "key", "for this key")
+	cmd.Flags().Var(cli.Parsed(&f.prefix, "string", text), "prefix", "for all keys that begin with this")
 	cmd.Flags().BoolVar(&f.everybody, "everybody", false, "for all keys of the limiter")
 	cmd.MarkFlagsMutuallyExclusive("key", "prefix", "everybody")
-}
-
-// Target returns the target that the flags describe.
-func (f *targetFlags) Target(cmd *cobra.Command) (t PolicyTarget) {
-	if cmd.Flags().Changed("key") {
-		t.Key = &f.key
-	}
-	if cmd.Flags().Changed("prefix") {
-		t.prefix = &f.prefix
-	}
-	return t
 }
 
 // CheckPolicyTarget returns an error for an invalid name or target, so that the database need not check it.
@@ -323,101 +317,6 @@ func CheckPolicyTarget(name string, t PolicyTarget) error {
 		return cli.Usage(errors.New("a prefix has 1 to 512 bytes; --everybody is for all keys"))
 	}
 	return nil
-}
-
-// PolicyChange is the output of a command that changes policies.
-type PolicyChange struct {
-	DryRun  bool        `json:"dry_run"`
-	Removed []PolicyRow `json:"removed"`
-	Added   *PolicyRow  `json:"added"` // null if no row was added
-	// Overrides is the row for the same target that the added row overrides. The overridden row remains in the table.
-	Overrides *PolicyRow `json:"overrides"`
-	Lowers    bool       `json:"lowers"` // whether the change may lower the limit, so that it needs --force
-	at        time.Time
-	because   string // the reason why the change may lower the limit
-
-	// These are words in the output.
-	removed, added string
-	none           string // the output if nothing changes
-}
-
-// carryOut changes policies and prints the changes. decide gets the rows for the target and sets the changes. No other
-// session can change policies meanwhile.
-func (c *PolicyChange) carryOut(
-	ctx context.Context, a *cli.App, name string, target PolicyTarget, decide func(rows []PolicyRow) error,
-) error {
-	transaction := a.Write
-	if c.DryRun {
-		transaction = a.Read
-	}
-	c.Removed = []PolicyRow{} // [] instead of null in JSON
-	if err := a.InFirst(ctx, func(pool *pgxpool.Pool) error {
-		return transaction(ctx, pool, func(tx pgx.Tx) error {
-			if !c.DryRun {
-				if _, err := tx.Exec(ctx, turnSQL); err != nil {
-					return err
-				}
-			}
-			rows, at, err := ApplyingPolicies(ctx, tx, name, target, true)
-			if err != nil {
-				return err
-			}
-			c.at = at
-			if err := decide(rows); err != nil || c.DryRun {
-				return err
-			}
-			return c.write(ctx, tx)
-		})
-	}); err != nil {
-		return err
-	}
-	return a.Print(c, c.print)
-}
-
-func (c *PolicyChange) write(ctx context.Context, tx pgx.Tx) error {
-	if len(c.Removed) > 0 {
-		var ids []int64
-		for _, r := range c.Removed {
-			ids = append(ids, r.ID)
-		}
-		if _, err := tx.Exec(ctx, removeSQL, ids); err != nil {
-			return err
-		}
-	}
-	r := c.Added
-	if r == nil {
-		return nil
-	}
-	rows, err := cli.Rows[PolicyRow](ctx, tx, addSQL, r.Limiter, r.Key, r.KeyPrefix, r.Mode, r.Policy, r.ValidFrom,
-		r.ValidUntil, r.Comment)
-	if err == nil {
-		*r = rows[0]
-	}
-	return err
-}
-
-func (c *PolicyChange) print(w io.Writer) {
-	if len(c.Removed) == 0 && c.Added == nil {
-		fmt.Fprintln(w, c.none)
-		return
-	}
-	would := ""
-	if c.DryRun {
-		would = "would be "
-	}
-	fmt.Fprintf(w, "WHAT\t%s\n", header)
-	for i := range c.Removed {
-		fmt.Fprintf(w, "%s%s\t%s\n", would, c.removed, c.Removed[i].line())
-	}
-	if c.Added != nil {
-		fmt.Fprintf(w, "%s%s\t%s\n", would, c.added, c.Added.line())
-	}
-	if c.Overrides != nil {
-		fmt.Fprintf(w, "%soverridden\t%s\n", would, c.Overrides.line())
-	}
-	if c.DryRun && c.Lowers {
-		fmt.Fprintf(w, "\nthis %s, and needs --force\n", c.because)
-	}
 }
 
 // readable tells whether limiters can read a row. Limiters cannot read some rows of newer releases.

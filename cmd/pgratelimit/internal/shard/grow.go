@@ -1,6 +1,7 @@
 package shard
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -8,7 +9,6 @@ import (
 	"strings"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit/internal/lockholders"
@@ -41,8 +41,11 @@ proxy, except for standbys of this proxy.`,
 			}
 			return checkConnections(args)
 		},
-		RunE: cli.Action(func(ctx context.Context, args []string) error {
-			return growShards(ctx, a, args, others, undo, yes)
+		RunE: a.OnDatabase(func(ctx context.Context, db cli.DB, args []string) error {
+			if err := growShards(ctx, a, args, others, undo, yes); err != nil {
+				return err
+			}
+			return listShards(ctx, db)
 		}),
 	}
 	cmd.Flags().StringArrayVar(&others, "proxy", nil, "connection string (`URL`) of another proxy of the same shards")
@@ -54,9 +57,8 @@ proxy, except for standbys of this proxy.`,
 // growing is the state of growShards.
 type growing struct {
 	proxies []*cli.App
-	owners  []string   // the owners of the proxies' functions
-	stores  []*cli.App // the old shards, then the new shards
-	states  []State
+	owners  []string       // the owners of the proxies' functions
+	states  []*State       // the old shards, then the new shards
 	growth  *shards.Growth // the record on the first proxy, if an earlier call was interrupted
 }
 
@@ -79,61 +81,53 @@ func growShards(ctx context.Context, a *cli.App, more, others []string, undo, ye
 	}
 	config := shards.GrowConfig{Schema: a.Schema, Progress: func(place int, step shards.Step) error {
 		if !a.JSON {
-			fmt.Fprintf(a.Stdout, "%s: %s\n", g.stores[place].ShardName(), step)
+			fmt.Fprintf(a.Stdout, "%s: %s\n", g.states[place].Name, step)
 		}
 		return ctx.Err()
 	}}
-	var open []*pgx.Conn
+	var ends []func()
 	defer func() {
-		for _, conn := range open {
-			_ = conn.Close(context.WithoutCancel(ctx))
+		for _, end := range ends {
+			end()
 		}
 	}()
-	n := len(g.stores) / 2
-	for i, store := range g.stores {
-		conn, err := own(ctx, store, g.states[i].owner)
+	open := func(to *cli.App, role string) (*pgx.Conn, error) {
+		conn, err := own(ctx, to, role)
+		if err == nil {
+			ends = append(ends, lockholders.Watch(ctx, conn, conn.PgConn().PID()),
+				func() { _ = conn.Close(context.WithoutCancel(ctx)) })
+		}
+		return conn, err
+	}
+	n := len(g.states) / 2
+	for i, s := range g.states {
+		conn, err := open(s.Store, s.owner)
 		switch {
 		case err != nil && undo && i >= n:
 			fmt.Fprintf(a.Stderr, "warning: %s: it cannot be reached, so copies of rows may stay there: %s\n",
-				store.ShardName(), cli.OneLine(err))
-			continue
+				s.Name, cli.OneLine(err))
 		case err != nil:
-			return store.About(err)
-		}
-		open = append(open, conn)
-		if i < n {
+			return s.Store.About(err)
+		case i < n:
 			config.Old = append(config.Old, conn)
-		} else {
+		default:
 			config.New = append(config.New, conn)
-			config.Connections = append(config.Connections, store.Connection)
+			config.Connections = append(config.Connections, s.Connection)
 		}
 	}
 	for _, proxy := range g.proxies {
-		conn, err := own(ctx, proxy, "")
+		conn, err := open(proxy, "")
 		if err != nil {
 			return err
 		}
-		open = append(open, conn)
 		config.Proxies = append(config.Proxies, conn)
 	}
-	stop := []func(){}
-	for _, conn := range open {
-		stop = append(stop, lockholders.Watch(ctx, conn, conn.PgConn().PID()))
-	}
-	defer func() {
-		for _, stop := range stop {
-			stop()
-		}
-	}()
 	if undo {
 		err := shards.Undo(ctx, config)
 		if errors.Is(err, shards.ErrMoved) {
 			return fmt.Errorf("%w; %s goes on with it", err, a.Command("shard grow"))
 		}
-		if err != nil {
-			return err
-		}
-		return listShards(ctx, a)
+		return err
 	}
 	if err := g.try(ctx, config.Old[0]); err != nil {
 		return err
@@ -141,7 +135,7 @@ func growShards(ctx context.Context, a *cli.App, more, others []string, undo, ye
 	if err := shards.Grow(ctx, config); err != nil {
 		return fmt.Errorf("%w; the same command goes on from there", err)
 	}
-	return listShards(ctx, a)
+	return nil
 }
 
 // own returns a connection whose role is set to role.
@@ -165,8 +159,8 @@ func own(ctx context.Context, a *cli.App, role string) (*pgx.Conn, error) {
 func (g *growing) Read(ctx context.Context, more []string, undo bool) error {
 	var old []string
 	for i, proxy := range g.proxies {
-		if err := proxy.WithPool(ctx, func(pool *pgxpool.Pool) error {
-			t, err := ReadTarget(ctx, proxy, pool)
+		if err := proxy.WithPool(ctx, func(db cli.DB) error {
+			t, err := ReadTarget(ctx, db)
 			if err != nil {
 				return err
 			}
@@ -194,12 +188,12 @@ func (g *growing) Read(ctx context.Context, more []string, undo bool) error {
 			return err
 		}
 	}
-	g.stores = g.proxies[0].Each(append(append([]string{}, old...), more...))
+	stores := g.proxies[0].Each(slices.Concat(old, more))
 	if undo {
-		return g.readStores(ctx)
+		return g.readStores(ctx, stores)
 	}
 	var err error
-	g.states, err = readNewShards(ctx, g.stores, func(s *State, shards int) wantedShard {
+	g.states, err = readNewShards(ctx, stores, func(s *State, shards int) wantedShard {
 		w := wantedShard{is: Identity{Place: s.Place, Shards: shards}, fresh: true, copies: true}
 		if n := shards / 2; s.Place < n && (s.Is == nil || s.Is.Shards == n) {
 			w.is.Shards, w.fresh = n, false
@@ -210,13 +204,10 @@ func (g *growing) Read(ctx context.Context, more []string, undo bool) error {
 }
 
 // readStores reads the owners of the tables. A lost shard is no error, because it may be the reason for --undo.
-func (g *growing) readStores(ctx context.Context) error {
-	for i, store := range g.stores {
+func (g *growing) readStores(ctx context.Context, stores []*cli.App) error {
+	for i, store := range stores {
 		g.states = append(g.states, NewState(store))
-		err := store.WithPool(ctx, func(pool *pgxpool.Pool) error {
-			return store.Look(ctx, pool, func(tx pgx.Tx) error { return g.states[i].Read(ctx, tx) })
-		})
-		if err != nil && i < len(g.stores)/2 {
+		if err := g.states[i].readStore(ctx); err != nil && i < len(stores)/2 {
 			return store.About(err)
 		}
 	}
@@ -257,15 +248,15 @@ func (t *Target) grows(more []string) error {
 
 func (g *growing) question(undo bool) string {
 	var text strings.Builder
-	n := len(g.stores) / 2
+	n := len(g.states) / 2
 	if undo {
 		return fmt.Sprintf("This takes %s back to %s, with all counts. The copies in the new databases are deleted. "+
 			"Do it?", cli.Count(len(g.proxies), "proxy"), cli.Count(n, "shard"))
 	}
 	fmt.Fprintf(&text, "This makes %s of %d, for %s:\n", cli.Count(2*n, "shard"), n, cli.Count(len(g.proxies), "proxy"))
-	for i, store := range g.stores[:n] {
-		fmt.Fprintf(&text, "  %s gives half of its keys to shard %d: %s\n", store.ShardName(), i+n,
-			cli.Printable(g.stores[i+n].Connection))
+	for i, s := range g.states[:n] {
+		fmt.Fprintf(&text, "  %s gives half of its keys to shard %d: %s\n", s.Name, i+n,
+			cli.Printable(g.states[i+n].Connection))
 	}
 	if g.growth != nil {
 		fmt.Fprintln(&text, "This has been begun, and goes on.")
@@ -283,19 +274,16 @@ func (g *growing) try(ctx context.Context, old *pgx.Conn) error {
 		return err
 	}
 	config := shards.Config{Schema: schema}
-	for _, store := range g.stores {
-		config.Connections = append(config.Connections, store.Connection)
+	for _, s := range g.states {
+		config.Connections = append(config.Connections, s.Connection)
 	}
 	for i, proxy := range g.proxies {
-		if err := proxy.WithPool(ctx, func(pool *pgxpool.Pool) error {
-			return proxy.Transaction(ctx, pool, pgx.ReadWrite, cli.AccessShare, true, func(tx pgx.Tx) error {
+		if err := proxy.WithPool(ctx, func(db cli.DB) error {
+			return db.Transaction(ctx, pgx.ReadWrite, cli.AccessShare, true, func(tx cli.Tx) error {
 				if err := shards.Install(ctx, tx, source, config); err != nil {
 					return err
 				}
-				if err := tryShards(ctx, tx, g.stores, source, g.owners[i], false); err != nil {
-					return err
-				}
-				return errTried
+				return cmp.Or(tryShards(ctx, tx, g.states, source, g.owners[i], false), errTried)
 			})
 		}); !errors.Is(err, errTried) {
 			return fmt.Errorf("nothing was changed: %w", err)

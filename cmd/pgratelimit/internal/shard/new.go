@@ -2,15 +2,13 @@ package shard
 
 import (
 	"context"
-	"crypto/rand"
-	"encoding/binary"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
-	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit/internal/shards"
 
@@ -28,46 +26,34 @@ type wantedShard struct {
 }
 
 // readNewShards reads databases that will become shards. The error lists the problems of each database.
-func readNewShards(
-	ctx context.Context, stores []*cli.App, want func(s *State, n int) wantedShard,
-) ([]State, error) {
-	all, err := cli.ReadMigrations()
-	if err != nil {
-		return nil, err
-	}
-	version := all[len(all)-1].Version
-	states := make([]State, len(stores))
-	var random [4]byte
-	_, _ = rand.Read(random[:]) // Read never returns an error
-	token := int32(binary.BigEndian.Uint32(random[:]))
-	var visit func(place int)
-	visit = func(place int) { // twin needs open transactions in all databases at the same time
-		if place == len(stores) {
+func readNewShards(ctx context.Context, stores []*cli.App, want func(s *State, n int) wantedShard) ([]*State, error) {
+	var states []*State
+	version, token := cli.LatestVersion(), rand.Int32()
+	var visit func(stores []*cli.App)
+	visit = func(stores []*cli.App) { // twin needs open transactions in all databases at the same time
+		if len(stores) == 0 {
 			return
 		}
 		visited := false
-		store, s := stores[place], &states[place]
-		*s = NewState(store)
-		if err := store.WithPool(ctx, func(pool *pgxpool.Pool) error {
-			return store.Look(ctx, pool, func(tx pgx.Tx) error {
-				if err := s.readNew(ctx, tx, token, version); err != nil {
-					return err
-				}
-				visited = true
-				visit(place + 1)
-				return nil
-			})
+		s := NewState(stores[0])
+		states = append(states, s)
+		if err := s.Store.LookOnce(ctx, func(tx cli.Tx) error {
+			if err := s.readNew(ctx, tx, token, version); err != nil {
+				return err
+			}
+			visited = true
+			visit(stores[1:])
+			return nil
 		}); err != nil {
 			s.cannotBeRead(err)
 		}
 		if !visited {
-			visit(place + 1)
+			visit(stores[1:])
 		}
 	}
-	visit(0)
+	visit(stores)
 	var wrong []error
-	for i := range states {
-		s := &states[i]
+	for _, s := range states {
 		w := want(s, len(states))
 		w.is.Cluster = clusterOf(states)
 		s.judge(w.is, version, w.fresh)
@@ -80,7 +66,7 @@ func readNewShards(
 }
 
 // readNew reads a database that will become a shard. Read does not read everything that matters for a new shard.
-func (s *State) readNew(ctx context.Context, tx pgx.Tx, token int32, version int64) error {
+func (s *State) readNew(ctx context.Context, tx cli.Tx, token int32, version int64) error {
 	if err := tx.QueryRow(ctx, twinSQL, token, s.Place).Scan(&s.twin); err != nil {
 		return err
 	}
@@ -90,8 +76,8 @@ func (s *State) readNew(ctx context.Context, tx pgx.Tx, token int32, version int
 	return tx.QueryRow(ctx, holdsSQL).Scan(&s.counts, &s.policies)
 }
 
-func (s *State) judgeNew(all []State, w wantedShard) {
-	if s.twin != nil && (!w.still || !s.IsStill(&all[*s.twin])) {
+func (s *State) judgeNew(all []*State, w wantedShard) {
+	if s.twin != nil && (!w.still || !s.IsStill(all[*s.twin])) {
 		s.add(cli.Problem, "place", "name another database", "is the same database as %s", all[*s.twin].Name)
 	}
 	if s.owner != "" && !s.member {
@@ -125,44 +111,41 @@ func (s *State) judgeNew(all []State, w wantedShard) {
 
 // tryShards queries each shard through PL/Proxy, in the transaction that makes the proxy. owned tells whether the
 // shards already know their places.
-func tryShards(
-	ctx context.Context, tx pgx.Tx, stores []*cli.App, source shards.Source, owner string, owned bool,
-) error {
-	q, _ := tx.(cli.Qualified)
-	schema := pgx.Identifier{q.Schema}.Sanitize()
+func tryShards(ctx context.Context, tx cli.Tx, states []*State, source shards.Source, owner string, owned bool) error {
+	schema := pgx.Identifier{tx.Schema}.Sanitize()
 	condition := "true"
 	if owned {
 		condition = "(SELECT " + schema + "._rate_limit_own_shard(shard, shards))"
 	}
-	if _, err := q.Tx.Exec(ctx, fmt.Sprintf(checkShardSQL, schema, strings.ReplaceAll(schema, "'", "''"),
+	if _, err := tx.Tx.Exec(ctx, fmt.Sprintf(checkShardSQL, schema, strings.ReplaceAll(schema, "'", "''"),
 		condition)); err != nil {
 		return err
 	}
 	// The user mapping belongs to the functions' owner.
-	if _, err := q.Tx.Exec(ctx, "SET LOCAL ROLE "+owner); err != nil {
+	if _, err := tx.Tx.Exec(ctx, "SET LOCAL ROLE "+owner); err != nil {
 		return err
 	}
 	var needed []string
 	for _, f := range source.Functions {
 		needed = append(needed, f.Name)
 	}
-	for i, store := range stores {
+	for _, s := range states {
 		var login string
 		var missing []string
-		if err := q.Tx.QueryRow(ctx, "SELECT login, missing FROM "+schema+"._rate_limit_check_shard($1, $2, $3)",
-			i, len(stores), needed).Scan(&login, &missing); err != nil {
+		if err := tx.Tx.QueryRow(ctx, "SELECT login, missing FROM "+schema+"._rate_limit_check_shard($1, $2, $3)",
+			s.Place, len(states), needed).Scan(&login, &missing); err != nil {
 			found, do := ProxyTrouble(err)
-			return store.About(errors.New(found + "; " + do))
+			return s.Store.About(errors.New(found + "; " + do))
 		}
 		if len(missing) > 0 {
-			return store.About(fmt.Errorf("role %s may not execute %s; run deploy/grants.sql there, and "+
+			return s.Store.About(fmt.Errorf("role %s may not execute %s; run deploy/grants.sql there, and "+
 				"GRANT rate_limit_app, rate_limit_sweeper TO %[1]s", cli.Printable(login), strings.Join(missing, ", ")))
 		}
 	}
-	if _, err := q.Tx.Exec(ctx, "RESET ROLE"); err != nil {
+	if _, err := tx.Tx.Exec(ctx, "RESET ROLE"); err != nil {
 		return err
 	}
-	_, err := q.Tx.Exec(ctx, "DROP FUNCTION "+schema+"._rate_limit_check_shard")
+	_, err := tx.Tx.Exec(ctx, "DROP FUNCTION "+schema+"._rate_limit_check_shard")
 	return err
 }
 

@@ -10,7 +10,6 @@ import (
 	"strings"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit/internal/shards"
@@ -51,37 +50,33 @@ before it changes the proxy. If a test fails, the proxy does not change.`,
 		Example: `  pgratelimit shard set --user proxy "host=10.0.0.1 dbname=limits_0" \
       "host=10.0.0.2 dbname=limits_1"`,
 		Args: func(_ *cobra.Command, args []string) error { return checkConnections(args) },
-		RunE: cli.Action(func(ctx context.Context, args []string) error {
+		RunE: a.OnDatabase(func(ctx context.Context, db cli.DB, args []string) error {
 			password, given := os.LookupEnv(PasswordVariable)
 			if given && user == "" {
 				return cli.Usage(errors.New(PasswordVariable + " is the password of --user, which is missing"))
 			}
 			config := shards.Config{Connections: args, User: user, Password: password}
-			return setShards(ctx, a, config, yes)
+			if err := setShards(ctx, db, config, yes); err != nil {
+				return err
+			}
+			return listShards(ctx, db)
 		}),
 	}
-	cmd.Flags().StringVar(&user, "user", "",
-		"PL/Proxy's `role` on the shards (default: that of the existing proxy)")
+	cmd.Flags().StringVar(&user, "user", "", "PL/Proxy's `role` on the shards (default: that of the existing proxy)")
 	cli.AddYes(cmd, &yes)
 	return a.Finish(cmd)
 }
 
-func setShards(ctx context.Context, a *cli.App, config shards.Config, yes bool) error {
-	pool, err := a.Open(ctx)
+func setShards(ctx context.Context, db cli.DB, config shards.Config, yes bool) error {
+	target, err := ReadTarget(ctx, db)
 	if err != nil {
 		return err
 	}
-	defer pool.Close()
-	target, err := ReadTarget(ctx, a, pool)
-	if err != nil {
-		return err
-	}
-	config.Schema = a.Schema
+	config.Schema = db.Schema
 	if err := target.refuse(config); err != nil {
 		return err
 	}
-	stores := a.Each(config.Connections)
-	states, err := readNewShards(ctx, stores, target.want)
+	states, err := readNewShards(ctx, db.Each(config.Connections), target.want)
 	if err != nil {
 		return err
 	}
@@ -90,35 +85,30 @@ func setShards(ctx context.Context, a *cli.App, config shards.Config, yes bool) 
 		return err
 	}
 	forgets := target.forgets(states)
-	if err := a.Confirm(ctx, target.question(states, config)+forgets+"Do it?", yes); err != nil {
+	if err := db.Confirm(ctx, target.question(states, config)+forgets+"Do it?", yes); err != nil {
 		return err
 	}
-	if yes && !a.JSON {
-		fmt.Fprint(a.Stdout, forgets)
+	if yes && !db.JSON {
+		fmt.Fprint(db.Stdout, forgets)
 	}
-	var source shards.Source
-	if err := stores[0].WithPool(ctx, func(pool *pgxpool.Pool) error {
-		return stores[0].Look(ctx, pool, func(tx pgx.Tx) (err error) {
-			source, err = shards.Read(ctx, tx.Conn(), config.Schema)
-			return err
-		})
-	}); err != nil {
-		return stores[0].About(err)
+	source, err := ReadSource(ctx, states[0].Store)
+	if err != nil {
+		return err
 	}
 	// Intend allows the same command to continue after an interruption.
-	for i, store := range stores {
-		if states[i].Is == nil {
-			if err := asOwner(ctx, store, func(conn *pgx.Conn) error {
+	for _, s := range states {
+		if s.Is == nil {
+			if err := s.asOwner(ctx, func(conn *pgx.Conn) error {
 				return shards.Intend(ctx, conn, config.Schema, cluster)
 			}); err != nil {
 				return err
 			}
 		}
 	}
-	for i, store := range stores {
+	for i, s := range states {
 		if target.growth == nil {
-			if err := asOwner(ctx, store, func(conn *pgx.Conn) error {
-				is := shards.Identity{Place: i, Shards: len(stores), Cluster: cluster}
+			if err := s.asOwner(ctx, func(conn *pgx.Conn) error {
+				is := shards.Identity{Place: i, Shards: len(states), Cluster: cluster}
 				return shards.Own(ctx, conn, config.Schema, is)
 			}); err != nil {
 				return err
@@ -126,29 +116,32 @@ func setShards(ctx context.Context, a *cli.App, config shards.Config, yes bool) 
 		}
 	}
 	// This transaction accepts functions of other roles, because it may have to replace them.
-	if err := a.Transaction(ctx, pool, pgx.ReadWrite, cli.AccessShare, true, func(tx pgx.Tx) error {
+	if err := db.Transaction(ctx, pgx.ReadWrite, cli.AccessShare, true, func(tx cli.Tx) error {
 		if err := shards.Install(ctx, tx, source, config); err != nil {
 			return err
 		}
 		// During a division, some keys may not belong to any shard.
-		return tryShards(ctx, tx, stores, source, target.owner, target.growth == nil)
+		return tryShards(ctx, tx, states, source, target.owner, target.growth == nil)
 	}); err != nil {
 		return fmt.Errorf("the proxy stays as it was: %w", err)
 	}
-	return listShards(ctx, a)
+	return nil
+}
+
+// ReadSource reads from a shard what its proxy needs to call the shard's functions.
+func ReadSource(ctx context.Context, store *cli.App) (source shards.Source, err error) {
+	err = store.LookOnce(ctx, func(tx cli.Tx) (err error) {
+		source, err = shards.Read(ctx, tx.Conn(), store.Schema)
+		return err
+	})
+	return source, store.About(err)
 }
 
 // asOwner calls do in a transaction on a shard, as the owner of the shard's tables.
-func asOwner(ctx context.Context, a *cli.App, do func(conn *pgx.Conn) error) error {
-	return a.About(a.WithPool(ctx, func(pool *pgxpool.Pool) error {
-		return a.Write(ctx, pool, func(tx pgx.Tx) error {
-			q, _ := tx.(cli.Qualified)
-			var owner string
-			if err := tx.QueryRow(ctx, "SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = to_regclass($1)",
-				pgx.Identifier{q.Schema, cli.Table(true)}.Sanitize()).Scan(&owner); err != nil {
-				return err
-			}
-			if _, err := q.Tx.Exec(ctx, "SET LOCAL ROLE "+pgx.Identifier{owner}.Sanitize()); err != nil {
+func (s *State) asOwner(ctx context.Context, do func(conn *pgx.Conn) error) error {
+	return s.Store.About(s.Store.WithPool(ctx, func(db cli.DB) error {
+		return db.Write(ctx, func(tx cli.Tx) error {
+			if _, err := tx.Tx.Exec(ctx, "SET LOCAL ROLE "+pgx.Identifier{s.owner}.Sanitize()); err != nil {
 				return err
 			}
 			return do(tx.Conn())
@@ -173,25 +166,26 @@ type Target struct {
 	growth         *shards.Growth
 }
 
-// ReadTarget reads a Target. ReadTarget sets a.Schema to the proxy's schema, or to the first schema of search_path.
-func ReadTarget(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (t Target, err error) {
-	if a.Schema == "" {
-		if err := a.Look(ctx, pool, func(tx pgx.Tx) error {
-			q, _ := tx.(cli.Qualified)
-			a.Schema = q.Schema
+// ReadTarget reads a Target. ReadTarget sets App.Schema to the proxy's schema, or to the first schema of search_path.
+func ReadTarget(ctx context.Context, db cli.DB) (t Target, err error) {
+	if db.Schema == "" {
+		if err := db.Look(ctx, func(tx cli.Tx) error {
+			db.Schema = tx.Schema
 			return nil
 		}); err != nil {
 			return t, err
 		}
 	}
-	if a.Schema == "" {
-		if err := pool.QueryRow(ctx, "SELECT coalesce(pg_catalog.current_schema(), '')").Scan(&a.Schema); err != nil {
+	if db.Schema == "" {
+		row := db.Pool.QueryRow(ctx, "SELECT coalesce(pg_catalog.current_schema(), '')")
+		if err := row.Scan(&db.Schema); err != nil {
 			return t, err
 		}
 	}
-	err = a.Look(ctx, pool, func(tx pgx.Tx) error {
-		if err := tx.QueryRow(ctx, targetSQL, a.Schema).Scan(&t.database, &t.role, &t.superuser, &t.major, &t.Available,
-			&t.encoding, &t.standby, &t.schemaThere, &t.Tables, &t.elsewhere, &t.mapped, &t.owner); err != nil {
+	err = db.Look(ctx, func(tx cli.Tx) error {
+		if err := tx.QueryRow(ctx, targetSQL, db.Schema).Scan(&t.database, &t.role, &t.superuser, &t.major,
+			&t.Available, &t.encoding, &t.standby, &t.schemaThere, &t.Tables, &t.elsewhere, &t.mapped,
+			&t.owner); err != nil {
 			return err
 		}
 		if t.Connections, err = shards.Connections(ctx, tx); err == nil {
@@ -276,11 +270,10 @@ func (t *Target) refuse(config shards.Config) error {
 // cluster returns the name of the cluster, which is new if only fresh databases become shards. A fresh database may
 // only replace a shard if this proxy has all other shards, because another proxy may still use the replaced shard.
 // After an interrupted 'shard set', the mark of [shards.Intend] shows that no proxy uses it.
-func (t *Target) cluster(states []State) (string, error) {
+func (t *Target) cluster(states []*State) (string, error) {
 	name := clusterOf(states)
 	var others, fresh *State
-	for i := range states {
-		s := &states[i]
+	for i, s := range states {
 		switch {
 		case s.Is == nil && s.division != shards.Intended+name:
 			fresh = s
@@ -301,7 +294,7 @@ func (t *Target) cluster(states []State) (string, error) {
 }
 
 // question describes the planned changes.
-func (t *Target) question(states []State, config shards.Config) string {
+func (t *Target) question(states []*State, config shards.Config) string {
 	var text strings.Builder
 	what := "becomes a proxy"
 	if t.Connections != nil {
@@ -309,8 +302,7 @@ func (t *Target) question(states []State, config shards.Config) string {
 	}
 	fmt.Fprintf(&text, "Database %s %s of these shards, in schema %s:\n",
 		cli.Printable(t.database), what, cli.Printable(config.Schema))
-	for i := range states {
-		s := &states[i]
+	for i, s := range states {
 		fmt.Fprintf(&text, "  %d  %s", i, cli.Printable(s.Connection))
 		if i < len(t.Connections) && t.Connections[i] != s.Connection {
 			fmt.Fprintf(&text, ", before: %s", cli.Printable(t.Connections[i]))
@@ -331,18 +323,17 @@ func (t *Target) question(states []State, config shards.Config) string {
 }
 
 // forgets says what is lost when a database replaces a shard.
-func (t *Target) forgets(states []State) string {
+func (t *Target) forgets(states []*State) string {
 	var text strings.Builder
-	for i := range states {
-		if states[i].Is != nil || i >= len(t.Connections) || t.Connections[i] == states[i].Connection {
+	for i, s := range states {
+		if s.Is != nil || i >= len(t.Connections) || t.Connections[i] == s.Connection {
 			continue
 		}
 		what := "the counts"
 		if i == 0 {
 			what = "the counts, and all policies and bans,"
 		}
-		fmt.Fprintf(&text, "%s takes the place of another database: %s that are there are forgotten.\n",
-			states[i].Name, what)
+		fmt.Fprintf(&text, "%s takes the place of another database: %s that are there are forgotten.\n", s.Name, what)
 	}
 	return text.String()
 }

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"strings"
-	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/spf13/cobra"
@@ -27,9 +26,6 @@ commands also work with a proxy, and use all shards.`,
 		RunE: cli.MissingCommand,
 	}
 	cmd.AddCommand(shardSetCommand(a), shardListCommand(a), shardGrowCommand(a))
-	for _, sub := range cmd.Commands() {
-		sub.ValidArgsFunction = cobra.NoFileCompletions
-	}
 	return cmd
 }
 
@@ -44,19 +40,14 @@ shard by the proxy's connection string, as the user of --database-url.`,
 		Example: `  pgratelimit shard list
   pgratelimit shard list --json`,
 		Args: cobra.NoArgs,
-		RunE: cli.Action(func(ctx context.Context, _ []string) error { return listShards(ctx, a) }),
+		RunE: a.OnDatabase(func(ctx context.Context, db cli.DB, _ []string) error { return listShards(ctx, db) }),
 	}
 	return a.Finish(cmd)
 }
 
 // listShards prints the shards. listShards returns an error if a shard has a problem.
-func listShards(ctx context.Context, a *cli.App) error {
-	pool, err := a.Open(ctx)
-	if err != nil {
-		return err
-	}
-	defer pool.Close()
-	_, states, err := States(ctx, a, pool)
+func listShards(ctx context.Context, db cli.DB) error {
+	_, states, err := States(ctx, db)
 	if err == nil && states == nil {
 		err = errors.New("the database is no proxy of shards, or its schema is another one (--schema); " +
 			"'pgratelimit shard set' makes a proxy")
@@ -65,12 +56,12 @@ func listShards(ctx context.Context, a *cli.App) error {
 		return err
 	}
 	wrong := 0
-	for i := range states {
-		if len(states[i].Wrong) > 0 {
+	for _, s := range states {
+		if len(s.Wrong) > 0 {
 			wrong++
 		}
 	}
-	if err := a.Print(states, func(w io.Writer) { printShards(w, states) }); err != nil {
+	if err := db.Print(states, func(w io.Writer) { printShards(w, states) }); err != nil {
 		return err
 	}
 	if wrong > 0 {
@@ -79,10 +70,9 @@ func listShards(ctx context.Context, a *cli.App) error {
 	return nil
 }
 
-func printShards(w io.Writer, states []State) {
+func printShards(w io.Writer, states []*State) {
 	fmt.Fprintln(w, "PLACE\tCONNECTION\tIS\tVERSION\tROWS\tCLOCK")
-	for i := range states {
-		s := &states[i]
+	for _, s := range states {
 		if !s.Reached {
 			fmt.Fprintf(w, "%d\t%s\t?\t?\t?\t?\n", s.Place, cli.Printable(s.Connection))
 			continue
@@ -91,13 +81,12 @@ func printShards(w io.Writer, states []State) {
 		if s.ReadOnly {
 			is += ", read-only"
 		}
-		ahead := (time.Duration(s.ClockUS) * time.Microsecond).Round(time.Millisecond)
 		fmt.Fprintf(w, "%d\t%s\t%s\t%d\t~%d\t%+d ms\n",
-			s.Place, cli.Printable(s.Connection), is, s.Version, s.Rows, ahead.Milliseconds())
+			s.Place, cli.Printable(s.Connection), is, s.Version, s.Rows, s.Ahead())
 	}
-	for i := range states {
-		for _, f := range states[i].Wrong {
-			fmt.Fprintf(w, "\n%s %s\n→ %s\n", states[i].Name, cli.Printable(f.Found), f.Do)
+	for _, s := range states {
+		for _, f := range s.Wrong {
+			fmt.Fprintf(w, "\n%s %s\n→ %s\n", s.Name, cli.Printable(f.Found), f.Do)
 		}
 	}
 }

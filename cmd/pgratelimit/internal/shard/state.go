@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit/internal/shards"
 
@@ -40,8 +39,9 @@ type State struct {
 	Rows       int64         `json:"rows"`      // an estimate of the number of keys
 	ClockUS    int64         `json:"clock_us"`  // how far the clock is ahead of the proxy's clock
 	Wrong      []cli.Finding `json:"wrong"`     // [] if nothing is wrong
+	Store      *cli.App      `json:"-"`         // the way to the shard
+	Still      string        `json:"-"`         // the name of the old shard that is still in this place; see IsStill
 	Name       string        // the shard's name for people
-	schema     string        // the schema of the tables and functions
 	encoding   string        //
 	owner      string        // the owner of the tables
 	member     bool          // whether this role is a member of the owner
@@ -73,7 +73,7 @@ func (i *Identity) String() string {
 // ClockTime is how far a server's clock is ahead of this process's clock.
 type ClockTime struct{ ahead, error time.Duration }
 
-func readClock(ctx context.Context, tx pgx.Tx) (ClockTime, error) {
+func readClock(ctx context.Context, tx cli.Tx) (ClockTime, error) {
 	var at time.Time
 	before := time.Now()
 	err := tx.QueryRow(ctx, "SELECT clock_timestamp()").Scan(&at)
@@ -89,25 +89,18 @@ type ProxyState struct {
 	Growth  *shards.Growth // nil if the shards are not being divided
 }
 
-func readProxyState(ctx context.Context, tx pgx.Tx) (p ProxyState, err error) {
-	if err = tx.QueryRow(ctx, MapSQL).Scan(&p.Shards, &p.Version); err != nil {
-		return p, err
-	}
-	if p.Growth, err = shards.ReadGrowth(ctx, tx); err == nil {
-		p.clock, err = readClock(ctx, tx)
-	}
-	return p, err
+// NewState returns the state of a shard before Read.
+func NewState(a *cli.App) *State {
+	return &State{Place: a.Place, Connection: a.Connection, Wrong: []cli.Finding{}, Store: a, Name: a.ShardName()}
 }
 
-// NewState returns the state of a shard before Read.
-func NewState(a *cli.App) State {
-	return State{
-		Place: a.Place, Connection: a.Connection, Wrong: []cli.Finding{}, Name: a.ShardName(), schema: a.Schema,
-	}
+// Ahead returns how many milliseconds the shard's clock is ahead of the proxy's clock.
+func (s *State) Ahead() int64 {
+	return (time.Duration(s.ClockUS) * time.Microsecond).Round(time.Millisecond).Milliseconds()
 }
 
 // Read reads a shard's state.
-func (s *State) Read(ctx context.Context, tx pgx.Tx) (err error) {
+func (s *State) Read(ctx context.Context, tx cli.Tx) (err error) {
 	if s.Clock, err = readClock(ctx, tx); err != nil {
 		return err
 	}
@@ -131,6 +124,11 @@ func (s *State) Read(ctx context.Context, tx pgx.Tx) (err error) {
 	return err
 }
 
+// readStore connects to the shard, and reads its state.
+func (s *State) readStore(ctx context.Context) error {
+	return s.Store.LookOnce(ctx, func(tx cli.Tx) error { return s.Read(ctx, tx) })
+}
+
 // copies tells whether a database has copies of a shard's rows, but is not a shard yet.
 func (s *State) copies() bool {
 	return s.Is == nil && s.division != "" && !strings.HasPrefix(s.division, shards.Intended)
@@ -142,9 +140,7 @@ func (s *State) Divides() bool {
 }
 
 func (s *State) add(l cli.Level, check, do, found string, args ...any) {
-	f := l.Finding(do, found, args...)
-	f.Check = check
-	s.Wrong = append(s.Wrong, f)
+	s.Wrong = append(s.Wrong, l.Finding(do, found, args...).Of(check))
 }
 
 func (s *State) cannotBeRead(err error) {
@@ -161,13 +157,13 @@ func (s *State) judge(want Identity, version int64, fresh bool) {
 	if !s.Reached {
 		return
 	}
-	migrate := fmt.Sprintf("run `pgratelimit migrate up --schema %s` there", s.schema)
+	migrate := fmt.Sprintf("run `pgratelimit migrate up --schema %s` there", s.Store.Schema)
 	switch {
 	case s.proxy:
 		s.add(cli.Problem, "version", "name the databases that have its limits", "is a proxy of shards itself")
 	case s.Version == 0:
 		s.add(cli.Problem, "version", migrate+", and deploy/grants.sql, or name another schema with --schema",
-			"is not migrated in schema %s", cli.Printable(s.schema))
+			"is not migrated in schema %s", cli.Printable(s.Store.Schema))
 	case s.Version < version:
 		s.add(cli.Problem, "version", migrate+", then deploy/grants.sql, and `pgratelimit shard set` for the proxy",
 			"is at version %d, and should be at %d", s.Version, version)
@@ -205,7 +201,7 @@ func (s *State) judge(want Identity, version int64, fresh bool) {
 // become returns the statement that makes a database the shard that it was before.
 func (s *State) become(is Identity) string {
 	return fmt.Sprintf("`INSERT INTO %s.rate_limit_shard (place, shards, cluster) VALUES (%d, %d, '%s')`",
-		pgx.Identifier{s.schema}.Sanitize(), is.Place, is.Shards, strings.ReplaceAll(is.Cluster, "'", "''"))
+		pgx.Identifier{s.Store.Schema}.Sanitize(), is.Place, is.Shards, strings.ReplaceAll(is.Cluster, "'", "''"))
 }
 
 // rightPlace returns advice for a shard that has a wrong place.
@@ -225,15 +221,15 @@ func (s *State) rightPlace(want Identity) string {
 }
 
 // judgeGrowth says how far the division of each old shard has come, and how to continue.
-func judgeGrowth(a *cli.App, states []State, growth *shards.Growth) {
+func judgeGrowth(a *cli.App, states []*State, growth *shards.Growth) {
 	half := len(states) / 2
 	moved, ended := false, true
 	do := "run " + a.Command("shard grow") + " again, which continues from there"
 	if growth.Proxies > 1 {
 		do += ", with --proxy for " + cli.Count(growth.Proxies-1, "other proxy")
 	}
-	for i := range half {
-		moved = moved || states[i].Is == nil || states[i].Is.Shards != half
+	for _, s := range states[:half] {
+		moved = moved || s.Is == nil || s.Is.Shards != half
 	}
 	if !moved {
 		do += "; or take it back, since no key has moved yet: " + a.Command("shard grow --undo")
@@ -241,8 +237,7 @@ func judgeGrowth(a *cli.App, states []State, growth *shards.Growth) {
 	if pid := states[0].divider; pid != 0 {
 		do = fmt.Sprintf("wait for the end of `pgratelimit shard grow`, which works now, as process %d of shard 0", pid)
 	}
-	for i := range half {
-		s := &states[i]
+	for i, s := range states[:half] {
 		l := cli.Warning
 		var found string
 		switch {
@@ -278,37 +273,39 @@ func (s *State) JudgeClock(proxy ClockTime) {
 }
 
 // States reads the states of a proxy and of its shards at the same time. A shard that does not answer is no error.
-func States(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (p ProxyState, states []State, err error) {
-	all, err := a.Shards(ctx, pool)
+func States(ctx context.Context, db cli.DB) (p ProxyState, states []*State, err error) {
+	all, err := db.Shards(ctx)
 	if err != nil || len(all) == 0 {
 		return p, nil, err
 	}
-	if err := a.Look(ctx, pool, func(tx pgx.Tx) error {
-		p, err = readProxyState(ctx, tx)
+	if err := db.Look(ctx, func(tx cli.Tx) error {
+		if err := tx.QueryRow(ctx, MapSQL).Scan(&p.Shards, &p.Version); err != nil {
+			return err
+		}
+		if p.Growth, err = shards.ReadGrowth(ctx, tx); err == nil {
+			p.clock, err = readClock(ctx, tx)
+		}
 		return err
 	}); err != nil {
 		return p, nil, err
 	}
-	states = make([]State, len(all))
 	var reading sync.WaitGroup
-	for i, shard := range all {
+	for _, shard := range all {
+		s := NewState(shard)
+		states = append(states, s)
 		reading.Go(func() {
-			s := NewState(shard)
-			if err := shard.WithPool(ctx, func(pool *pgxpool.Pool) error {
-				return shard.Look(ctx, pool, func(tx pgx.Tx) error { return s.Read(ctx, tx) })
-			}); err != nil {
+			if err := s.readStore(ctx); err != nil {
 				s.cannotBeRead(err)
 			}
-			states[i] = s
 		})
 	}
 	reading.Wait()
 	cluster := clusterOf(states)
-	for i := range states {
-		s, old := &states[i], &states[i%max(len(all)/2, 1)]
+	for i, s := range states {
+		old := states[i%max(len(all)/2, 1)]
 		s.JudgeClock(p.clock)
 		if p.Growth != nil && s.IsStill(old) {
-			s.Wrong = []cli.Finding{} // the problems belong to the old shard
+			s.Still, s.Wrong = old.Name, []cli.Finding{} // the problems belong to the old shard
 			continue
 		}
 		want := Identity{i, len(all), cluster}
@@ -321,7 +318,7 @@ func States(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (p ProxyState, 
 		}
 	}
 	if p.Growth != nil {
-		judgeGrowth(a, states, p.Growth)
+		judgeGrowth(db.App, states, p.Growth)
 	}
 	return p, states, ctx.Err()
 }
@@ -330,10 +327,10 @@ func States(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (p ProxyState, 
 func (s *State) IsStill(old *State) bool { return s != old && s.Connection == old.Connection }
 
 // clusterOf returns the cluster of the first database that is a shard.
-func clusterOf(states []State) string {
-	for i := range states {
-		if states[i].Is != nil {
-			return states[i].Is.Cluster
+func clusterOf(states []*State) string {
+	for _, s := range states {
+		if s.Is != nil {
+			return s.Is.Cluster
 		}
 	}
 	return ""

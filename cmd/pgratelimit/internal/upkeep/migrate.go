@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit/internal/catalog"
@@ -38,37 +37,36 @@ pooler.`,
 		RunE: cli.MissingCommand,
 	}
 	cmd.AddCommand(migrateUpCommand(a), migrateDownCommand(a), migrateStatusCommand(a), migratePrintCommand(a))
+	for _, sub := range cmd.Commands() {
+		a.AddJSON(sub)
+	}
 	return cmd
 }
 
 func migrateUpCommand(a *cli.App) *cobra.Command {
-	cmd := &cobra.Command{
+	return &cobra.Command{
 		Use:   "up",
 		Short: "Apply all migrations that the database does not have",
 		Example: `  pgratelimit migrate up
   pgratelimit migrate up --schema limits`,
 		Args: cobra.NoArgs,
 		RunE: cli.Action(func(ctx context.Context, _ []string) error {
-			return migrate(ctx, a, func(ctx context.Context, pool *pgxpool.Pool) error {
-				return migrateUp(ctx, a, pool)
-			})
+			return migrate(ctx, a, func(db cli.DB) error { return migrateUp(ctx, db) })
 		}),
 	}
-	a.AddJSON(cmd)
-	return cmd
 }
 
 // migrateUp applies all migrations. migrateUp returns an error if no migration is pending but an object is missing.
 // migrateUp prints a warning if the objects do not belong to the schema's owner, and this role may act as the owner.
-func migrateUp(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
-	before, err := migrations.Status(ctx, pool)
+func migrateUp(ctx context.Context, db cli.DB) error {
+	before, err := migrations.Status(ctx, db.Pool)
 	first := err == nil && !slices.ContainsFunc(before, func(m migrations.Migration) bool { return m.Applied })
 	pending := err != nil || slices.ContainsFunc(before, func(m migrations.Migration) bool { return !m.Applied })
-	if err := migrations.Up(ctx, pool); err != nil {
+	if err := migrations.Up(ctx, db.Pool); err != nil {
 		return err
 	}
 	if !pending {
-		return requireAll(ctx, a, pool)
+		return requireAll(ctx, db)
 	}
 	if !first {
 		return nil
@@ -76,16 +74,13 @@ func migrateUp(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 	type owners struct{ Me, Schema, Owner string }
 	var found []owners
 	// Migrations only change rows of the version table as this role.
-	err = a.Transaction(ctx, pool, pgx.ReadOnly, cli.AccessShare, true, func(tx pgx.Tx) error {
-		rows, err := tx.Query(ctx, ownerSQL)
-		if err == nil {
-			found, err = pgx.CollectRows(rows, pgx.RowToStructByPos[owners])
-		}
+	err = db.Transaction(ctx, pgx.ReadOnly, cli.AccessShare, true, func(tx cli.Tx) (err error) {
+		found, err = cli.Rows[owners](ctx, tx, ownerSQL)
 		return err
 	})
 	for _, f := range found {
-		e := doctor.Examination{App: a, Server: doctor.Server{OwnerSQL: f.Owner}}
-		fmt.Fprintln(a.Stderr, cli.Printable(fmt.Sprintf(
+		e := doctor.Examination{DB: db, Server: doctor.Server{OwnerSQL: f.Owner}}
+		fmt.Fprintln(db.Stderr, cli.Printable(fmt.Sprintf(
 			"warning: the new tables and functions belong to %s, and the functions run with the rights of %s. "+
 				"Schema %s belongs to %s. To give everything to %s, run %s, "+
 				"`DROP TABLE %s.rate_limit_goose_version`, then %s. That loses all counts, policies and bans made "+
@@ -96,8 +91,8 @@ func migrateUp(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 }
 
 // requireAll returns an error if an object of the migrations is missing.
-func requireAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
-	e := &doctor.Examination{App: a, Pool: pool}
+func requireAll(ctx context.Context, db cli.DB) error {
+	e := &doctor.Examination{DB: db}
 	if err := e.ReadServer(ctx); err != nil {
 		return err
 	}
@@ -141,7 +136,7 @@ grow' finishes the division, and 'pgratelimit shard grow --undo' takes it back.`
 		Args: cobra.NoArgs,
 	}
 	cmd.RunE = cli.Action(func(ctx context.Context, _ []string) error {
-		down := func(ctx context.Context, pool *pgxpool.Pool) error { return migrations.Down(ctx, pool) }
+		down := func(db cli.DB) error { return migrations.Down(ctx, db.Pool) }
 		question := "Roll back the last migration? What it has made goes with it."
 		if cmd.Flags().Changed("to") {
 			question = fmt.Sprintf("Roll back all migrations above version %d? "+
@@ -149,30 +144,29 @@ grow' finishes the division, and 'pgratelimit shard grow --undo' takes it back.`
 			if to < 1 {
 				question = "Roll back all migrations? The tables go too, and with them all counts and policies."
 			}
-			down = func(ctx context.Context, pool *pgxpool.Pool) error { return migrations.DownTo(ctx, pool, to) }
+			down = func(db cli.DB) error { return migrations.DownTo(ctx, db.Pool, to) }
 		}
 		if err := a.Confirm(ctx, question, yes); err != nil {
 			return err
 		}
-		return migrate(ctx, a, func(ctx context.Context, pool *pgxpool.Pool) error {
-			if err := refuseDivided(ctx, a, pool); err != nil {
+		return migrate(ctx, a, func(db cli.DB) error {
+			if err := refuseDivided(ctx, db); err != nil {
 				return err
 			}
-			return down(ctx, pool)
+			return down(db)
 		})
 	})
 	cmd.Flags().Int64Var(&to, "to", 0, "roll back all migrations above this `version`; 0: all")
 	cli.AddYes(cmd, &yes)
-	a.AddJSON(cmd)
 	return cmd
 }
 
 // refuseDivided returns an error if the database takes part in an unfinished growth, because a rollback of migrations
 // could drop the only counts of some keys.
-func refuseDivided(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
+func refuseDivided(ctx context.Context, db cli.DB) error {
 	var growth *shards.Growth
-	state := shard.NewState(a)
-	if err := a.Transaction(ctx, pool, pgx.ReadOnly, cli.AccessShare, true, func(tx pgx.Tx) (err error) {
+	state := shard.NewState(db.App)
+	if err := db.Transaction(ctx, pgx.ReadOnly, cli.AccessShare, true, func(tx cli.Tx) (err error) {
 		if growth, err = shards.ReadGrowth(ctx, tx); err == nil {
 			err = state.Read(ctx, tx)
 		}
@@ -187,20 +181,18 @@ func refuseDivided(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 		"proxy, so counts could be lost, and calls fail. For the proxy, %s goes on with that, and if no key has moved "+
 		"yet, %s takes it back; `pgratelimit shard list` tells how far it is. If there is no proxy any more, and "+
 		"nobody needs the counts, execute what `pgratelimit migrate print --down` prints",
-		a.Command("shard grow"), a.Command("shard grow --undo"))
+		db.Command("shard grow"), db.Command("shard grow --undo"))
 }
 
 func migrateStatusCommand(a *cli.App) *cobra.Command {
-	cmd := &cobra.Command{
+	return &cobra.Command{
 		Use:   "status",
 		Short: "List the migrations, and when each was applied",
 		Args:  cobra.NoArgs,
 		RunE: cli.Action(func(ctx context.Context, _ []string) error {
-			return migrate(ctx, a, func(context.Context, *pgxpool.Pool) error { return nil })
+			return migrate(ctx, a, func(cli.DB) error { return nil })
 		}),
 	}
-	a.AddJSON(cmd)
-	return cmd
 }
 
 // MigrationStatus is a migration in the output.
@@ -212,13 +204,13 @@ type MigrationStatus struct {
 }
 
 // migrate changes the database, and then prints the applied migrations.
-func migrate(ctx context.Context, a *cli.App, change func(context.Context, *pgxpool.Pool) error) error {
+func migrate(ctx context.Context, a *cli.App, change func(db cli.DB) error) error {
 	pool, err := a.Open(ctx, a.InSchema)
 	if err != nil {
 		return err
 	}
 	defer pool.Close()
-	if err := change(ctx, pool); err != nil {
+	if err := change(cli.DB{App: a, Pool: pool}); err != nil {
 		return err
 	}
 	all, err := migrations.Status(ctx, pool)
@@ -260,11 +252,8 @@ func migratePrintCommand(a *cli.App) *cobra.Command {
   pgratelimit migrate print --down > migrations/20261121_rate_limit.down.sql
   pgratelimit migrate print 2`,
 		RunE: cli.Action(func(_ context.Context, args []string) error {
-			all, err := cli.ReadMigrations()
+			all, err := choose(args)
 			if err != nil {
-				return err
-			}
-			if all, err = choose(all, args); err != nil {
 				return err
 			}
 			if down {
@@ -284,16 +273,12 @@ func migratePrintCommand(a *cli.App) *cobra.Command {
 		}),
 	}
 	cmd.Flags().BoolVar(&down, "down", false, "print what rolls the migrations back, the last one first")
-	a.AddJSON(cmd)
 	return cmd
 }
 
 // choose returns the migrations that have the given versions, or all migrations if versions is empty.
-func choose(all []cli.Migration, versions []string) ([]cli.Migration, error) {
-	if len(versions) == 0 {
-		return all, nil
-	}
-	wanted := map[int64]bool{}
+func choose(versions []string) ([]cli.Migration, error) {
+	all, wanted := cli.ReadMigrations(), map[int64]bool{}
 	for _, text := range versions {
 		version, err := strconv.ParseInt(text, 10, 64)
 		if err != nil || !slices.ContainsFunc(all, func(m cli.Migration) bool { return m.Version == version }) {
@@ -301,5 +286,5 @@ func choose(all []cli.Migration, versions []string) ([]cli.Migration, error) {
 		}
 		wanted[version] = true
 	}
-	return slices.DeleteFunc(all, func(m cli.Migration) bool { return !wanted[m.Version] }), nil
+	return slices.DeleteFunc(all, func(m cli.Migration) bool { return len(wanted) > 0 && !wanted[m.Version] }), nil
 }

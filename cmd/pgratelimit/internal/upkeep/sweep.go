@@ -8,7 +8,6 @@ import (
 	"log/slog"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit/cleanup"
@@ -40,15 +39,15 @@ decision, because an expired row means the same as no row.`,
   pgratelimit sweep --every 5m
   pgratelimit sweep --existing login --existing api`,
 		Args: cobra.NoArgs,
-		RunE: a.OnDatabase(func(ctx context.Context, pool *pgxpool.Pool, _ []string) error {
+		RunE: a.OnDatabase(func(ctx context.Context, db cli.DB, _ []string) error {
 			config.Logger = slog.New(slog.DiscardHandler) // the command prints the result of its only pass
 			if every != 0 {
 				config.Interval, config.Logger = every, logger(a)
 			}
-			if _, err := cleanup.New(pool, config); err != nil { // checks config before the database is used
+			if _, err := cleanup.New(db.Pool, config); err != nil { // checks config before the database is used
 				return err
 			}
-			schema, err := a.Home(ctx, pool)
+			schema, err := db.Home(ctx)
 			if err != nil {
 				return err
 			}
@@ -57,7 +56,7 @@ decision, because an expired row means the same as no row.`,
 			if every == 0 {
 				config.Progress = bar.Update
 			}
-			sweeper, err := cleanup.New(pool, config)
+			sweeper, err := cleanup.New(db.Pool, config)
 			if err != nil {
 				return err
 			}

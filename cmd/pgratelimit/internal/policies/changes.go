@@ -4,12 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"math/big"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
-	"github.com/spf13/pflag"
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
@@ -17,39 +17,127 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// momentValue is a flag whose value is a time, or a duration after another time.
-type momentValue struct {
-	given bool
+// PolicyChange is the output of a command that changes policies.
+type PolicyChange struct {
+	DryRun  bool        `json:"dry_run"`
+	Removed []PolicyRow `json:"removed"`
+	Added   *PolicyRow  `json:"added"` // null if no row was added
+	// Overrides is the row for the same target that the added row overrides. The overridden row remains in the table.
+	Overrides *PolicyRow `json:"overrides"`
+	Lowers    bool       `json:"lowers"` // whether the change may lower the limit, so that it needs --force
+	at        time.Time
+	because   string // the reason why the change may lower the limit
+
+	// These are words in the output.
+	removed, added string
+	none           string // the output if nothing changes
+}
+
+// carryOut changes policies and prints the changes. decide gets the rows for the target and sets the changes. No other
+// session can change policies meanwhile.
+func (c *PolicyChange) carryOut(
+	ctx context.Context, a *cli.App, name string, target PolicyTarget, decide func(rows []PolicyRow) error,
+) error {
+	transaction := cli.DB.Write
+	if c.DryRun {
+		transaction = cli.DB.Read
+	}
+	c.Removed = []PolicyRow{} // [] instead of null in JSON
+	if err := a.InFirst(ctx, func(db cli.DB) error {
+		return transaction(db, ctx, func(tx cli.Tx) error {
+			if !c.DryRun {
+				if _, err := tx.Exec(ctx, turnSQL); err != nil {
+					return err
+				}
+			}
+			rows, at, err := ApplyingPolicies(ctx, tx, name, target, true)
+			if err != nil {
+				return err
+			}
+			c.at = at
+			if err := decide(rows); err != nil || c.DryRun {
+				return err
+			}
+			return c.write(ctx, tx)
+		})
+	}); err != nil {
+		return err
+	}
+	return a.Print(c, c.print)
+}
+
+func (c *PolicyChange) write(ctx context.Context, tx cli.Tx) error {
+	if len(c.Removed) > 0 {
+		var ids []int64
+		for _, r := range c.Removed {
+			ids = append(ids, r.ID)
+		}
+		if _, err := tx.Exec(ctx, removeSQL, ids); err != nil {
+			return err
+		}
+	}
+	r := c.Added
+	if r == nil {
+		return nil
+	}
+	rows, err := cli.Rows[PolicyRow](ctx, tx, addSQL, r.Limiter, r.Key, r.KeyPrefix, r.Mode, r.Policy, r.ValidFrom,
+		r.ValidUntil, r.Comment)
+	if err == nil {
+		*r = rows[0]
+	}
+	return err
+}
+
+func (c *PolicyChange) print(w io.Writer) {
+	if len(c.Removed) == 0 && c.Added == nil {
+		fmt.Fprintln(w, c.none)
+		return
+	}
+	would := ""
+	if c.DryRun {
+		would = "would be "
+	}
+	fmt.Fprintf(w, "WHAT\t%s\n", header)
+	for i := range c.Removed {
+		fmt.Fprintf(w, "%s%s\t%s\n", would, c.removed, c.Removed[i].line())
+	}
+	if c.Added != nil {
+		fmt.Fprintf(w, "%s%s\t%s\n", would, c.added, c.Added.line())
+	}
+	if c.Overrides != nil {
+		fmt.Fprintf(w, "%soverridden\t%s\n", would, c.Overrides.line())
+	}
+	if c.DryRun && c.Lowers {
+		fmt.Fprintf(w, "\nthis %s, and needs --force\n", c.because)
+	}
+}
+
+// moment is a time, or a duration after another time.
+type moment struct {
 	after time.Duration
 	at    time.Time
 }
 
-var _ pflag.Value = (*momentValue)(nil)
-
-func (v *momentValue) Set(text string) (err error) {
-	*v = momentValue{given: true}
-	if v.after, err = readSpan(text); err == nil {
-		return nil
+func readMoment(text string) (*moment, error) {
+	if span, err := readSpan(text); err == nil {
+		return &moment{after: span}, nil
 	}
 	for _, layout := range []string{
 		time.RFC3339, "2006-01-02 15:04:05Z07:00", "2006-01-02 15:04:05", "2006-01-02 15:04", "2006-01-02",
 	} {
-		if v.at, err = time.Parse(layout, text); err == nil {
-			return nil
+		if at, err := time.Parse(layout, text); err == nil {
+			return &moment{at: at}, nil
 		}
 	}
-	return errors.New("it has to be a duration, like 90m or 7d, or a time, like 2026-12-31 (in UTC) " +
+	return nil, errors.New("it has to be a duration, like 90m or 7d, or a time, like 2026-12-31 (in UTC) " +
 		"or 2026-12-31T18:00:00+01:00")
 }
 
-func (*momentValue) String() string { return "" }
-func (*momentValue) Type() string   { return "time" }
-
-func (v *momentValue) since(t time.Time) time.Time {
-	if v.after > 0 {
-		return t.Add(v.after).Truncate(time.Microsecond)
+func (m *moment) since(t time.Time) time.Time {
+	if m.after > 0 {
+		return t.Add(m.after).Truncate(time.Microsecond)
 	}
-	return v.at.UTC()
+	return m.at.UTC()
 }
 
 // readSpan parses a duration such as 7d or 90m. Go's durations have no days.
@@ -60,20 +148,6 @@ func readSpan(text string) (time.Duration, error) {
 	}
 	return numbers[0].Span, nil
 }
-
-// spanValue is a flag whose value is a duration.
-type spanValue time.Duration
-
-var _ pflag.Value = (*spanValue)(nil)
-
-func (v *spanValue) Set(text string) error {
-	span, err := readSpan(text)
-	*v = spanValue(span)
-	return err
-}
-
-func (*spanValue) String() string { return "" }
-func (*spanValue) Type() string   { return "duration" }
 
 func addComment(cmd *cobra.Command, comment *string) {
 	cmd.Flags().StringVar(comment, "comment", "", "why, for whoever reads this next")
@@ -89,7 +163,7 @@ func checkComment(comment string) error {
 
 func setCommand(a *cli.App) *cobra.Command {
 	var target targetFlags
-	var from, until momentValue
+	var from, until *moment // nil if the flag is not given
 	var comment, mode string
 	var off, force, dry bool
 	cmd := &cobra.Command{
@@ -140,21 +214,20 @@ row that this release cannot read is not compared, and is replaced only with --f
 			if err != nil {
 				return cli.Usage(err)
 			}
-			text := policy.String()
-			wanted.Policy = &text
+			wanted.Policy = new(policy.String())
 		}
-		to := target.Target(cmd)
+		to := target.PolicyTarget
 		wanted.Limiter, wanted.Key, wanted.KeyPrefix = args[0], to.Key, to.prefix
 		if err := errors.Join(CheckPolicyTarget(args[0], to), checkComment(comment)); err != nil {
 			return cli.Usage(err)
 		}
 		c := PolicyChange{DryRun: dry, removed: "replaced", added: "set"}
 		if err := c.carryOut(ctx, a, args[0], to, func(rows []PolicyRow) error {
-			if err := wanted.begin(&from, &until, c.at); err != nil {
+			if err := wanted.begin(from, until, c.at); err != nil {
 				return err
 			}
 			c.Added = wanted
-			replaces := !from.given && !until.given
+			replaces := from == nil && until == nil
 			for _, r := range rows {
 				if replaces && r.Target().is(to) && r.shadow() == wanted.shadow() && r.Counts(c.at) {
 					c.Removed = append(c.Removed, r)
@@ -179,8 +252,10 @@ row that this release cannot read is not compared, and is replaced only with --f
 	addComment(cmd, &comment)
 	cmd.Flags().StringVar(&mode, "mode", ModeEnforce, "enforce, or shadow: decide it too, and only report it")
 	cmd.Flags().BoolVar(&off, "off", false, "allow everything, and count nothing, instead of a POLICY")
-	cmd.Flags().Var(&from, "from", "when it begins (default: now); a duration counts from now")
-	cmd.Flags().Var(&until, "until", "when it ends (default: never); a duration counts from when it begins")
+	cmd.Flags().Var(cli.Parsed(&from, "time", readMoment), "from",
+		"when it begins (default: now); a duration counts from now")
+	cmd.Flags().Var(cli.Parsed(&until, "time", readMoment), "until",
+		"when it ends (default: never); a duration counts from when it begins")
 	cmd.Flags().BoolVar(&force, "force", false, "lower a limit, too")
 	addDryRun(cmd, &dry)
 	return a.Finish(cmd)
@@ -191,16 +266,16 @@ func addDryRun(cmd *cobra.Command, dry *bool) {
 }
 
 // begin sets the beginning and the end of a row. now is the database's time.
-func (r *PolicyRow) begin(from, until *momentValue, now time.Time) error {
+func (r *PolicyRow) begin(from, until *moment, now time.Time) error {
 	begins := now
-	if from.given {
+	if from != nil {
 		if begins = from.since(now); !begins.After(now) {
 			return cli.Usage(fmt.Errorf("--from, %s, is not later than now, %s; leave it out to begin now",
 				cli.Instant(begins), cli.Instant(now)))
 		}
 	}
 	r.ValidFrom = &begins
-	if until.given {
+	if until != nil {
 		ends := until.since(begins)
 		if !ends.After(begins) {
 			return cli.Usage(fmt.Errorf("--until, %s, is not later than the beginning, %s",
@@ -290,7 +365,7 @@ force. A ban by a person is removed too. A ban by a limiter stays: 'pgratelimit 
 		Args: cobra.ExactArgs(1),
 	}
 	cmd.RunE = cli.Action(func(ctx context.Context, args []string) error {
-		to := target.Target(cmd)
+		to := target.PolicyTarget
 		if mode != ModeEnforce && mode != ModeShadow {
 			return cli.Usage(fmt.Errorf("--mode is %q, and must be enforce or shadow", mode))
 		}
@@ -312,4 +387,84 @@ force. A ban by a person is removed too. A ban by a limiter stays: 'pgratelimit 
 	cmd.Flags().StringVar(&mode, "mode", ModeEnforce, "enforce, for all rows that decide, or shadow")
 	addDryRun(cmd, &dry)
 	return a.Finish(cmd)
+}
+
+func BanCommand(a *cli.App) *cobra.Command {
+	var lasts time.Duration
+	var comment string
+	cmd := &cobra.Command{
+		Use:   "ban NAME KEY --for DURATION --comment WHY",
+		Short: "Deny everything to a key for a while",
+		Long: `Denies all requests of a key for a while, in limiters whose Config.Policies is set. The ban replaces a
+ban by a person that would end sooner. If the key is already banned for longer, nothing changes. A ban
+by a limiter stays, so that the limiter's next ban is longer. To ban a prefix or everybody, INSERT a row
+of the mode deny into rate_limit_policy.`,
+		Example: `  pgratelimit ban login user:123 --for 1h --comment "tries passwords"
+  pgratelimit ban api 203.0.113.7 --for 7d --comment "ticket 1234" --json`,
+		Args: cobra.ExactArgs(2),
+		RunE: cli.Action(func(ctx context.Context, args []string) error {
+			to := PolicyTarget{Key: &args[1]}
+			if err := errors.Join(CheckPolicyTarget(args[0], to), checkComment(comment)); err != nil {
+				return cli.Usage(err)
+			}
+			c := PolicyChange{removed: "replaced", added: "banned"}
+			return c.carryOut(ctx, a, args[0], to, func(rows []PolicyRow) error {
+				ends := c.at.Add(lasts)
+				decided := false // a row that began later decides
+				for _, r := range rows {
+					if !r.Target().is(to) || r.shadow() || !r.Counts(c.at) || !r.readable() {
+						continue
+					}
+					decides := !decided
+					decided = true
+					switch {
+					case r.Mode != ModeDeny:
+					case decides && r.ValidUntil == nil:
+						c.none = "the key is already banned, without an end"
+						return nil
+					case decides && r.ValidUntil.After(ends):
+						c.none = "the key is already banned, until " + cli.Instant(*r.ValidUntil)
+						return nil
+					case !r.Automatic:
+						c.Removed = append(c.Removed, r)
+					}
+				}
+				c.Added = &PolicyRow{Limiter: args[0], Key: to.Key, Mode: ModeDeny, Comment: comment,
+					ValidFrom: &c.at, ValidUntil: &ends}
+				return nil
+			})
+		}),
+	}
+	cmd.Flags().Var(cli.Parsed(&lasts, "duration", readSpan), "for", "how long, like 90m or 7d")
+	cobra.CheckErr(cmd.MarkFlagRequired("for"))
+	addComment(cmd, &comment)
+	return a.Finish(cmd)
+}
+
+func UnbanCommand(a *cli.App) *cobra.Command {
+	return a.Finish(&cobra.Command{
+		Use:   "unban NAME KEY",
+		Short: "Remove the bans of a key",
+		Long: `Removes all bans of a key, whether people or limiters made them. If a limiter bans the key again, the
+ban is as short as a first ban. Bans of a prefix of the key, or of everybody, stay: 'pgratelimit
+explain' shows them, and 'pgratelimit policy unset' removes them.`,
+		Example: `  pgratelimit unban login user:123
+  pgratelimit unban api 203.0.113.7 --json`,
+		Args: cobra.ExactArgs(2),
+		RunE: cli.Action(func(ctx context.Context, args []string) error {
+			to := PolicyTarget{Key: &args[1]}
+			if err := CheckPolicyTarget(args[0], to); err != nil {
+				return err
+			}
+			c := PolicyChange{removed: "removed", none: "the key is not banned"}
+			return c.carryOut(ctx, a, args[0], to, func(rows []PolicyRow) error {
+				for _, r := range rows {
+					if r.Target().is(to) && r.Mode == ModeDeny {
+						c.Removed = append(c.Removed, r)
+					}
+				}
+				return nil
+			})
+		}),
+	})
 }
