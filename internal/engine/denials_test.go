@@ -425,7 +425,7 @@ func TestCachedDenialNeedsNoMemory(t *testing.T) {
 	}))
 }
 
-// deniedLimiter returns a limiter without a database that remembers a denial of user:123.
+// deniedLimiter returns a limiter that remembers a denial of user:123, and has no database.
 func deniedLimiter(t testing.TB, policy ratelimit.Policy, observer *ratelimit.Observer) *ratelimit.Limiter {
 	l := limitertest.New(t, &pgxpool.Pool{}, ratelimit.Config{Name: "test", Policy: policy},
 		ratelimit.ClientConfig{DenialMaxAge: time.Hour, Observer: observer})

@@ -88,7 +88,7 @@ func (h *heldLane) askAll(requests []*Request) (held []*Request) {
 	return held
 }
 
-// ask is askAll for requests of one group, in one statement.
+// ask sends a statement for requests of one group, and returns the requests whose keys are still held.
 func (h *heldLane) ask(requests []*Request, skip bool, wait time.Duration) (held []*Request) {
 	requests, probe := h.batcher.Breaker.turnAway(requests)
 	if len(requests) == 0 {

@@ -231,9 +231,9 @@ func (ls *Leases) ahead(space *Space, policy *model.Policy, key string, n int64)
 	return (size + excess) / n
 }
 
-// wants returns how many units to take ahead, according to demand. If the last lease is used up, outlived decides.
-// Otherwise the result is the used part of the last lease. If no units were used, the result is enough for half of the
-// calls that come during a lease at the present rate, but for at most firstLease calls.
+// wants returns how many units to take ahead, according to demand. If the last lease is used up, outlived decides. If a
+// part of it is used, the result is that part. If no units were used, the result is enough for half of the calls that
+// come during a lease at the present rate, but for at most firstLease calls.
 func (e *Lease) wants(now instant, n int64) int64 {
 	if e.receipt != nil {
 		e.size = e.next

@@ -608,7 +608,7 @@ func TestWhatIsLeftOfALease(t *testing.T) {
 	}
 }
 
-// counting yields the numbers from from to before to, in steps of step.
+// counting yields the numbers in the range [from, to), in steps of step.
 func counting(from, to, step int) iter.Seq[int] {
 	return func(yield func(int) bool) {
 		for i := from; i*step < to*step && yield(i); i += step {

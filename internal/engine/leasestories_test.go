@@ -87,7 +87,7 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 	busy := r.IntN(2) == 0 // demand always exceeds the limit
 	for _, p := range w.processes {
 		p.slow = r.Int64N(6) - 3
-		for range 3 { // the next call takes ahead then
+		for range 3 { // after three calls, a process takes units ahead
 			w.call(p, 1)
 		}
 		p.wants(r.Int64N(500))

@@ -336,8 +336,8 @@ func unknownZone(requests []*Request, err error) (zone string) {
 const closeTimeout = 15 * time.Second
 
 // blame finds out why the pool has no connection left. If a statement has failed less than closeTimeout ago because
-// Postgres hangs, blame returns an ordinary ErrTimeout. If no statement has failed so, the application uses all
-// connections, and blame returns the same error.
+// Postgres hangs, blame returns an ordinary ErrTimeout. In all other cases, the application uses all connections, and
+// blame returns the same error.
 func (d *Database) blame(err error) error {
 	hungAt := d.hungAt.Load()
 	switch {

@@ -137,8 +137,8 @@ type RowSet struct {
 
 // attempts records how calls of rate_limit_take_all have ended. rate_limit_take_all decides only if it can grant all
 // requests. If it cannot, the call is vain, and rate_limit_all decides. After a vain call, the next call goes to
-// rate_limit_all at once. After two vain calls in a row, the next 3 calls go there, after three the next 7, and after
-// more the next 15. So vain calls cost little time, even if many requests are denied.
+// rate_limit_all at once. After two, three or more vain calls in a row, the next 3, 7 or 15 calls go to rate_limit_all.
+// So vain calls cost little time, even if many requests are denied.
 type attempts struct{ vain, pause atomic.Int32 }
 
 // worthwhile returns whether the next call shall try rate_limit_take_all.

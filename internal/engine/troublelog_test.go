@@ -100,7 +100,7 @@ func TestFlakyDatabaseIsLoggedOnce(t *testing.T) {
 	})
 }
 
-// A fault may concern only one limiter. Decisions of another limiter do not end its trouble.
+// A fault may concern only one limiter. Decisions of another limiter do not end the trouble of the first one.
 func TestFaultOfOneLimiter(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
