@@ -31,6 +31,12 @@ func TestOnlyWhatDidNotCountIsRepeated(t *testing.T) {
 		SeverityUnlocalized: "ERROR",
 		Message:             "cache lookup failed for type 12345",
 	}
+	otherType := &pgconn.PgError{
+		Code:                "XX000",
+		SeverityUnlocalized: "ERROR",
+		Message:             "function in FROM has unsupported return type",
+		Routine:             "ExecInitFunctionScan",
+	}
 	raced, deadlock := &pgconn.PgError{
 		Code:                "40001",
 		SeverityUnlocalized: "ERROR",
@@ -54,6 +60,7 @@ func TestOnlyWhatDidNotCountIsRepeated(t *testing.T) {
 		{[]error{canceled, canceled, nil}, 3, nil}, // the third statement skips locked rows
 		{[]error{canceled, canceled, canceled, canceled, nil}, 4, ratelimit.ErrTimeout},
 		{[]error{dropped, nil}, 2, nil},
+		{[]error{otherType, nil}, 2, nil},
 		{[]error{dropped, dropped, nil}, 2, ratelimit.ErrNotMigrated},
 	} {
 		db := &failing{DBTX: pgtest.New(t).Pool, errs: c.errs}

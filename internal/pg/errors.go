@@ -279,7 +279,8 @@ func Remade(err error) bool {
 	}
 	switch pgErr.Code {
 	case "XX000": // all languages of the server have the first message in English
-		return strings.HasPrefix(remote(pgErr).Message, "cache lookup failed for ") || pgErr.Routine == "relation_open"
+		return strings.HasPrefix(remote(pgErr).Message, "cache lookup failed for ") ||
+			pgErr.Routine == "relation_open" || pgErr.Routine == "ExecInitFunctionScan"
 	case "42804": // in PL/pgSQL, a variable and a row have different types
 		return pgErr.Routine == "exec_assign_value"
 	case "0A000": // the plan of a prepared statement returned another type
