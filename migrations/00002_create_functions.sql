@@ -551,15 +551,16 @@ CREATE FUNCTION _rate_limit_bucket(
     refill bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
-    full_credit CONSTANT bigint := capacity * every_us;
-    fill_us CONSTANT bigint := (full_credit - 1) / refill + 1;
+    full_count CONSTANT bigint := capacity * every_us;
+    fill_us CONSTANT bigint := (full_count - 1) / refill + 1;
+    left_over bigint;        -- the tokens left, in 1/scale token
     t bigint;                -- the later time of clock and window_start
     moved boolean := false;  -- whether the clock was set back, so that the row's times were set back too
     room bigint;
 BEGIN
     IF clock >= s.expires_at THEN
         s.count := 0;
-        s.credit := full_credit;
+        s.credit := 0;
         s.window_start := clock;
     ELSE
         -- Takes by another policy can no longer be refunded.
@@ -567,14 +568,15 @@ BEGIN
             s.since := greatest(s.since + 1, s.window_start, clock);
             s.returned := 0;
         END IF;
+        left_over := s.capacity * s.scale - s.count;
         IF s.scale <> every_us THEN -- keep whole tokens, and round the rest down
-            s.credit := CASE WHEN s.credit / s.scale >= capacity THEN full_credit
-                ELSE s.credit / s.scale * every_us
+            left_over := CASE WHEN left_over / s.scale >= capacity THEN full_count
+                ELSE left_over / s.scale * every_us
                     -- The product may need 128 bits.
-                    + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
+                    + div((left_over % s.scale)::numeric * every_us, s.scale)::bigint END;
         END IF;
-        s.credit := least(s.credit, full_credit);
-        IF s.credit = full_credit AND s.count = 0 THEN -- the capacity became smaller, so the row is as good as new
+        s.count := greatest(full_count - left_over, 0);
+        IF s.count = 0 AND s.credit = 0 THEN -- the capacity became smaller, so the row is as good as new
             s.window_start := clock;
             s.expires_at := clock;
         ELSIF s.window_start - clock > fill_us THEN
@@ -582,7 +584,7 @@ BEGIN
             s.since := greatest(s.since + 1, clock);
             s.returned := 0;
             s.expires_at := clock
-                + _rate_limit_ceil_div(full_credit - CASE WHEN s.count > 0 THEN 0 ELSE s.credit END, refill);
+                + _rate_limit_ceil_div(CASE WHEN s.credit > 0 THEN full_count ELSE s.count END, refill);
             moved := true;
         END IF;
     END IF;
@@ -591,24 +593,24 @@ BEGIN
     s.refill := refill;
     t := greatest(clock, s.window_start);
     -- The comparison divides, because the product would overflow after a long time.
-    IF s.credit < full_credit AND t - s.window_start <= (full_credit - s.credit - 1) / refill THEN
-        s.credit := s.credit + (t - s.window_start) * refill;
+    IF s.count > 0 AND t - s.window_start <= (s.count - 1) / refill THEN
+        s.count := s.count - (t - s.window_start) * refill;
     ELSE -- the bucket is full
-        s.credit := full_credit;
-        IF s.count = 0 THEN -- the row is as good as new
+        s.count := 0;
+        IF s.credit = 0 THEN -- the row is as good as new
             s.since := t;
             s.returned := 0;
         END IF;
     END IF;
     s.window_start := t;
 
-    room := s.credit / every_us;
-    s.granted := CASE WHEN cost BETWEEN 1 AND capacity THEN least(most, (room + s.count) / cost) ELSE 0 END;
-    s.remaining := room + s.count - s.granted * cost;
+    room := (full_count - s.count) / every_us;
+    s.granted := CASE WHEN cost BETWEEN 1 AND capacity THEN least(most, (room + s.credit) / cost) ELSE 0 END;
+    s.remaining := room + s.credit - s.granted * cost;
     s.spent := greatest(s.granted * cost - room, 0);
     IF s.granted > 0 THEN
-        s.credit := s.credit - (s.granted * cost - s.spent) * every_us;
-        s.count := s.count - s.spent;
+        s.count := s.count + (s.granted * cost - s.spent) * every_us;
+        s.credit := s.credit - s.spent;
         s.expires_at := t + fill_us;
     END IF;
 
@@ -616,45 +618,42 @@ BEGIN
         WHEN s.granted = asked THEN 0
         WHEN cost > capacity THEN NULL
         WHEN s.remaining >= greatest(cost, 1) THEN 0
-        ELSE least(t + _rate_limit_ceil_div((greatest(cost, 1) - s.count) * every_us - s.credit, refill), s.expires_at)
-            - clock END;
+        ELSE least(s.expires_at, t + _rate_limit_ceil_div(
+            (greatest(cost, 1) - s.credit) * every_us - (full_count - s.count), refill)) - clock END;
     s.reset_after_us := CASE
-        WHEN s.count > 0 THEN s.expires_at
-        WHEN s.credit < full_credit
-            THEN least(t + _rate_limit_ceil_div(full_credit - s.credit, refill), s.expires_at)
+        WHEN s.credit > 0 THEN s.expires_at
+        WHEN s.count > 0 THEN least(t + _rate_limit_ceil_div(s.count, refill), s.expires_at)
         ELSE clock END - clock;
     s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- otherwise nothing is written
     IF s.changed THEN
         s.expires_at := clock + s.reset_after_us;
     END IF;
-    s.taken_at := s.returned + full_credit - s.credit;
+    s.taken_at := s.returned + s.count;
     RETURN s;
 END
 $$;
 
--- _rate_limit_bucket_runs tells whether a bucket is not full at clock. _rate_limit_bucket_level returns its credit.
-CREATE FUNCTION _rate_limit_bucket_runs(
-    credit bigint, window_start bigint, clock bigint, full_credit bigint, refill bigint
-) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$ SELECT clock - window_start <= (full_credit - credit - 1) / refill $$;
+-- _rate_limit_bucket_runs tells whether a bucket is not full at clock. _rate_limit_bucket_count returns its count.
+CREATE FUNCTION _rate_limit_bucket_runs(count bigint, window_start bigint, clock bigint, refill bigint)
+RETURNS boolean LANGUAGE sql IMMUTABLE AS $$ SELECT clock - window_start <= (count - 1) / refill $$;
 
-CREATE FUNCTION _rate_limit_bucket_level(
-    credit bigint, window_start bigint, clock bigint, full_credit bigint, refill bigint
-) RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
-    SELECT CASE WHEN clock - window_start <= (full_credit - credit - 1) / refill
-        THEN credit + greatest(clock - window_start, 0) * refill ELSE full_credit END
+CREATE FUNCTION _rate_limit_bucket_count(count bigint, window_start bigint, clock bigint, refill bigint)
+RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
+    SELECT CASE WHEN clock - window_start <= (count - 1) / refill
+        THEN count - greatest(clock - window_start, 0) * refill ELSE 0 END
 $$;
 
--- _rate_limit_bucket_fits tells whether a bucket has the credit need at clock, and does not become full for 10 ms.
+-- _rate_limit_bucket_fits tells whether units of count fit at clock, and the bucket does not become full for 10 ms.
 CREATE FUNCTION _rate_limit_bucket_fits(
     algorithm smallint, count bigint, window_start bigint, credit bigint, scale bigint, capacity bigint, refill bigint,
-    need bigint, clock bigint, full_credit bigint, tokens bigint, inflow bigint, every_us bigint
+    units bigint, clock bigint, full_count bigint, tokens bigint, inflow bigint, every_us bigint
 ) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
-    SELECT algorithm = 3 AND count = 0 AND scale = every_us AND capacity = tokens AND refill = inflow
-        AND credit < full_credit AND window_start - clock <= (full_credit - 1) / inflow + 1
+    SELECT algorithm = 3 AND credit = 0 AND scale = every_us AND capacity = tokens AND refill = inflow
+        AND count > 0 AND window_start - clock <= (full_count - 1) / inflow + 1
         AND CASE
-            WHEN clock + 10000 - window_start <= (full_credit - credit - 1) / inflow
-                THEN credit + greatest(clock - window_start, 0) * inflow >= need
-            ELSE clock - window_start > (full_credit - credit - 1) / inflow END
+            WHEN clock + 10000 - window_start <= (count - 1) / inflow
+                THEN full_count - count + greatest(clock - window_start, 0) * inflow >= units
+            ELSE clock - window_start > (count - 1) / inflow END
 $$;
 
 -- rate_limit_take_token_bucket has the parameters and the result of rate_limit_take_sliding_window, except:
@@ -675,7 +674,7 @@ AS $$
 DECLARE
     ignored text;
     clock bigint;
-    full_credit bigint; -- the credit of a full bucket; NULL if the policy is invalid
+    full_count bigint; -- the count of an empty bucket; NULL if the policy is invalid
     units bigint;      -- the cost of all requests for the only key; NULL if an argument is invalid
     units_of bigint[]; -- the cost of all requests for each of several keys
     taken_keys text[];
@@ -687,32 +686,31 @@ BEGIN
     END IF;
     ignored := _rate_limit_set(lock_timeout_ms, synchronous_commit);
     clock := _rate_limit_now(now_us);
-    full_credit := CASE WHEN _rate_limit_valid_bucket(capacity, refill, every_us) THEN capacity * every_us END;
+    full_count := CASE WHEN _rate_limit_valid_bucket(capacity, refill, every_us) THEN capacity * every_us END;
     IF cardinality(keys) = 1 THEN
-        units := CASE WHEN full_credit IS NOT NULL AND octet_length(name) BETWEEN 1 AND 128
+        units := CASE WHEN full_count IS NOT NULL AND octet_length(name) BETWEEN 1 AND 128
             AND octet_length(keys[1]) BETWEEN 1 AND 512 THEN 1 END;
         IF num_nonnulls(costs, counts) > 0 THEN
             units := units * _rate_limit_units_of_one(costs, counts, capacity);
         END IF;
         INSERT INTO rate_limit_ephemeral AS d
-            (prefix, key, algorithm, credit, scale, capacity, refill, since, returned, window_start,
+            (prefix, key, algorithm, count, scale, capacity, refill, since, returned, window_start,
                 expires_at)
-        SELECT name, keys[1], 3, full_credit - units * every_us, every_us, capacity, refill, clock, 0, clock,
+        SELECT name, keys[1], 3, units * every_us, every_us, capacity, refill, clock, 0, clock,
             clock + (units * every_us - 1) / refill + 1
         WHERE units <= capacity
         ON CONFLICT (prefix, key) DO UPDATE SET
-            credit = _rate_limit_bucket_level(d.credit, d.window_start, clock, full_credit, refill)
-                - (full_credit - excluded.credit),
+            count = _rate_limit_bucket_count(d.count, d.window_start, clock, refill) + excluded.count,
             window_start = greatest(clock, d.window_start),
-            since = CASE WHEN _rate_limit_bucket_runs(d.credit, d.window_start, clock, full_credit, refill)
+            since = CASE WHEN _rate_limit_bucket_runs(d.count, d.window_start, clock, refill)
                 THEN d.since ELSE clock END,
-            returned = CASE WHEN _rate_limit_bucket_runs(d.credit, d.window_start, clock, full_credit, refill)
+            returned = CASE WHEN _rate_limit_bucket_runs(d.count, d.window_start, clock, refill)
                 THEN d.returned ELSE 0 END,
-            expires_at = greatest(clock, d.window_start) + (full_credit - excluded.credit - 1 + full_credit
-                - _rate_limit_bucket_level(d.credit, d.window_start, clock, full_credit, refill)) / refill + 1
+            expires_at = greatest(clock, d.window_start) + (excluded.count - 1
+                + _rate_limit_bucket_count(d.count, d.window_start, clock, refill)) / refill + 1
         WHERE _rate_limit_now(now_us) < clock + 10000
             AND _rate_limit_bucket_fits(d.algorithm, d.count, d.window_start, d.credit, d.scale, d.capacity,
-                d.refill, full_credit - excluded.credit, clock, full_credit, capacity, refill, every_us)
+                d.refill, excluded.count, clock, full_count, capacity, refill, every_us)
         RETURNING ARRAY[_rate_limit_now(now_us),
             d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned]
         INTO taken;
@@ -720,28 +718,27 @@ BEGIN
             RETURN taken;
         END IF;
     ELSE
-        units_of := CASE WHEN full_credit IS NOT NULL THEN _rate_limit_units_of_each(keys, costs, counts, capacity) END;
+        units_of := CASE WHEN full_count IS NOT NULL THEN _rate_limit_units_of_each(keys, costs, counts, capacity) END;
         WITH d AS (
             INSERT INTO rate_limit_ephemeral AS d
-                (prefix, key, algorithm, credit, scale, capacity, refill, since, returned, window_start,
+                (prefix, key, algorithm, count, scale, capacity, refill, since, returned, window_start,
                     expires_at)
-            SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, capacity, refill, clock, 0, clock,
+            SELECT name, e.key, 3, e.units * every_us, every_us, capacity, refill, clock, 0, clock,
                 clock + (e.units * every_us - 1) / refill + 1
             FROM _rate_limit_keys_in_lock_order(keys, units_of) AS e
             WHERE octet_length(name) BETWEEN 1 AND 128
             ON CONFLICT (prefix, key) DO UPDATE SET
-                credit = _rate_limit_bucket_level(d.credit, d.window_start, clock, full_credit, refill)
-                    - (full_credit - excluded.credit),
+                count = _rate_limit_bucket_count(d.count, d.window_start, clock, refill) + excluded.count,
                 window_start = greatest(clock, d.window_start),
-                since = CASE WHEN _rate_limit_bucket_runs(d.credit, d.window_start, clock, full_credit, refill)
+                since = CASE WHEN _rate_limit_bucket_runs(d.count, d.window_start, clock, refill)
                     THEN d.since ELSE clock END,
-                returned = CASE WHEN _rate_limit_bucket_runs(d.credit, d.window_start, clock, full_credit, refill)
+                returned = CASE WHEN _rate_limit_bucket_runs(d.count, d.window_start, clock, refill)
                     THEN d.returned ELSE 0 END,
-                expires_at = greatest(clock, d.window_start) + (full_credit - excluded.credit - 1 + full_credit
-                    - _rate_limit_bucket_level(d.credit, d.window_start, clock, full_credit, refill)) / refill + 1
+                expires_at = greatest(clock, d.window_start) + (excluded.count - 1
+                    + _rate_limit_bucket_count(d.count, d.window_start, clock, refill)) / refill + 1
             WHERE (_rate_limit_now(now_us) < clock + 10000 OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                 AND _rate_limit_bucket_fits(d.algorithm, d.count, d.window_start, d.credit, d.scale, d.capacity,
-                    d.refill, full_credit - excluded.credit, clock, full_credit, capacity, refill, every_us)
+                    d.refill, excluded.count, clock, full_count, capacity, refill, every_us)
             RETURNING d.key, ARRAY[greatest(clock, least(clock + 10000, _rate_limit_now(now_us))),
                 d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
         )
@@ -1755,7 +1752,7 @@ DECLARE
     leases bigint[] := _rate_limit_bucket_leases(s.log, s.window_start, period);
     held bigint := least(leases[2] + leases[3], s.capacity) * s.scale;
     more bigint := least(units, 2305843009213693952 - leases[2],
-        (s.capacity * s.scale - s.credit - held - period * s.refill) / s.scale);
+        (s.count - held - period * s.refill) / s.scale);
 BEGIN
     IF more > 0 THEN
         leases[2] := leases[2] + more;
@@ -1774,8 +1771,7 @@ CREATE FUNCTION _rate_limit_bucket_refund(
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
     t bigint := rolled.window_start;
-    full_credit bigint := rolled.capacity * rolled.scale;
-    fill_us bigint := (full_credit - 1) / rolled.refill + 1;
+    fill_us bigint := (rolled.capacity * rolled.scale - 1) / rolled.refill + 1;
     period bigint := fill_us / 128;
     leases bigint[];
     kept bigint := 0;  -- the part of the bucket that stays empty for leases
@@ -1784,14 +1780,14 @@ DECLARE
 BEGIN
     IF s.window_start - clock > fill_us -- the clock was set back
         OR (s.scale, s.capacity, s.refill) IS DISTINCT FROM (rolled.scale, rolled.capacity, rolled.refill)
-        OR rolled.since IS DISTINCT FROM taken_since OR rolled.credit = full_credit AND rolled.count = 0
+        OR rolled.since IS DISTINCT FROM taken_since OR rolled.count = 0 AND rolled.credit = 0
     THEN
         s.changed := false;
         RETURN s;
     END IF;
-    spent := least(spent, 2305843009213693952 - s.count);
+    spent := least(spent, 2305843009213693952 - s.credit);
     IF spent > 0 THEN
-        s.count := s.count + spent;
+        s.credit := s.credit + spent;
         s.expires_at := greatest(s.expires_at, t + fill_us);
     END IF;
     IF taken_in BETWEEN 0 AND t THEN
@@ -1809,14 +1805,16 @@ BEGIN
         units := least(units, rolled.capacity) * rolled.scale;
         need := greatest(taken_at - s.returned, units);
         IF t - taken_in <= need / rolled.refill THEN
-            back := greatest(least(
-                units, need - (t - taken_in) * rolled.refill, full_credit - rolled.credit - kept), 0);
+            back := greatest(least(units, need - (t - taken_in) * rolled.refill, rolled.count - kept), 0);
         END IF;
         IF spent > 0 OR back > 0 THEN
             s.log := CASE WHEN leases[2] + leases[3] > 0 THEN leases END;
         END IF;
     END IF;
-    s.credit := s.credit + back;
+    s.count := s.count - back;
+    IF back = rolled.count AND s.credit = 0 THEN -- the row is as good as new
+        s.count := 0;
+    END IF;
     s.returned := s.returned + back;
     IF s.returned > 2305843009213693952 THEN -- prevent an overflow of the sum
         s.since := greatest(s.since + 1, t);
@@ -1850,11 +1848,7 @@ BEGIN
     END IF;
     IF grants THEN
         s := rolled;
-        IF algorithm = 3 THEN
-            s.count := least(s.count + least(units, most), most);
-        ELSE
-            s.credit := least(s.credit + least(units, most), most);
-        END IF;
+        s.credit := least(s.credit + least(units, most), most);
         s.since := coalesce(s.since, greatest(clock, s.window_start));
         s.expires_at := until;
         s.changed := true;
@@ -1940,7 +1934,7 @@ BEGIN
                 WHERE d.prefix = name AND d.key = e.key AND e.key = ANY (taken_keys)
                     AND d.window_start = began AND d.prev_count = 0
                     AND coalesce(e.cost, 1) * coalesce(e.asked, 1)
-                        = CASE WHEN algorithm = 3 THEN max_count - d.credit / span_us ELSE d.count END
+                        = CASE WHEN algorithm = 3 THEN _rate_limit_ceil_div(d.count, span_us) ELSE d.count END
                 RETURNING d.key
             )
             SELECT array_agg(d.key) INTO gone FROM d;
@@ -2033,7 +2027,7 @@ BEGIN
     FOR i IN 1 .. cardinality(rows) LOOP
         s := _rate_limit_step(rows[i], algorithms[i], clock, units[i], 1::bigint, 1::bigint,
             limits[i], spans_us[i], refills[i], zones[i]);
-        IF s.granted = 0 OR s.spent > 0 OR s.credit > 0 AND algorithms[i] <> 3 OR s.count > 0 AND algorithms[i] = 3 THEN
+        IF s.granted = 0 OR s.spent > 0 OR s.credit > 0 THEN
             RETURN NULL;
         END IF;
         rows[i] := s;
@@ -3087,7 +3081,7 @@ DROP FUNCTION IF EXISTS _rate_limit_no_row, _rate_limit_now, _rate_limit_set, _r
     _rate_limit_units_of_one, _rate_limit_units_of_each, _rate_limit_keys_in_lock_order, _rate_limit_late,
     _rate_limit_give_up, _rate_limit_valid_window, _rate_limit_fixed, _rate_limit_fixed_fits,
     rate_limit_take_fixed_window, _rate_limit_sliding, _rate_limit_sliding_fits, rate_limit_take_sliding_window,
-    _rate_limit_valid_bucket, _rate_limit_bucket, _rate_limit_bucket_runs, _rate_limit_bucket_level,
+    _rate_limit_valid_bucket, _rate_limit_bucket, _rate_limit_bucket_runs, _rate_limit_bucket_count,
     _rate_limit_bucket_fits, rate_limit_take_token_bucket, _rate_limit_valid_log, _rate_limit_entry_age,
     _rate_limit_log, rate_limit_take_sliding_log, _rate_limit_valid_calendar, _rate_limit_window_end,
     _rate_limit_calendar, _rate_limit_calendar_fits, rate_limit_take_calendar_window, _rate_limit_valid,

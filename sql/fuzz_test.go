@@ -199,6 +199,7 @@ func FuzzDatabaseNumbers(f *testing.F) {
 			model.Decide(s)
 			want := s.Elements[0].Decision
 			got.DecidedAt = got.DecidedAt.UTC()
+			got.State.Capacity, got.State.Refill = want.State.Capacity, want.State.Refill // the database does not return them
 			require.Equal(t, want, got, "%#v, cost %d, count %d", policy, cost, count)
 		}
 	})

@@ -46,7 +46,7 @@ BEGIN
                 WHERE d.prefix = name AND d.key = e.key AND e.key = ANY (taken_keys)
                     AND d.window_start = began AND d.prev_count = 0
                     AND coalesce(e.cost, 1) * coalesce(e.asked, 1)
-                        = CASE WHEN algorithm = 3 THEN max_count - d.credit / span_us ELSE d.count END
+                        = CASE WHEN algorithm = 3 THEN _rate_limit_ceil_div(d.count, span_us) ELSE d.count END
                 RETURNING d.key
             )
             SELECT array_agg(d.key) INTO gone FROM d;

@@ -119,7 +119,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{algorithm: fixed, function: "_rate_limit_give", right: "since = taken_since", wrong: "taken_since IS NOT NULL"},
 		{algorithm: fixed, function: "_rate_limit_give", right: "IF rolled.reset_after_us = 0 THEN", wrong: "IF false THEN"},
 		{algorithm: all, function: "_rate_limit_give", right: "s.changed AND s.count = 0 AND s.prev_count = 0", wrong: "s.changed"},
-		{algorithm: all, function: "_rate_limit_give", right: "s.count := least(s.count + least(units,", wrong: "s.count := least(s.count + 1 + least(units,"},
+		{algorithm: all, function: "_rate_limit_give", right: "s.credit := least(s.credit + least(units,", wrong: "s.credit := least(s.credit + 1 + least(units,"},
 		{algorithm: sliding, function: "_rate_limit_sliding", right: "public._rate_limit_ceil_div(s.prev_count * rest, window_us)", wrong: "s.prev_count * rest / window_us"},
 		{algorithm: sliding, function: "_rate_limit_sliding", right: "ELSIF t - s.window_start >= window_us", wrong: "ELSIF t - s.window_start > window_us"},
 		{algorithm: sliding, function: "_rate_limit_sliding", right: "s.expires_at := clock + s.reset_after_us", wrong: "s.expires_at := s.window_start + 2 * window_us"},
@@ -132,6 +132,9 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{algorithm: bucket, function: "_rate_limit_bucket", right: "s.since := t;", wrong: ""},
 		{algorithm: bucket, function: "_rate_limit_bucket_refund", right: "t - taken_in <= need / rolled.refill", wrong: "t - taken_in < need / rolled.refill"},
 		{algorithm: bucket, function: "_rate_limit_bucket_refund", right: "s.returned := s.returned + back", wrong: "s.returned := s.returned"},
+		{algorithm: bucket, function: "_rate_limit_bucket_refund", right: "back = rolled.count AND s.credit = 0", wrong: "back = rolled.count"},
+		{algorithm: bucket, function: "_rate_limit_bucket_refund", right: "back = rolled.count AND s.credit = 0", wrong: "false"},
+		{algorithm: bucket, function: "_rate_limit_bucket", right: "s.count := greatest(full_count - left_over, 0);", wrong: ""},
 		{algorithm: bucket, function: "_rate_limit_bucket_refund", right: "OR rolled.since IS DISTINCT FROM taken_since", wrong: ""},
 		{algorithm: log, function: "_rate_limit_log", right: ">= window_us LOOP", wrong: "> window_us LOOP"},
 		{algorithm: log, function: "_rate_limit_log", right: "- s.window_start + clock", wrong: "- s.window_start + clock - 1"},
@@ -191,7 +194,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 			{algorithm: algorithm, function: fits, right: "units <= max_count - count", wrong: "units <= max_count - count + 1"},
 		}
 	}
-	const slidingFits, bucketFits, level = "_rate_limit_sliding_fits", "_rate_limit_bucket_fits", "_rate_limit_bucket_level"
+	const slidingFits, bucketFits, bucketCount = "_rate_limit_sliding_fits", "_rate_limit_bucket_fits", "_rate_limit_bucket_count"
 	for _, c := range slices.Concat(window(fixed, "_rate_limit_fixed_fits"), window(calendar, "_rate_limit_calendar_fits"), []mistake{
 		{algorithm: fixed, function: functions[fixed], right: "clock, clock + window_us", wrong: "clock, clock + window_us - 1"},
 		{algorithm: fixed, function: "_rate_limit_fixed_fits", right: "AND expires_at = window_start + window_us", wrong: ""},
@@ -216,21 +219,21 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{algorithm: sliding, function: slidingFits, right: "window_us) + window_us - 1)", wrong: "window_us))"}, // rounded in the caller's favour
 		{algorithm: sliding, function: slidingFits, right: "(count * (expires_at - clock) + window_us - 1) / window_us", wrong: "0"},
 		{algorithm: sliding, function: slidingFits, right: "(expires_at - clock) + window_us - 1) / window_us", wrong: "(expires_at - clock)) / window_us"},
-		{algorithm: bucket, function: functions[bucket], right: "- (full_credit - excluded.credit),\n", wrong: "- 2 * (full_credit - excluded.credit),\n"},
+		{algorithm: bucket, function: functions[bucket], right: "+ excluded.count,\n", wrong: "+ 2 * excluded.count,\n"},
 		{algorithm: bucket, function: functions[bucket], right: "window_start = greatest(clock, d.window_start)", wrong: "window_start = clock"},
 		{algorithm: bucket, function: functions[bucket], right: "THEN d.since ELSE", wrong: "THEN clock ELSE"},
 		{algorithm: bucket, function: functions[bucket], right: "THEN d.returned ELSE 0", wrong: "THEN d.returned ELSE d.returned"},
-		{algorithm: bucket, function: functions[bucket], right: "excluded.credit - 1 + full_credit", wrong: "excluded.credit + full_credit"},
+		{algorithm: bucket, function: functions[bucket], right: "(excluded.count - 1\n", wrong: "(excluded.count\n"},
 		{algorithm: bucket, function: functions[bucket], right: "every_us - 1) / refill + 1", wrong: "every_us - 1) / refill"},
-		{algorithm: bucket, function: level, right: "ELSE full_credit END", wrong: "ELSE full_credit - 1 END"},
-		{algorithm: bucket, function: level, right: "greatest(clock - window_start, 0)", wrong: "0"},
-		{algorithm: bucket, function: bucketFits, right: "count = 0 AND", wrong: ""},
+		{algorithm: bucket, function: bucketCount, right: "ELSE 0 END", wrong: "ELSE 1 END"},
+		{algorithm: bucket, function: bucketCount, right: "greatest(clock - window_start, 0)", wrong: "0"},
+		{algorithm: bucket, function: bucketFits, right: "credit = 0 AND", wrong: ""},
 		{algorithm: bucket, function: bucketFits, right: "scale = every_us AND", wrong: ""},
 		{algorithm: bucket, function: bucketFits, right: "capacity = tokens AND", wrong: ""},
 		{algorithm: bucket, function: bucketFits, right: "refill = inflow\n", wrong: "true\n"},
-		{algorithm: bucket, function: bucketFits, right: "window_start - clock <= (full_credit - 1) / inflow + 1", wrong: "window_start - clock <= (full_credit - 1) / inflow + 2 * every_us"},
-		{algorithm: bucket, function: bucketFits, right: "inflow >= need", wrong: "inflow >= need - every_us"},
-		{algorithm: bucket, function: bucketFits, right: "full_credit - credit - 1) / inflow END", wrong: "full_credit - credit - 1) / inflow - 1 END"},
+		{algorithm: bucket, function: bucketFits, right: "window_start - clock <= (full_count - 1) / inflow + 1", wrong: "window_start - clock <= (full_count - 1) / inflow + 2 * every_us"},
+		{algorithm: bucket, function: bucketFits, right: "inflow >= units", wrong: "inflow >= units - every_us"},
+		{algorithm: bucket, function: bucketFits, right: "(count - 1) / inflow END", wrong: "(count - 1) / inflow - 1 END"},
 	}) {
 		check("for one key", c)
 		check("for several keys", c, limitertest.AlwaysArrays)
@@ -275,7 +278,7 @@ func TestMistakesInTakingFromAllDifferFromTheModels(t *testing.T) {
 		{rows, "d.algorithm = e.algorithm", "d.algorithm > 0"},
 		{"rate_limit_take_all", "ON e.place = p.row_of", "ON e.place = p.place"},
 		{"_rate_limit_steps", "s.granted = 0 OR", ""},
-		{"_rate_limit_steps", "s.spent > 0 OR s.credit > 0 AND algorithms[i] <> 3 OR s.count > 0 AND algorithms[i] = 3", "false"},
+		{"_rate_limit_steps", "s.spent > 0 OR s.credit > 0", "false"},
 		{"_rate_limit_steps", "units[i], 1::bigint", "1::bigint, 1::bigint"},
 	} {
 		t.Run(fmt.Sprintf("%q, not %q", c.wrong, c.right), func(t *testing.T) {

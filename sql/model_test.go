@@ -32,7 +32,7 @@ func queryDecisions(ctx context.Context, db ratelimit.DBTX, sql string, args []a
 	const none = -9
 	parts := make([]*engine.Part, 1000)
 	for i := range parts {
-		parts[i] = &engine.Part{Decision: model.Decision{Granted: none}}
+		parts[i] = &engine.Part{Rules: model.FixedWindow{}, Decision: model.Decision{Granted: none}}
 	}
 	c := engine.Call{SQL: sql, Args: args, Into: parts}
 	err := c.Query(ctx, db, false)

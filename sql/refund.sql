@@ -93,7 +93,7 @@ DECLARE
     leases bigint[] := _rate_limit_bucket_leases(s.log, s.window_start, period);
     held bigint := least(leases[2] + leases[3], s.capacity) * s.scale;
     more bigint := least(units, 2305843009213693952 - leases[2],
-        (s.capacity * s.scale - s.credit - held - period * s.refill) / s.scale);
+        (s.count - held - period * s.refill) / s.scale);
 BEGIN
     IF more > 0 THEN
         leases[2] := leases[2] + more;
@@ -112,8 +112,7 @@ CREATE FUNCTION _rate_limit_bucket_refund(
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
     t bigint := rolled.window_start;
-    full_credit bigint := rolled.capacity * rolled.scale;
-    fill_us bigint := (full_credit - 1) / rolled.refill + 1;
+    fill_us bigint := (rolled.capacity * rolled.scale - 1) / rolled.refill + 1;
     period bigint := fill_us / 128;
     leases bigint[];
     kept bigint := 0;  -- the part of the bucket that stays empty for leases
@@ -122,14 +121,14 @@ DECLARE
 BEGIN
     IF s.window_start - clock > fill_us -- the clock was set back
         OR (s.scale, s.capacity, s.refill) IS DISTINCT FROM (rolled.scale, rolled.capacity, rolled.refill)
-        OR rolled.since IS DISTINCT FROM taken_since OR rolled.credit = full_credit AND rolled.count = 0
+        OR rolled.since IS DISTINCT FROM taken_since OR rolled.count = 0 AND rolled.credit = 0
     THEN
         s.changed := false;
         RETURN s;
     END IF;
-    spent := least(spent, 2305843009213693952 - s.count);
+    spent := least(spent, 2305843009213693952 - s.credit);
     IF spent > 0 THEN
-        s.count := s.count + spent;
+        s.credit := s.credit + spent;
         s.expires_at := greatest(s.expires_at, t + fill_us);
     END IF;
     IF taken_in BETWEEN 0 AND t THEN
@@ -147,14 +146,16 @@ BEGIN
         units := least(units, rolled.capacity) * rolled.scale;
         need := greatest(taken_at - s.returned, units);
         IF t - taken_in <= need / rolled.refill THEN
-            back := greatest(least(
-                units, need - (t - taken_in) * rolled.refill, full_credit - rolled.credit - kept), 0);
+            back := greatest(least(units, need - (t - taken_in) * rolled.refill, rolled.count - kept), 0);
         END IF;
         IF spent > 0 OR back > 0 THEN
             s.log := CASE WHEN leases[2] + leases[3] > 0 THEN leases END;
         END IF;
     END IF;
-    s.credit := s.credit + back;
+    s.count := s.count - back;
+    IF back = rolled.count AND s.credit = 0 THEN -- the row is as good as new
+        s.count := 0;
+    END IF;
     s.returned := s.returned + back;
     IF s.returned > 2305843009213693952 THEN -- prevent an overflow of the sum
         s.since := greatest(s.since + 1, t);
@@ -188,11 +189,7 @@ BEGIN
     END IF;
     IF grants THEN
         s := rolled;
-        IF algorithm = 3 THEN
-            s.count := least(s.count + least(units, most), most);
-        ELSE
-            s.credit := least(s.credit + least(units, most), most);
-        END IF;
+        s.credit := least(s.credit + least(units, most), most);
         s.since := coalesce(s.since, greatest(clock, s.window_start));
         s.expires_at := until;
         s.changed := true;

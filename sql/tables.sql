@@ -50,19 +50,18 @@ COMMENT ON COLUMN rate_limit_ephemeral.algorithm IS
 COMMENT ON COLUMN rate_limit_ephemeral.count IS
     'Windows: the units taken in the window that starts at window_start. '
     'Sliding window log: the sum of the log. '
-    'Token bucket: granted tokens, above the capacity.';
+    'Token bucket: the missing tokens, in units of 1/scale token.';
 COMMENT ON COLUMN rate_limit_ephemeral.prev_count IS
     'Sliding window: the units taken in the previous window.';
 COMMENT ON COLUMN rate_limit_ephemeral.window_start IS
     'Windows: start of the window; for a calendar window, the time of the first take in it. '
     'Sliding window log: the time of the last take. '
-    'Token bucket: the time up to which refill is part of credit. '
+    'Token bucket: the time up to which count includes the refill. '
     'In microseconds since 1970 UTC.';
 COMMENT ON COLUMN rate_limit_ephemeral.credit IS
-    'Token bucket: the tokens left, in units of 1/scale token. '
-    'Windows: granted credit, above the limit.';
+    'Granted credit, above the limit.';
 COMMENT ON COLUMN rate_limit_ephemeral.scale IS
-    'Token bucket: units of credit in one token, which is the policy''s refill interval in microseconds. '
+    'Token bucket: units of count in one token, which is the policy''s refill interval in microseconds. '
     'Calendar window: microseconds from window_start to the end of the window. '
     'Otherwise NULL.';
 COMMENT ON COLUMN rate_limit_ephemeral.expires_at IS

@@ -13,7 +13,7 @@ BEGIN
     FOR i IN 1 .. cardinality(rows) LOOP
         s := _rate_limit_step(rows[i], algorithms[i], clock, units[i], 1::bigint, 1::bigint,
             limits[i], spans_us[i], refills[i], zones[i]);
-        IF s.granted = 0 OR s.spent > 0 OR s.credit > 0 AND algorithms[i] <> 3 OR s.count > 0 AND algorithms[i] = 3 THEN
+        IF s.granted = 0 OR s.spent > 0 OR s.credit > 0 THEN
             RETURN NULL;
         END IF;
         rows[i] := s;

@@ -109,7 +109,7 @@ func (p *Part) decide(s model.State, clock, n int64) (model.State, model.Decisio
 
 func (p *Part) credit(s model.State, clock int64) int64 {
 	_, d := p.decide(s, clock, 0)
-	return *d.State.CreditColumn(p.Rules.Numbers().Algorithm)
+	return d.State.Credit
 }
 
 func (p *Part) row() memdb.Row {

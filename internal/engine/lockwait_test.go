@@ -226,7 +226,7 @@ func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 						pgtest.Exec(
 							t,
 							db.Pool,
-							`UPDATE rate_limit_ephemeral SET credit = 17000, window_start = clock, expires_at = clock + 3000
+							`UPDATE rate_limit_ephemeral SET count = 3000, window_start = clock, expires_at = clock + 3000
 							FROM (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS clock) AS c`,
 						)
 					}

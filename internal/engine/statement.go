@@ -270,7 +270,9 @@ func decisionsInto(into []*Part) (targets []any, each func() error) {
 		one.DecidedAt = time.UnixMicro(decidedAt)
 		one.State.Log = model.NewEntries(log)
 		one.State.Since, one.Taken.In = one.Taken.Since, one.State.WindowStart
-		into[ord-1].Decision = one
+		d := one
+		d.State = into[ord-1].under(one.State)
+		into[ord-1].Decision = d
 		return nil
 	}
 }

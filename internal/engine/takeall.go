@@ -36,7 +36,7 @@ func ReadTakes(into []*Part, counts []int64, numbers []pgtype.Int8) error {
 	taken, others := numbers[:NumbersOfTake*(len(into)-left)], numbers[NumbersOfTake*(len(into)-left):]
 	for i, p := range into {
 		if len(others) > 0 && others[0].Int64 == int64(i)+1 {
-			p.Decision = decisionOfAll(others)
+			p.Decision = p.decisionOfAll(others)
 			if len(into) == 1 {
 				p.Decision.State.Log = entriesOf(others[NumbersOfAll:])
 			}
@@ -56,15 +56,15 @@ func ReadTakes(into []*Part, counts []int64, numbers []pgtype.Int8) error {
 	return nil
 }
 
-// decisionOfAll converts the NumbersOfAll numbers of a key to a decision.
-func decisionOfAll(n []pgtype.Int8) model.Decision {
+// decisionOfAll converts the NumbersOfAll numbers of the part's key to a decision.
+func (p *Part) decisionOfAll(n []pgtype.Int8) model.Decision {
 	d := model.Decision{
 		Granted: n[1].Int64, Remaining: n[2].Int64, RetryAfter: model.Never, ResetAfter: n[4].Int64,
 		DecidedAt: time.UnixMicro(n[5].Int64),
-		State: model.State{
+		State: p.under(model.State{
 			Count: n[6].Int64, PrevCount: n[7].Int64, WindowStart: n[8].Int64,
 			Credit: n[9].Int64, Scale: n[10].Int64, ExpiresAt: n[11].Int64, Since: n[13].Int64,
-		},
+		}),
 		Taken: model.Take{Spent: n[12].Int64, Since: n[13].Int64, In: n[8].Int64, At: n[14].Int64},
 	}
 	if n[3].Valid {
@@ -88,24 +88,21 @@ func (p *Part) like(n []pgtype.Int8) bool { return !p.Rules.Numbers().Refills() 
 // numbers: the time and the row. units is how many units all parts have taken from the row. later is how many of these
 // units were taken by parts after p.
 func (p *Part) decisionOfTake(count, units, later int64, n []pgtype.Int8) model.Decision {
-	of, at, s := p.Rules.Numbers(), n[0].Int64, stateOf(n)
+	of, at, s := p.Rules.Numbers(), n[0].Int64, p.under(stateOf(n))
 	d := model.Decision{Granted: count, Taken: model.Take{Since: s.Since, In: s.WindowStart}}
 	if p.begins(units, s) { // then the window began at the time of the decision
 		at = s.WindowStart
 	}
 	if of.Refills() {
-		full, every := of.Limit*model.Micros(of.Span), model.Micros(of.Span)
 		if later > 0 {
-			s.Credit += later * every
-			s.ExpiresAt = s.WindowStart + model.CeilDiv(full-s.Credit, of.Refill)
+			s.Count -= later * s.Scale
+			s.ExpiresAt = s.WindowStart + model.CeilDiv(s.Count, of.Refill)
 		}
-		d.Taken.At = n[8].Int64 + full - s.Credit
-		d.State = s
-		s.Capacity, s.Refill, s.Returned = of.Limit, of.Refill, n[8].Int64
+		d.Taken.At = n[8].Int64 + s.Count
 	} else {
 		s.Count -= later
-		d.State = s
 	}
+	d.State = s
 	_, now := p.Rules.Decide(s, at, 0)
 	d.Remaining, d.ResetAfter, d.DecidedAt = now.Remaining, now.ResetAfter, time.UnixMicro(at)
 	return d
@@ -118,10 +115,18 @@ func stateOf(n []pgtype.Int8) model.State {
 	}
 }
 
+// under returns a row that was last decided under the part's policy. The database does not return its numbers.
+func (p *Part) under(s model.State) model.State {
+	if of := p.Rules.Numbers(); of.Refills() {
+		s.Capacity, s.Refill = of.Limit, of.Refill
+	}
+	return s
+}
+
 // begins returns whether these units are the first of the row's window or bucket.
 func (p *Part) begins(units int64, s model.State) bool {
 	if of := p.Rules.Numbers(); of.Refills() {
-		return s.Credit == (of.Limit-units)*model.Micros(of.Span)
+		return s.Count == units*model.Micros(of.Span)
 	}
 	return s.Count == units && s.PrevCount == 0
 }
@@ -241,7 +246,7 @@ func (s *RowSet) ReadTakes(into []*Part, counts []int64, numbers []pgtype.Int8) 
 			if i < 1 || i > int64(len(into)) {
 				return ErrUnlikeAnswer
 			}
-			into[i-1].Decision = decisionOfAll(numbers)
+			into[i-1].Decision = into[i-1].decisionOfAll(numbers)
 		}
 		return nil
 	}

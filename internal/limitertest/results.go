@@ -22,8 +22,8 @@ func Taken(t *testing.T, db pgtest.Executor, config ratelimit.Config, key string
 func TakenOf(config ratelimit.Config, stored map[modeltest.RowID]modeltest.Row, key string) int64 {
 	row := stored[modeltest.RowID{Name: config.Name, Key: key}]
 	// A denied request can create a row that has no algorithm yet.
-	if bucket, isBucket := config.Policy.(ratelimit.TokenBucket); isBucket && row.Algorithm != 0 {
-		return bucket.Capacity - row.Credit/row.Scale
+	if _, isBucket := config.Policy.(ratelimit.TokenBucket); isBucket && row.Algorithm != 0 {
+		return model.CeilDiv(row.Count, row.Scale)
 	}
 	return row.Count
 }

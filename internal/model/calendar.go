@@ -30,7 +30,7 @@ func (p CalendarWindow) LeaseOf(s State, clock, longest int64) (spare, lasts int
 }
 
 func (p CalendarWindow) ResetAfter(last Decision, units int64) int64 {
-	return creditResetAfter(last, last.State.Credit, units, p.Lasts())
+	return creditResetAfter(last, units, p.Lasts())
 }
 
 func (p CalendarWindow) Refund(s State, clock int64, t Take) (State, Decision) {

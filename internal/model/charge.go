@@ -5,7 +5,7 @@ import "github.com/pgratelimit/ratelimit/internal/algorithm"
 // A charge counts what has already happened, whether it fits or not. It uses the ordinary room first, then granted
 // credit, and the rest is counted above the limit: the key owes it. A key that owes denies until enough has drained,
 // as after its limit was lowered: a window until it ends (a SlidingWindow until the next one ends), a log until its
-// entries leave, and a bucket, whose credit is below 0, until that much has been refilled.
+// entries leave, and a bucket, until it has been refilled up to a token.
 
 // owedLimits is the most that a key can owe, in full limits.
 const owedLimits = 10
@@ -46,14 +46,12 @@ func Charge(m Rules, s State, clock, n int64) (next State, d Decision, fits int6
 	rolled, _ := m.Roll(s, clock)
 	_, d = m.Decide(s, clock, 0)
 
-	credit := rolled.CreditColumn(numbers.Algorithm)
-	room := d.Remaining - *credit
+	unit := int64(1) // of Count
 	if numbers.Refills() {
-		fits = (rolled.Credit + MaxOwed(m)*rolled.Scale) / rolled.Scale
-	} else {
-		fits = max(numbers.Limit+MaxOwed(m)-rolled.Count, 0)
+		unit = rolled.Scale
 	}
-	fits += *credit
+	room := d.Remaining - rolled.Credit
+	fits = max(numbers.Limit+MaxOwed(m)-CeilDiv(rolled.Count, unit), 0) + rolled.Credit
 	if n == 0 || n > fits {
 		if n == 0 {
 			d.Granted, d.RetryAfter = 1, 0
@@ -63,17 +61,12 @@ func Charge(m Rules, s State, clock, n int64) (next State, d Decision, fits int6
 	}
 
 	t := max(clock, rolled.WindowStart)
-	spent := min(max(n-room, 0), *credit)
-	*credit -= spent
+	spent := min(max(n-room, 0), rolled.Credit)
+	rolled.Credit -= spent
 	ordinary := n - spent
-	switch {
-	case numbers.Refills():
-		rolled.Credit -= ordinary * rolled.Scale
-	case numbers.Algorithm == algorithm.SlidingLog && ordinary > 0:
+	rolled.Count += ordinary * unit
+	if numbers.Algorithm == algorithm.SlidingLog && ordinary > 0 {
 		rolled.Log, rolled.WindowStart = rolled.Log.With(t, ordinary), t
-		rolled.Count += ordinary
-	default:
-		rolled.Count += ordinary
 	}
 	rolled.ExpiresAt = t + lasts(m, rolled)
 	_, d = m.Decide(rolled, clock, 0)

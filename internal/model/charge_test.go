@@ -124,7 +124,7 @@ func TestBucketOwesUnderAnotherPolicy(t *testing.T) {
 	s, _, err := checkCharge(model.TokenBucket{10, 1, 2 * time.Second}, model.State{}, c0, 35)
 	require.NoError(t, err)
 	// It owes 25 tokens of 2 s each, so 49 s are left of the 50 s a second later.
-	owes := func(p model.TokenBucket, clock int64) int64 { return -rollForward(p, s, clock).Credit }
+	owes := func(p model.TokenBucket, clock int64) int64 { return rollForward(p, s, clock).Count - p.Full() }
 	require.Equal(t, 49*second, owes(model.TokenBucket{10, 1, 2 * time.Second}, c1))
 	require.Equal(t, 49*second, owes(model.TokenBucket{20, 1, 2 * time.Second}, c1))
 	// With another Every, it owes 25 tokens of 3 s at c0.
@@ -136,7 +136,7 @@ func TestBucketOwesUnderAnotherPolicy(t *testing.T) {
 	require.NoError(t, err)
 	s, _, err = checkCharge(model.TokenBucket{10, 1, 3 * time.Microsecond}, s, c0+2, 1)
 	require.NoError(t, err)
-	require.EqualValues(t, -4, s.Credit)
+	require.EqualValues(t, 4, s.Count-10*3)
 	require.EqualValues(t, 2, owes(model.TokenBucket{10, 1, time.Microsecond}, c0+2))
 }
 

@@ -14,7 +14,7 @@ import (
 func usage(p model.Rules, s model.State, clock int64) (counted *big.Int, scale int64) {
 	_, d := p.Decide(s, clock, 0)
 	if bucket, ok := p.(model.TokenBucket); ok {
-		return big.NewInt(bucket.Full() - d.State.Credit), model.Micros(bucket.Every)
+		return big.NewInt(d.State.Count), model.Micros(bucket.Every)
 	}
 	return new(big.Int).Add(big.NewInt(d.State.Count), big.NewInt(d.State.PrevCount)), 1
 }
@@ -37,8 +37,8 @@ func longestWait(p model.Rules) int64 {
 // drains is how much longer a bucket takes to fill because it owes.
 func drains(p model.Rules, s model.State, clock int64) int64 {
 	_, d := p.Decide(s, clock, 0)
-	if bucket, ok := p.(model.TokenBucket); ok && d.State.Credit < 0 {
-		return bucket.FillTime(-d.State.Credit)
+	if bucket, ok := p.(model.TokenBucket); ok && d.State.Count > bucket.Full() {
+		return bucket.FillTime(d.State.Count - bucket.Full())
 	}
 	return 0
 }
@@ -106,9 +106,11 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 		}
 	case next != s:
 		healed = leftBehind(p, s, clock) && 0 < n && n <= limit
-		// After the window became shorter, rolling the row forward removes entries from its log.
-		kept := next.Count == s.Count && next.PrevCount == s.PrevCount || s.Log != "" && d.Remaining == before.Remaining
-		if !healed || next.WindowStart != clock || !kept {
+		// After the window became shorter, rolling the row forward removes entries from its log. In a bucket, Count
+		// depends on Every.
+		rewritten := s.Log != "" || p.Numbers().Refills()
+		kept := next.Count == s.Count && next.PrevCount == s.PrevCount || rewritten && d.Remaining == before.Remaining
+		if !healed || next.WindowStart != clock || !kept || next.Credit != s.Credit {
 			return fail("a denial has changed the row")
 		}
 	case d.Remaining != before.Remaining:

@@ -1,21 +1,10 @@
 package model
 
-import "github.com/pgratelimit/ratelimit/internal/algorithm"
-
 // Granted credit lets a key take more than its policy's limit. Grant adds credit, and a request uses it when the limit
-// leaves too little room. The column credit stores it for a window or a log, and the column count for a bucket. Each
-// take and each Grant keeps a row with credit for Rules.Lasts.
+// leaves too little room. Each take and each Grant keeps a row with credit for Rules.Lasts.
 
 // MaxCredit is the most credit that a key can hold. MaxCredit plus the largest limit fits into 64 bits.
 const MaxCredit = 1 << 61
-
-// CreditColumn returns the column that holds granted credit.
-func (s *State) CreditColumn(code int16) *int64 {
-	if code == algorithm.TokenBucket {
-		return &s.Count
-	}
-	return &s.Credit
-}
 
 // Grant adds n ≥ 1 to the row's granted credit.
 func Grant(m Rules, s State, clock, n int64) (State, Decision) {
@@ -24,8 +13,7 @@ func Grant(m Rules, s State, clock, n int64) (State, Decision) {
 	if s.Since == 0 {
 		s.Since = t
 	}
-	credit := s.CreditColumn(m.Numbers().Algorithm)
-	*credit = min(*credit+n, MaxCredit)
+	s.Credit = min(s.Credit+n, MaxCredit)
 	s.ExpiresAt = t + lasts(m, s)
 	_, d := m.Decide(s, clock, 0)
 	d.Granted, d.RetryAfter = 1, 0
@@ -55,8 +43,8 @@ func withCreditBack(s, rolled State, t, life int64, k Take) (State, bool) {
 }
 
 // creditResetAfter is Rules.ResetAfter for a row that has granted credit, or had some before this statement.
-func creditResetAfter(last Decision, credit, units, life int64) int64 {
-	if credit > 0 || last.Taken.Spent == 0 || units == 0 {
+func creditResetAfter(last Decision, units, life int64) int64 {
+	if last.State.Credit > 0 || last.Taken.Spent == 0 || units == 0 {
 		return last.ResetAfter
 	}
 	// The last request spent credit, so the row had credit before the last units were taken.

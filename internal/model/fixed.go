@@ -26,7 +26,7 @@ func (p FixedWindow) LeaseOf(s State, clock, longest int64) (spare, lasts int64)
 }
 
 func (p FixedWindow) ResetAfter(last Decision, units int64) int64 {
-	return creditResetAfter(last, last.State.Credit, units, p.Lasts())
+	return creditResetAfter(last, units, p.Lasts())
 }
 
 func (p FixedWindow) Refund(s State, clock int64, t Take) (State, Decision) {

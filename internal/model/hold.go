@@ -190,13 +190,12 @@ func (k Key) earliest(clock int64, fits func(held, after int64) int64) int64 {
 func fitsAfter(m Rules, s State, clock, n, held, after int64) int64 {
 	numbers := m.Numbers()
 	// Held units and granted credit cancel out, but the held units stay when the credit expires with the row.
-	credit := s.CreditColumn(numbers.Algorithm)
-	byCredit := min(held, *credit)
+	byCredit := min(held, s.Credit)
 	onlyByCredit := held > numbers.Limit-n
 	if held-byCredit > numbers.Limit-n {
 		return Never
 	}
-	*credit -= byCredit
+	s.Credit -= byCredit
 	_, d := m.Decide(s, clock, n+held-byCredit)
 	wait := max(d.RetryAfter, after)
 	if onlyByCredit && clock+wait >= s.ExpiresAt {

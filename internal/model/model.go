@@ -35,15 +35,15 @@ type Rules interface {
 // State is a row of the table, as its algorithm sees it. The zero State means that there is no row. All times are
 // microseconds since 1970.
 type State struct {
-	// Count is the units taken in the current window. In a log it is the sum of the entries, and in a bucket the
-	// granted credit.
+	// Count is what was taken and still counts: the units taken in the current window, the sum of a log's entries, or
+	// the tokens missing in a bucket, in 1/Scale token. It is above the limit if the key owes.
 	Count     int64
 	PrevCount int64 // sliding window: the units taken in the previous window
 	// WindowStart is the start of the current window, which is the first take in it. In a log it is the newest entry's
-	// time, and in a bucket the time up to which Credit includes the refill.
+	// time, and in a bucket the time up to which Count includes the refill.
 	WindowStart int64
-	Credit      int64   // bucket: the tokens left, in 1/Scale token; window and log: granted credit
-	Scale       int64   // bucket: Credit of one token; calendar: microseconds from WindowStart to the window's end
+	Credit      int64   // granted credit: see Grant
+	Scale       int64   // bucket: Count of one token; calendar: microseconds from WindowStart to the window's end
 	ExpiresAt   int64   // at this time, the row begins to mean the same as no row
 	Log         Entries // sliding log: the entries; bucket: the leased tokens
 

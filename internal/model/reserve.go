@@ -1,9 +1,9 @@
 package model
 
 // Reserve books n from a bucket if they will have flowed in within maxDelay. readyAfter says when that is. Until then,
-// the bucket's credit is below 0, so later requests come after the booking. It is denied if no delay of at most
-// maxDelay suffices; RetryAfter says when it would. A booking is given back as a take is: see TokenBucket.Refund. Held
-// units count as taken.
+// the bucket owes, so later requests come after the booking. It is denied if no delay of at most maxDelay suffices;
+// RetryAfter says when it would. A booking is given back as a take is: see TokenBucket.Refund. Held units count as
+// taken.
 //
 // For example, a bucket with a capacity of 1 that refills once a second is empty. A Reserve of 1 is ready after 1 s,
 // the next after 2 s, and a third one with a maxDelay of 2 s is denied, and told to retry after 1 s.
@@ -11,7 +11,8 @@ func (k Key) Reserve(p TokenBucket, clock, n, maxDelay int64) (next Key, d Decis
 	every, owed := Micros(p.Every), MaxOwed(p)
 	maxDelay = min(maxDelay, owed*every/p.Refill) // the bucket may owe no more
 
-	// need is the credit at which n fits beside held tokens, with granted credit. It is Never if no bucket can owe it.
+	// need is how much the bucket must have left, in 1/Scale token, so that n fits beside held tokens, with granted
+	// credit. It is Never if no bucket can owe it.
 	need := func(held, granted int64) int64 {
 		both := min(held, granted)
 		if held-both > p.Capacity+owed-n {
@@ -20,22 +21,23 @@ func (k Key) Reserve(p TokenBucket, clock, n, maxDelay int64) (next Key, d Decis
 		return max(n+(held-both)-(granted-both), 0) * every
 	}
 	delay := func(s State, need int64) int64 {
-		if need <= max(s.Credit, 0) {
+		left := p.Full() - s.Count
+		if need <= max(left, 0) {
 			return 0
 		}
-		return s.WindowStart + p.FillTime(need-s.Credit) - clock
+		return s.WindowStart + p.FillTime(need-left) - clock
 	}
 	rolled, _ := p.Roll(k.State, clock)
-	if now := need(k.Held(clock), rolled.Count); n <= p.Capacity && now != Never {
+	if now := need(k.Held(clock), rolled.Credit); n <= p.Capacity && now != Never {
 		if readyAfter = delay(rolled, now); readyAfter <= maxDelay {
 			next, d, _ = k.Charge(p, clock, n)
 			return next, d, readyAfter
 		}
 	}
 	next, d = k.denied(p, clock, n, p.Capacity, func(s State, held, after int64) int64 {
-		// A full bucket gets no credit, and granted credit expires with the row.
+		// A full bucket gets no tokens, and granted credit expires with the row.
 		most := p.Full() + maxDelay*p.Refill
-		withCredit := need(held, s.Count)
+		withCredit := need(held, s.Credit)
 		if withCredit > most {
 			return Never
 		}

@@ -39,7 +39,7 @@ func TestReserveBooksAPlaceInTheFuture(t *testing.T) {
 	// A booking is given back as a take is. Those behind it are ready earlier than they were told.
 	_, back := k.Refund(p, c1, d.Taken)
 	require.Equal(t, granted(0, 3*second), bare(back))
-	require.Equal(t, third.State.Credit, back.State.Credit-second)
+	require.Equal(t, third.State.Count, back.State.Count+second)
 
 	// A bucket owes at most ten times its capacity.
 	for i := range int64(20) {
@@ -60,7 +60,7 @@ func TestReserveBesideHolds(t *testing.T) {
 	booked, d, readyAfter := k.Reserve(p, c0, 3, second)
 	require.EqualValues(t, 1, d.Granted)
 	require.Equal(t, second, readyAfter)
-	require.Equal(t, 7*second, booked.State.Credit)
+	require.Equal(t, 3*second, booked.State.Count)
 	// In a full bucket nothing flows in, so 4 fit only when the hold has ended.
 	_, d, _ = k.Reserve(p, c0, 4, second)
 	require.Equal(t, 30*second, d.RetryAfter)
@@ -101,7 +101,7 @@ func TestReserveProperties(t *testing.T) {
 			switch {
 			case got.Granted == 1:
 				require.LessOrEqual(t, readyAfter, maxDelay)
-				require.GreaterOrEqual(t, next.State.Credit, -model.MaxOwed(p)*next.State.Scale)
+				require.LessOrEqual(t, next.State.Count, p.Full()+model.MaxOwed(p)*next.State.Scale)
 				if readyAfter > 0 {
 					booked++
 					_, _, early := k.Reserve(p, clock, n, readyAfter-1)

@@ -35,7 +35,7 @@ func (p SlidingLog) Numbers() algorithm.Numbers {
 func (p SlidingLog) LeaseOf(State, int64, int64) (spare, lasts int64) { return 0, 0 }
 
 func (p SlidingLog) ResetAfter(last Decision, units int64) int64 {
-	return creditResetAfter(last, last.State.Credit, units, p.Lasts())
+	return creditResetAfter(last, units, p.Lasts())
 }
 
 func (p SlidingLog) Refund(s State, clock int64, t Take) (State, Decision) {

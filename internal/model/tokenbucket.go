@@ -25,14 +25,14 @@ func (p TokenBucket) Numbers() algorithm.Numbers {
 	return algorithm.Numbers{Algorithm: algorithm.TokenBucket, Limit: p.Capacity, Span: p.Every, Refill: p.Refill}
 }
 
-// Full returns the Credit of a full bucket.
+// Full returns the Count of an empty bucket.
 func (p TokenBucket) Full() int64 { return p.Capacity * Micros(p.Every) }
 
 // lasts is how long a take or a grant keeps a bucket in the state s. If it owes, it is kept until it is full again.
-func (p TokenBucket) lasts(s State) int64 { return p.FillTime(p.Full() - min(s.Credit, 0)) }
+func (p TokenBucket) lasts(s State) int64 { return p.FillTime(max(p.Full(), s.Count)) }
 
-// FillTime returns how many microseconds the refill of this credit takes.
-func (p TokenBucket) FillTime(credit int64) int64 { return CeilDiv(credit, p.Refill) }
+// FillTime returns how many microseconds the refill of this many tokens takes. missing is in 1/Scale token.
+func (p TokenBucket) FillTime(missing int64) int64 { return CeilDiv(missing, p.Refill) }
 
 // Refund gives back the units of a take that the refill has not yet replaced. Think of the missing tokens as a queue: a
 // take joins at the end, the refill serves the front, and a refund leaves from its place in the middle. Suppose that a
@@ -58,12 +58,12 @@ func (p TokenBucket) Refund(s State, clock int64, k Take) (State, Decision) {
 		// A take under other numbers came later.
 		s.Scale != every || s.Capacity != p.Capacity || s.Refill != p.Refill ||
 		// This is a later bucket, or it is as good as new.
-		rolled.Since != k.Since || rolled.Credit == full && rolled.Count == 0 {
+		rolled.Since != k.Since || rolled.Count == 0 && rolled.Credit == 0 {
 		return afterRefund(p, s, clock, false)
 	}
-	spent := min(k.Spent, MaxCredit-s.Count)
+	spent := min(k.Spent, MaxCredit-s.Credit)
 	if spent > 0 {
-		s.Count += spent
+		s.Credit += spent
 		s.ExpiresAt = max(s.ExpiresAt, t+p.Lasts())
 	}
 	back := int64(0)
@@ -74,15 +74,17 @@ func (p TokenBucket) Refund(s State, clock int64, k Take) (State, Decision) {
 		left := max(max(k.At, 0)-s.Returned, n) // without the refill
 		if elapsed := t - k.In; elapsed <= left/p.Refill {
 			place := left - elapsed*p.Refill
-			if missing := full - rolled.Credit; missing <= max(place, full) { // see above
-				back = max(min(n, place, missing-p.occupied(leased)), 0)
+			if rolled.Count <= max(place, full) { // see above
+				back = max(min(n, place, rolled.Count-p.occupied(leased)), 0)
 			}
 		}
 		if spent > 0 || back > 0 {
 			s.Log = leased.entries()
 		}
 	}
-	s.Credit += back
+	if s.Count -= back; back == rolled.Count && s.Credit == 0 { // the row is as good as new
+		s.Count = 0
+	}
 	s.Returned += back
 	if s.Returned > MaxReturned {
 		s.Since, s.Returned = max(s.Since+1, t), 0
@@ -158,7 +160,7 @@ func (p TokenBucket) Lend(s State, units int64) State {
 func (p TokenBucket) LeaseOf(s State, clock, longest int64) (spare, lasts int64) {
 	l := p.leased(s, max(clock, s.WindowStart))
 	held := min(l.now+l.before, p.Capacity) * Micros(p.Every)
-	room := p.Full() - s.Credit - held - l.period*p.Refill
+	room := s.Count - held - l.period*p.Refill
 	if lasts = min(longest, l.period); room < 0 {
 		return -CeilDiv(-room, Micros(p.Every)), lasts
 	}
@@ -166,40 +168,40 @@ func (p TokenBucket) LeaseOf(s State, clock, longest int64) (spare, lasts int64)
 }
 
 func (p TokenBucket) ResetAfter(last Decision, units int64) int64 {
-	if last.State.Count > 0 || last.Taken.Spent > 0 { // the row has granted credit, or had some before the last request
-		return creditResetAfter(last, last.State.Count, units, p.lasts(last.State))
+	if last.State.Credit > 0 || last.Taken.Spent > 0 { // the row has granted credit, or had some before the last request
+		return creditResetAfter(last, units, p.lasts(last.State))
 	}
-	need := p.Full() - last.State.Credit
 	// The two terms differ by the time from the clock to WindowStart.
-	return last.ResetAfter - p.FillTime(need) + p.FillTime(need-units*Micros(p.Every))
+	return last.ResetAfter - p.FillTime(last.State.Count) + p.FillTime(last.State.Count-units*Micros(p.Every))
 }
 
 func (p TokenBucket) Roll(s State, clock int64) (rolled State, moved bool) {
 	every, full := Micros(p.Every), p.Full()
 	if clock >= s.ExpiresAt {
-		s = State{Credit: full, WindowStart: clock, ExpiresAt: s.ExpiresAt, Log: s.Log}
+		s = State{WindowStart: clock, ExpiresAt: s.ExpiresAt, Log: s.Log}
 	} else {
 		// A refund can no longer give an older take back.
 		if s.Scale != every || s.Capacity != p.Capacity || s.Refill != p.Refill {
 			s.Since, s.Returned = max(s.Since+1, s.WindowStart, clock), 0
 		}
-		if s.Scale != every { // the policy has changed: keep whole tokens, and round the rest down
-			tokens, part := s.Credit/s.Scale, s.Credit%s.Scale
-			if part < 0 { // it owes
+		left := s.Capacity*s.Scale - s.Count // below 0 if it owes
+		if s.Scale != every {                // the policy has changed: keep whole tokens, and round the rest down
+			tokens, part := left/s.Scale, left%s.Scale
+			if part < 0 {
 				tokens, part = tokens-1, part+s.Scale
 			}
 			tokens = min(max(tokens, -MaxOwed(p)-1), p.Capacity) // -1, because of the part
-			s.Credit = tokens*every + MulDiv(part, every, s.Scale)
+			left = tokens*every + MulDiv(part, every, s.Scale)
 		}
-		s.Credit = min(max(s.Credit, -MaxOwed(p)*every), full)
-		if s.Credit == full && s.Count == 0 { // the capacity was lowered, so the row is as good as new
-			s = State{Credit: full, WindowStart: clock, ExpiresAt: clock, Log: s.Log}
-		} else if s.WindowStart-clock > p.FillTime(full) { // the clock jumped back, so the credit counts from now on
+		s.Count = full - min(max(left, -MaxOwed(p)*every), full)
+		if s.Count == 0 && s.Credit == 0 { // the capacity was lowered, so the row is as good as new
+			s = State{WindowStart: clock, ExpiresAt: clock, Log: s.Log}
+		} else if s.WindowStart-clock > p.FillTime(full) { // the clock jumped back, so the refill counts from now on
 			s.WindowStart = clock
 			s.Since, s.Returned = max(s.Since+1, clock), 0
 			s.ExpiresAt = clock + p.lasts(s)
-			if s.Count == 0 {
-				s.ExpiresAt = clock + p.FillTime(full-s.Credit)
+			if s.Credit == 0 {
+				s.ExpiresAt = clock + p.FillTime(s.Count)
 			}
 			moved = true
 		}
@@ -207,11 +209,11 @@ func (p TokenBucket) Roll(s State, clock int64) (rolled State, moved bool) {
 	s.Scale, s.Capacity, s.Refill = every, p.Capacity, p.Refill
 	t := max(clock, s.WindowStart)
 	// This divides instead of multiplying, because the product overflows after a long time.
-	if s.Credit < full && t-s.WindowStart <= (full-s.Credit-1)/p.Refill {
-		s.Credit += (t - s.WindowStart) * p.Refill
+	if s.Count > 0 && t-s.WindowStart <= (s.Count-1)/p.Refill {
+		s.Count -= (t - s.WindowStart) * p.Refill
 	} else {
-		s.Credit = full
-		if s.Count == 0 { // the row is as good as new
+		s.Count = 0
+		if s.Credit == 0 { // the row is as good as new
 			s.Since, s.Returned = t, 0
 		}
 	}
@@ -228,29 +230,29 @@ func (p TokenBucket) Decide(s State, clock, n int64) (State, Decision) {
 	// the clock catches up.
 	changed := moved && 0 < n && n <= p.Capacity
 
-	room := max(s.Credit, 0) / every
-	d := Decision{Remaining: room + s.Count}
+	room := max(full-s.Count, 0) / every
+	d := Decision{Remaining: room + s.Credit}
 	if 0 < n && n <= min(d.Remaining, p.Capacity) {
 		changed = true
 		d.Taken.Spent = max(n-room, 0)
-		s.Credit -= (n - d.Taken.Spent) * every
-		s.Count -= d.Taken.Spent
+		s.Count += (n - d.Taken.Spent) * every
+		s.Credit -= d.Taken.Spent
 		s.ExpiresAt = t + p.lasts(s)
 		d.Granted = 1
 		d.Remaining -= n
 	}
-	switch ask := max(n, 1) - s.Count; {
+	switch ask := max(n, 1) - s.Credit; {
 	case d.Granted == 1 || n == 0 && d.Remaining > 0:
 	case n > p.Capacity:
 		d.RetryAfter = Never
 	default:
-		d.RetryAfter = min(t+p.FillTime(ask*every-s.Credit), s.ExpiresAt) - clock
+		d.RetryAfter = min(t+p.FillTime(ask*every-(full-s.Count)), s.ExpiresAt) - clock
 	}
 	switch {
-	case s.Count > 0:
+	case s.Credit > 0:
 		d.ResetAfter = s.ExpiresAt - clock
-	case s.Credit < full:
-		d.ResetAfter = min(t+p.FillTime(full-s.Credit), s.ExpiresAt) - clock
+	case s.Count > 0:
+		d.ResetAfter = min(t+p.FillTime(s.Count), s.ExpiresAt) - clock
 	}
 	if changed {
 		s.ExpiresAt = clock + d.ResetAfter
@@ -259,6 +261,6 @@ func (p TokenBucket) Decide(s State, clock, n int64) (State, Decision) {
 	d.State = s
 	d.State.Log = "" // Request.decideIn in internal/engine does not need the log
 	d.Taken.Units, d.Taken.Since, d.Taken.In, d.Taken.At =
-		d.Granted*n, s.Since, s.WindowStart, s.Returned+full-s.Credit
+		d.Granted*n, s.Since, s.WindowStart, s.Returned+s.Count
 	return stored, d
 }

@@ -203,7 +203,7 @@ func TestTokenBucketLoweredCapacityThatIsFullIsAsGoodAsNew(t *testing.T) {
 	for _, clock := range []int64{c5, c3, c0, at("03:00:00")} {
 		_, d := lowered.Decide(s, clock, 0)
 		require.Equal(t, model.State{
-			Credit: 5 * second, Scale: second, WindowStart: clock, ExpiresAt: clock, Since: clock, Capacity: 5, Refill: 1,
+			Scale: second, WindowStart: clock, ExpiresAt: clock, Since: clock, Capacity: 5, Refill: 1,
 		}, d.State)
 		playModel(t, lowered, s,
 			modelStep{clock, 0, free(5, 0)},
@@ -231,7 +231,7 @@ func TestTokenBucketKeepsItsTokensWhenTheIntervalChanges(t *testing.T) {
 		modelStep{c0 + 8, 2, granted(0, 28)})
 	for _, test := range []struct{ every, missing int64 }{{2, 1}, {3, 1}, {6, 2}, {8, 3}} {
 		_, d := model.TokenBucket{10, 1, model.Duration(test.every)}.Decide(s, c0+8, 1)
-		require.Equal(t, test.every-test.missing, d.State.Credit)
+		require.Equal(t, 9*test.every+test.missing, d.State.Count)
 		playModel(t, model.TokenBucket{10, 1, model.Duration(test.every)}, s,
 			modelStep{c0 + 8, 1, denied(0, test.missing, min(28, 9*test.every+test.missing))})
 	}
@@ -246,9 +246,9 @@ func TestTokenBucketChangedIntervalNeverOverflows(t *testing.T) {
 	playModel(t, slow, s, modelStep{c0, 0, free(2048, 0)})
 
 	// The product of a part of a token and the longest interval needs more than 64 bits.
-	s = model.State{Credit: model.MaxSpan - 2, Scale: model.MaxSpan - 1, WindowStart: c0, ExpiresAt: c9}
+	s = model.State{Count: 1, Scale: model.MaxSpan - 1, Capacity: 1, Refill: 1, WindowStart: c0, ExpiresAt: c9}
 	_, d := slow.Decide(s, c0, 1)
-	require.Equal(t, int64(model.MaxSpan-2), d.State.Credit)
+	require.Equal(t, slow.Full()-(model.MaxSpan-2), d.State.Count)
 	playModel(t, slow, s, modelStep{c0, 1, denied(0, 1, 9*second)})
 }
 
@@ -264,13 +264,13 @@ func TestTokenBucketKeepsItsTokensWhateverChanges(t *testing.T) {
 		_, got := after.Decide(s, clock, 0)
 
 		every, refill := big.NewInt(model.Micros(after.Every)), big.NewInt(after.Refill)
-		want := new(big.Int).Mul(big.NewInt(s.Credit), every)
+		want := new(big.Int).Mul(big.NewInt(before.Full()-s.Count), every)
 		want.Quo(want, big.NewInt(model.Micros(before.Every)))
 		want.Add(want, refill.Mul(refill, big.NewInt(clock-start)))
 		if full := big.NewInt(after.Full()); want.Cmp(full) > 0 {
 			want = full
 		}
-		require.Equal(t, want.Int64(), got.State.Credit, "%+v at %d, from %+v", after, clock, s)
+		require.Equal(t, want.Int64(), after.Full()-got.State.Count, "%+v at %d, from %+v", after, clock, s)
 		require.Equal(t, want.Quo(want, every).Int64(), got.Remaining)
 	}
 }
@@ -278,7 +278,7 @@ func TestTokenBucketKeepsItsTokensWhateverChanges(t *testing.T) {
 func TestTokenBucketExpiredRowEqualsNoRow(t *testing.T) {
 	t.Parallel()
 	p := model.TokenBucket{10, 1, time.Second}
-	row := model.State{Scale: second, WindowStart: c0, ExpiresAt: c5} // the row expires before the bucket is full
+	row := model.State{Count: 10 * second, Scale: second, Capacity: 10, Refill: 1, WindowStart: c0, ExpiresAt: c5} // the row expires before the bucket is full
 	require.False(t, equalsNoRow(p, row, c5-1))
 	for _, clock := range []int64{c5, c5 + 1, c9, c9 + second, c0 + hour} {
 		require.True(t, equalsNoRow(p, row, clock))
@@ -317,8 +317,8 @@ func (m *slowBucket) take(t, n int64) {
 }
 
 func (m *slowBucket) state(t int64) model.State {
-	credit := m.at(t)
-	return model.State{WindowStart: t, Credit: whole(credit.Mul(credit, rat(model.Micros(m.Every)))), Scale: model.Micros(m.Every)}
+	missing := new(big.Rat).Sub(rat(m.Capacity), m.at(t))
+	return model.State{WindowStart: t, Count: whole(missing.Mul(missing, rat(model.Micros(m.Every)))), Scale: model.Micros(m.Every)}
 }
 
 func TestTokenBucketEqualsTheDesignInRationals(t *testing.T) {

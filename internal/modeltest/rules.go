@@ -41,14 +41,11 @@ func Reach(p model.Rules) int64 {
 // CreditOf returns a row's granted credit at the time clock.
 func CreditOf(p model.Rules, s model.State, clock int64) int64 {
 	_, d := p.Decide(s, clock, 0)
-	if p.Numbers().Refills() {
-		return d.State.Count
-	}
 	return d.State.Credit
 }
 
-// Told returns the state without the fields that the database does not return.
+// Told returns the state without the field that a client does not know.
 func Told(s model.State) model.State {
-	s.Capacity, s.Refill, s.Returned = 0, 0, 0
+	s.Returned = 0
 	return s
 }
