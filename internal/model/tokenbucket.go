@@ -168,7 +168,7 @@ func (p TokenBucket) LeaseOf(s State, clock, longest int64) (spare, lasts int64)
 }
 
 func (p TokenBucket) ResetAfter(last Decision, units int64) int64 {
-	if last.State.Credit > 0 || last.Taken.Spent > 0 { // the row has granted credit, or had some before the last request
+	if last.State.Credit > 0 || last.Taken.Spent > 0 { // the row has or had granted credit
 		return creditResetAfter(last, units, p.lasts(last.State))
 	}
 	// The two terms differ by the time from the clock to WindowStart.
