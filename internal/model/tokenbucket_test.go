@@ -318,7 +318,10 @@ func (m *slowBucket) take(t, n int64) {
 
 func (m *slowBucket) state(t int64) model.State {
 	missing := new(big.Rat).Sub(rat(m.Capacity), m.at(t))
-	return model.State{WindowStart: t, Count: whole(missing.Mul(missing, rat(model.Micros(m.Every)))), Scale: model.Micros(m.Every)}
+	return model.State{
+		WindowStart: t, Count: whole(missing.Mul(missing, rat(model.Micros(m.Every)))), Scale: model.Micros(m.Every),
+		Capacity: m.Capacity, Refill: m.Refill,
+	}
 }
 
 func TestTokenBucketEqualsTheDesignInRationals(t *testing.T) {
