@@ -138,7 +138,7 @@ func TestPolicyOfAnotherKindIsTold(t *testing.T) {
 					continue
 				}
 				invoke(t, db.URL, args...).complains(t, exitFailed, "nothing was done, because", test.told, "--force")
-				require.EqualValues(t, 7, pgtest.Scalar[int64](t, db.Pool, `SELECT CASE algorithm WHEN 3 THEN 10 - credit / scale
+				require.EqualValues(t, 7, pgtest.Scalar[int64](t, db.Pool, `SELECT CASE algorithm WHEN 3 THEN (count - 1) / scale + 1
 					ELSE count END FROM rate_limit_ephemeral WHERE prefix = 'api'`))
 			}
 			out := invoke(t, db.URL, "take", "api", test.key, "--policy", test.asked, "--force").done(t)

@@ -189,7 +189,7 @@ var (
 		policy: func(limit int64) ratelimit.Policy {
 			return ratelimit.TokenBucket{Capacity: limit, Refill: 10_000, Every: window}
 		},
-		taken: "sum($2 - credit / scale)",
+		taken: "sum(count / scale)",
 		clock: ratelimit.TestConfig{Now: standstill},
 	}
 )
@@ -214,14 +214,14 @@ func library(title string, kind algorithm, config ratelimit.Config) *subject {
 			a.fillBySQL(table, config.Name, data)
 		}
 		taken := fmt.Sprintf(
-			"SELECT coalesce(%s, 0)::bigint FROM %s WHERE prefix = $1 AND $2::bigint > 0",
+			"SELECT coalesce(%s, 0)::bigint FROM %s WHERE prefix = $1",
 			kind.taken,
 			table,
 		)
 		return &store{
 			data:  data,
 			table: table,
-			taken: func() int64 { return a.count(taken, config.Name, data.limit) },
+			taken: func() int64 { return a.count(taken, config.Name) },
 			connect: func(far bool) *contender {
 				pool := a.pool(far)
 				client := limitertest.NewClient(a.b, pool, ratelimit.ClientConfig{

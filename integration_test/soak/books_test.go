@@ -294,8 +294,8 @@ func (s *soak) read(ctx context.Context, a *soakAccount) (taken, life int64, ok 
 	for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); soakWait(ctx, 20*time.Millisecond) {
 		life, taken = s.life.Load(), 0
 		short, cancel := context.WithTimeout(ctx, 5*time.Second)
-		err := s.extra.QueryRow(short, "SELECT CASE algorithm WHEN 3 THEN $3 - (credit + scale / 2) / scale ELSE count END FROM "+table+" WHERE prefix = $1 AND key = $2",
-			a.of.Name, a.key, int64(soakLimit)).
+		err := s.extra.QueryRow(short, "SELECT CASE algorithm WHEN 3 THEN (count + scale / 2) / scale ELSE count END FROM "+table+" WHERE prefix = $1 AND key = $2",
+			a.of.Name, a.key).
 			Scan(&taken)
 		cancel()
 		if (err == nil || errors.Is(err, pgx.ErrNoRows)) && life == s.life.Load() {

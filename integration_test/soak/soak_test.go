@@ -336,9 +336,9 @@ func (s *soak) settle() {
 func (s *soak) explainRows() {
 	s.t.Helper()
 	rows, err := s.extra.Query(s.t.Context(), `
-		SELECT prefix, key, CASE algorithm WHEN 3 THEN $1 - (credit + scale / 2) / scale ELSE count END FROM rate_limit_ephemeral
+		SELECT prefix, key, CASE algorithm WHEN 3 THEN (count + scale / 2) / scale ELSE count END FROM rate_limit_ephemeral
 		UNION ALL
-		SELECT prefix, key, CASE algorithm WHEN 3 THEN $1 - (credit + scale / 2) / scale ELSE count END FROM rate_limit_durable`, int64(soakLimit))
+		SELECT prefix, key, CASE algorithm WHEN 3 THEN (count + scale / 2) / scale ELSE count END FROM rate_limit_durable`)
 	require.NoError(s.t, err)
 	var id soakRowID
 	var taken int64
