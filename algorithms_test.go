@@ -27,6 +27,10 @@ func TestEveryAlgorithmIsComplete(t *testing.T) {
 	}
 	functions, err := migrations.FS.ReadFile("00002_create_functions.sql")
 	require.NoError(t, err)
+	tried := map[int16]bool{}
+	for _, policy := range limitertest.SlowPolicies(1) {
+		tried[limitertest.Rule(policy).Numbers().Algorithm] = true
+	}
 	for i, a := range algorithm.All() {
 		require.EqualValues(t, i+1, a.Code)
 		require.Equal(t, a, algorithm.ByCode(a.Code))
@@ -78,5 +82,10 @@ func TestEveryAlgorithmIsComplete(t *testing.T) {
 			require.Contains(t, read(file), a.Function, file)
 		}
 		require.Contains(t, read("docs/algorithms.md"), "`"+a.Example+"`")
+
+		// Tests that try all algorithms try this one.
+		require.Contains(t, tried, a.Code, "limitertest.SlowPolicies")
+		require.Contains(t, limitertest.PolicyTexts(), a.Example)
+		require.Contains(t, read("internal/modeltest/history.go"), fmt.Sprintf("case %T:", limitertest.Rule(policy)))
 	}
 }

@@ -86,7 +86,7 @@ func Mints(takes []*Taken) error {
 			}
 		}
 		largest = max(largest, limit)
-		ok := true
+		ok := false
 		switch p := took.policy.(type) {
 		case model.FixedWindow: // a refund may have given back the take that opened the window
 			ok = same <= limit && within <= 2*largest

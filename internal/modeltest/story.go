@@ -11,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
@@ -149,22 +150,23 @@ func RandomPolicy(r *rand.Rand) model.Rules {
 	case 4:
 		limit = model.MaxProduct / window
 	}
-	switch r.IntN(5) {
-	case 0:
-		return model.FixedWindow{Limit: limit, Window: model.Duration(window)}
-	case 1:
-		return model.SlidingWindow{Limit: limit, Window: model.Duration(window)}
-	case 2:
-		return model.SlidingLog{Limit: min(limit, model.MaxLogLimit), Window: model.Duration(window)}
-	case 3:
-		return model.CalendarWindow{Limit: limit, Span: OneOf(r, Units()), Zone: OneOf(r, SteadyZones())}
+	n := algorithm.Numbers{Algorithm: OneOf(r, algorithm.All()).Code, Limit: limit, Span: model.Duration(window)}
+	switch n.Algorithm {
+	case algorithm.SlidingLog:
+		n.Limit = min(limit, model.MaxLogLimit)
+	case algorithm.CalendarWindow:
+		n.Span, n.Zone = OneOf(r, Units()), OneOf(r, SteadyZones())
+	}
+	if !n.Refills() {
+		return model.Of(n)
 	}
 	slowest := model.CeilDiv(limit*window, model.MaxSpan)
 	refill := slowest + magnitude(r, math.MaxInt64-slowest)
 	if r.IntN(2) == 0 {
 		refill = slowest + r.Int64N(20)
 	}
-	return model.TokenBucket{Capacity: limit, Refill: refill, Every: model.Duration(window)}
+	n.Refill = refill
+	return model.Of(n)
 }
 
 // ChangedPolicy changes a policy as an operator might: it makes numbers a little higher or lower, or takes the other
