@@ -1224,7 +1224,8 @@ END
 $$;
 
 -- _rate_limit_rows_in_lock_order returns each row of the parts once, in lock order: ephemeral rows before durable rows,
--- then longer keys first, then by key and name. part_of has a part of each row, and row_of has the row of each part.
+-- then longer keys first, then by key and name. part_of[i] is a part that uses row i. row_of[j] is the row that part j
+-- uses.
 CREATE FUNCTION _rate_limit_rows_in_lock_order(
     requests integer[], names text[], keys text[], durables boolean[], OUT part_of integer[], OUT row_of integer[]
 ) LANGUAGE plpgsql AS $$
