@@ -268,7 +268,7 @@ BEGIN
             (prefix, key, algorithm, count, window_start, expires_at)
         SELECT name, keys[1], 1, units, clock, clock + window_us
         WHERE units <= max_count
-        ON CONFLICT (prefix, key) DO UPDATE SET
+        ON CONFLICT (prefix, key) DO UPDATE SET -- locks the row
             count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
             window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
             expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
@@ -289,7 +289,7 @@ BEGIN
             SELECT name, e.key, 1, e.units, clock, clock + window_us
             FROM _rate_limit_keys_in_lock_order(keys, units_of) AS e
             WHERE octet_length(name) BETWEEN 1 AND 128
-            ON CONFLICT (prefix, key) DO UPDATE SET
+            ON CONFLICT (prefix, key) DO UPDATE SET -- locks the row
                 count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
                 window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
                 expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
@@ -478,7 +478,7 @@ BEGIN
             (prefix, key, algorithm, count, window_start, expires_at)
         SELECT name, keys[1], 2, units, clock, clock + 2 * window_us
         WHERE units <= max_count
-        ON CONFLICT (prefix, key) DO UPDATE SET
+        ON CONFLICT (prefix, key) DO UPDATE SET -- locks the row
             count = CASE WHEN d.window_start > ended THEN d.count ELSE 0 END + excluded.count,
             prev_count = CASE WHEN d.window_start > ended THEN d.prev_count
                 WHEN d.expires_at > clock THEN d.count ELSE 0 END,
@@ -503,7 +503,7 @@ BEGIN
             SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us
             FROM _rate_limit_keys_in_lock_order(keys, units_of) AS e
             WHERE octet_length(name) BETWEEN 1 AND 128
-            ON CONFLICT (prefix, key) DO UPDATE SET
+            ON CONFLICT (prefix, key) DO UPDATE SET -- locks the row
                 count = CASE WHEN d.window_start > ended THEN d.count ELSE 0 END + excluded.count,
                 prev_count = CASE WHEN d.window_start > ended THEN d.prev_count
                     WHEN d.expires_at > clock THEN d.count ELSE 0 END,
@@ -699,7 +699,7 @@ BEGIN
         SELECT name, keys[1], 3, units * every_us, every_us, capacity, refill, clock, 0, clock,
             clock + (units * every_us - 1) / refill + 1
         WHERE units <= capacity
-        ON CONFLICT (prefix, key) DO UPDATE SET
+        ON CONFLICT (prefix, key) DO UPDATE SET -- locks the row
             count = _rate_limit_bucket_count(d.count, d.window_start, clock, refill) + excluded.count,
             window_start = greatest(clock, d.window_start),
             since = CASE WHEN _rate_limit_bucket_runs(d.count, d.window_start, clock, refill)
@@ -727,7 +727,7 @@ BEGIN
                 clock + (e.units * every_us - 1) / refill + 1
             FROM _rate_limit_keys_in_lock_order(keys, units_of) AS e
             WHERE octet_length(name) BETWEEN 1 AND 128
-            ON CONFLICT (prefix, key) DO UPDATE SET
+            ON CONFLICT (prefix, key) DO UPDATE SET -- locks the row
                 count = _rate_limit_bucket_count(d.count, d.window_start, clock, refill) + excluded.count,
                 window_start = greatest(clock, d.window_start),
                 since = CASE WHEN _rate_limit_bucket_runs(d.count, d.window_start, clock, refill)
@@ -1057,7 +1057,7 @@ BEGIN
             (prefix, key, algorithm, count, window_start, scale, expires_at)
         SELECT name, keys[1], 5, units, clock, window_end - clock, window_end
         WHERE units <= max_count
-        ON CONFLICT (prefix, key) DO UPDATE SET
+        ON CONFLICT (prefix, key) DO UPDATE SET -- locks the row
             count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
             window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
             scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
@@ -1079,7 +1079,7 @@ BEGIN
             SELECT name, e.key, 5, e.units, clock, window_end - clock, window_end
             FROM _rate_limit_keys_in_lock_order(keys, units_of) AS e
             WHERE octet_length(name) BETWEEN 1 AND 128
-            ON CONFLICT (prefix, key) DO UPDATE SET
+            ON CONFLICT (prefix, key) DO UPDATE SET -- locks the row
                 count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
                 window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
                 scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,

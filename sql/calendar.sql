@@ -157,7 +157,7 @@ BEGIN
             (prefix, key, algorithm, count, window_start, scale, expires_at)
         SELECT name, keys[1], 5, units, clock, window_end - clock, window_end
         WHERE units <= max_count
-        ON CONFLICT (prefix, key) DO UPDATE SET
+        ON CONFLICT (prefix, key) DO UPDATE SET -- locks the row
             count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
             window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
             scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
@@ -179,7 +179,7 @@ BEGIN
             SELECT name, e.key, 5, e.units, clock, window_end - clock, window_end
             FROM _rate_limit_keys_in_lock_order(keys, units_of) AS e
             WHERE octet_length(name) BETWEEN 1 AND 128
-            ON CONFLICT (prefix, key) DO UPDATE SET
+            ON CONFLICT (prefix, key) DO UPDATE SET -- locks the row
                 count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
                 window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
                 scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,

@@ -109,7 +109,7 @@ BEGIN
             (prefix, key, algorithm, count, window_start, expires_at)
         SELECT name, keys[1], 1, units, clock, clock + window_us
         WHERE units <= max_count
-        ON CONFLICT (prefix, key) DO UPDATE SET
+        ON CONFLICT (prefix, key) DO UPDATE SET -- locks the row
             count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
             window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
             expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
@@ -130,7 +130,7 @@ BEGIN
             SELECT name, e.key, 1, e.units, clock, clock + window_us
             FROM _rate_limit_keys_in_lock_order(keys, units_of) AS e
             WHERE octet_length(name) BETWEEN 1 AND 128
-            ON CONFLICT (prefix, key) DO UPDATE SET
+            ON CONFLICT (prefix, key) DO UPDATE SET -- locks the row
                 count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
                 window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
                 expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END

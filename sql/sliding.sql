@@ -159,7 +159,7 @@ BEGIN
             (prefix, key, algorithm, count, window_start, expires_at)
         SELECT name, keys[1], 2, units, clock, clock + 2 * window_us
         WHERE units <= max_count
-        ON CONFLICT (prefix, key) DO UPDATE SET
+        ON CONFLICT (prefix, key) DO UPDATE SET -- locks the row
             count = CASE WHEN d.window_start > ended THEN d.count ELSE 0 END + excluded.count,
             prev_count = CASE WHEN d.window_start > ended THEN d.prev_count
                 WHEN d.expires_at > clock THEN d.count ELSE 0 END,
@@ -184,7 +184,7 @@ BEGIN
             SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us
             FROM _rate_limit_keys_in_lock_order(keys, units_of) AS e
             WHERE octet_length(name) BETWEEN 1 AND 128
-            ON CONFLICT (prefix, key) DO UPDATE SET
+            ON CONFLICT (prefix, key) DO UPDATE SET -- locks the row
                 count = CASE WHEN d.window_start > ended THEN d.count ELSE 0 END + excluded.count,
                 prev_count = CASE WHEN d.window_start > ended THEN d.prev_count
                     WHEN d.expires_at > clock THEN d.count ELSE 0 END,

@@ -161,7 +161,7 @@ BEGIN
         SELECT name, keys[1], 3, units * every_us, every_us, capacity, refill, clock, 0, clock,
             clock + (units * every_us - 1) / refill + 1
         WHERE units <= capacity
-        ON CONFLICT (prefix, key) DO UPDATE SET
+        ON CONFLICT (prefix, key) DO UPDATE SET -- locks the row
             count = _rate_limit_bucket_count(d.count, d.window_start, clock, refill) + excluded.count,
             window_start = greatest(clock, d.window_start),
             since = CASE WHEN _rate_limit_bucket_runs(d.count, d.window_start, clock, refill)
@@ -189,7 +189,7 @@ BEGIN
                 clock + (e.units * every_us - 1) / refill + 1
             FROM _rate_limit_keys_in_lock_order(keys, units_of) AS e
             WHERE octet_length(name) BETWEEN 1 AND 128
-            ON CONFLICT (prefix, key) DO UPDATE SET
+            ON CONFLICT (prefix, key) DO UPDATE SET -- locks the row
                 count = _rate_limit_bucket_count(d.count, d.window_start, clock, refill) + excluded.count,
                 window_start = greatest(clock, d.window_start),
                 since = CASE WHEN _rate_limit_bucket_runs(d.count, d.window_start, clock, refill)

@@ -64,13 +64,13 @@ func (t *Table) readSince(ctx context.Context, db pg.DB, known *int64, knownAt i
 		t.note(ctx, err)
 		return err
 	}
-	t.apply(ctx, a, asked)
+	t.applyChanges(ctx, a, asked)
 	t.note(ctx, nil)
 	return nil
 }
 
-// apply puts an answer in force. asked is when the question was sent.
-func (t *Table) apply(ctx context.Context, a *policyAnswer, asked time.Time) {
+// applyChanges puts an answer in force. asked is when the question was sent.
+func (t *Table) applyChanges(ctx context.Context, a *policyAnswer, asked time.Time) {
 	// The database read the clock before the answer arrived. So the stored clock is late, and no ban ends early.
 	t.Clock.Store(&DatabaseClock{Micros: a.clock, At: time.Now()})
 	changed := a.removed

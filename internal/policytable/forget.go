@@ -91,9 +91,9 @@ func (t *Table) tell(ctx context.Context) {
 	}
 }
 
-// hear forgets the denials that the payloads of notifications name. It looks at each denial once, for any number of
-// notifications.
-func (t *Table) hear(payloads []string) {
+// hearForgotten forgets the denials that the payloads of notifications name. It looks at each denial once, for any
+// number of notifications.
+func (t *Table) hearForgotten(payloads []string) {
 	all := map[string]bool{}
 	for _, payload := range payloads {
 		if hashes, ok := ReadForget(payload); ok {

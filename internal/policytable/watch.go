@@ -186,7 +186,7 @@ func (t *Table) listen(ctx context.Context) error {
 			heard = true
 			t.setListening(true)
 		}
-		t.hear(box.Payloads)
+		t.hearForgotten(box.Payloads)
 		box.Payloads, box.size = nil, 0
 		if err := t.ReadChanges(ctx, conn, timeout); err != nil {
 			return cmp.Or(context.Cause(ctx), err)
