@@ -361,7 +361,7 @@ func TestPoliciesBeforeTheyAreRead(t *testing.T) {
 	// Errors contain the cause as soon as it is known.
 	empty := pgtest.Empty(t)
 	p = limitertest.RunningPolicies(t, empty.Pool, ratelimit.PoliciesConfig{})
-	testkit.WaitUntil(t, func() bool { return p.Status().Err != nil })
+	testkit.WaitUntil(t, func() bool { return errors.Is(p.Status().Err, ratelimit.ErrNotMigrated) })
 	l = limitertest.New(t, db.Pool, ratelimit.Config{Name: "api", Policy: ratelimit.FixedWindow{Limit: 10, Window: time.Hour}, Policies: p, OnFailure: ratelimit.FailOpen()})
 	for _, ask := range asks(t, db, l) {
 		require.ErrorIs(t, ask(), ratelimit.ErrNotMigrated)

@@ -20,7 +20,7 @@ import (
 // If a row is read without a lock, the units that other calls take at the same time are lost.
 func TestSoakFindsLostUpdates(t *testing.T) {
 	t.Parallel()
-	s := newSoak(t, 1, nil)
+	s := newSoak(t, 1, nil, 0)
 	s.lockNothing("PERFORM pg_sleep(0.002)") // lets other calls take during the pause
 	s.run(time.Minute, nil)                  // the first violation ends it
 	require.NotEmpty(t, s.violations)
@@ -32,7 +32,7 @@ func TestSoakFindsForgottenGrants(t *testing.T) {
 	t.Parallel()
 	s := newSoak(t, 1, map[string]string{
 		"synchronous_commit": "off", "wal_writer_delay": "10s", "wal_writer_flush_after": "1GB", "wal_buffers": "64MB", "autovacuum": "off",
-	})
+	}, 0)
 	pgtest.Rewrite(s.t, s.extra, "_rate_limit_set", "set_config('synchronous_commit', synchronous_commit::text, true)", "''")
 	_, err := s.extra.Exec(t.Context(), "CHECKPOINT") // without this, a crash would lose the tables too
 	require.NoError(t, err)
@@ -59,7 +59,7 @@ func TestSoakFindsForgottenGrants(t *testing.T) {
 // If a window begins twice, it grants twice. No other check covers these keys.
 func TestSoakFindsTooManyGrants(t *testing.T) {
 	t.Parallel()
-	s := newSoak(t, 1, nil)
+	s := newSoak(t, 1, nil, 0)
 	for _, function := range soakFunctions() {
 		pgtest.LeaveToRules(s.t, s.extra, function)
 	}
@@ -88,7 +88,7 @@ func TestSoakFindsTooManyGrants(t *testing.T) {
 // A call that gets ErrKeyHeld must count nothing.
 func TestSoakFindsHeldCallsThatCount(t *testing.T) {
 	t.Parallel()
-	s := newSoak(t, 1, nil)
+	s := newSoak(t, 1, nil, 10*time.Second)
 	pgtest.Rewrite(s.t, s.extra, "rate_limit_take_fixed_window", "\nBEGIN\n", `
 		BEGIN
 		RAISE EXCEPTION 'held' USING ERRCODE = 'lock_not_available';
@@ -117,7 +117,7 @@ func TestSoakFindsHeldCallsThatCount(t *testing.T) {
 // The database reads a held row without a lock.
 func TestSoakFindsGrantsOfHeldRows(t *testing.T) {
 	t.Parallel()
-	s := newSoak(t, 1, nil)
+	s := newSoak(t, 1, nil, 0)
 	s.lockNothing("RETURN") // otherwise the write would wait for the lock
 	rng := s.rng(0)
 	s.waitUntil("a grant is found", func() bool { // repeats until the holder does not roll back
@@ -130,7 +130,7 @@ func TestSoakFindsGrantsOfHeldRows(t *testing.T) {
 func TestSoakFindsRefundsOfWhatDoesNotCount(t *testing.T) {
 	t.Parallel()
 	for _, broken := range []bool{false, true} {
-		s := newSoak(t, 1, nil)
+		s := newSoak(t, 1, nil, 10*time.Second)
 		if broken {
 			pgtest.Rewrite(
 				s.t,
@@ -167,7 +167,7 @@ func TestSoakFindsRefundsOfWhatDoesNotCount(t *testing.T) {
 // A function looks in a schema where other roles can create functions, before it looks in pg_catalog.
 func TestSoakFindsDecoysThatRun(t *testing.T) {
 	t.Parallel()
-	s := newSoak(t, 1, nil)
+	s := newSoak(t, 1, nil, 0)
 	pgtest.Rewrite(s.t, s.extra, "rate_limit_take_fixed_window", "'pg_catalog', 'pg_temp'", "'public', 'pg_temp'")
 	s.attack()
 	s.run(time.Minute, nil) // the first violation ends it
@@ -185,7 +185,7 @@ func TestSoakFindsALeakingTable(t *testing.T) {
 	for _, swept := range []bool{true, false} {
 		t.Run(fmt.Sprintf("swept %v", swept), func(t *testing.T) {
 			t.Parallel()
-			s := newSoak(t, 1, map[string]string{"autovacuum": "off"})
+			s := newSoak(t, 1, map[string]string{"autovacuum": "off"}, 0)
 			limiter := s.passing[0].limiters[0]
 			sweeper, err := cleanup.New(
 				s.extra,
