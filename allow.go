@@ -15,7 +15,7 @@ import (
 )
 
 // Allow takes 1 from key's limit if 1 fits, and tells whether it did. It uses a connection of the client's pool. A
-// caller that already has one needs [Limiter.WithTx] or [OwnPool], or risks [ErrPoolExhausted].
+// caller that already has a connection needs [Limiter.WithTx] or [OwnPool], or risks [ErrPoolExhausted].
 //
 // Errors: a [*KeyError]; the context's error, if the context ends first (the request may still count); a [*StoreError].
 func (l *Limiter) Allow(ctx context.Context, key string) (Result, error) {
@@ -31,15 +31,16 @@ func (l *Limiter) AllowN(ctx context.Context, key string, n int64) (Result, erro
 	return result, err
 }
 
-// Peek takes nothing. Allowed tells whether a cost of 1 would fit. Peek waits for no lock, and does not see uncommitted
-// takes. Errors: those of Allow.
+// Peek takes nothing. The field Allowed tells whether a cost of 1 would fit. Peek waits for no lock, and does not see
+// uncommitted takes. Errors: those of Allow.
 func (l *Limiter) Peek(ctx context.Context, key string) (Result, error) {
 	var result Result
 	err := l.allow(ctx, key, 0, true, &result)
 	return result, err
 }
 
-// allow is AllowN without counting denials for bans. shadows tells whether to decide a row of mode shadow too.
+// allow is AllowN without counting denials for bans. The argument shadows tells whether to decide a row of mode shadow
+// too.
 func (l *Limiter) allow(ctx context.Context, key string, n int64, shadows bool, result *Result) (err error) {
 	if l.client.observer != nil {
 		defer l.observe(time.Now(), n, result, &err)
@@ -114,7 +115,8 @@ func (l *Limiter) byRow(row *policytable.Row, n int64) (Result, error) {
 	return result, nil
 }
 
-// onError returns OnFailure's answer to a call that the database did not decide. Without an answer, it returns err.
+// onError returns OnFailure's answer to a call that the database did not decide. If OnFailure has no answer, onError
+// returns err.
 func (l *Limiter) onError(err error, policy *model.Policy, key string, n int64) (Result, error) {
 	if l.onFailure.answer > returnError && pg.IsAway(err) {
 		return l.answerOnFailure(policy, key, n), nil
@@ -122,7 +124,7 @@ func (l *Limiter) onError(err error, policy *model.Policy, key string, n int64) 
 	return Result{}, err
 }
 
-// countDenial counts a denial for the limiter's Ban. Only denials by the database count, fresh or remembered.
+// countDenial counts a denial for the limiter's Ban. Only the database's denials count, whether fresh or remembered.
 func (l *Limiter) countDenial(key string, n int64, result *Result, err error) {
 	if l.ban != nil && err == nil && !result.Allowed && n > 0 && result.Source <= SourceCachedDenial {
 		l.view.Strike(key)

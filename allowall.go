@@ -41,25 +41,26 @@ func (r Request) Format(s fmt.State, _ rune) {
 	_, _ = fmt.Fprintf(s, "%d of %s", r.cost, r.limiter.space.Name)
 }
 
-// Results are the decision of an [AllowAll]. The zero Results deny.
+// Results is the decision of an [AllowAll]. Its zero value denies.
 type Results struct {
 	Allowed bool // true if all costs were taken; if false, none was taken
-	// RetryAfter is 0 if Allowed. Otherwise it is the longest RetryAfter of Each. After that time all requests fit, if
-	// nobody else takes anything.
+	// RetryAfter is 0 if Allowed is true. Otherwise it is the longest RetryAfter in Each. After that time all requests
+	// fit, if nobody else takes anything.
 	RetryAfter time.Duration
 	Each       []Result // in the order of the requests; RetryAfter is above 0 where a limit refused
 }
 
-// AllowAll takes from several limits, or from none of them, such as the limits of an address and of a user. It asks the
-// database in one round trip. The limiters must share a [Client]. All calls lock rows in the same order, longer keys
-// first, so they never deadlock. Give a key that all calls use a short name ("all"), so that its row is locked last.
+// AllowAll takes from all of several limits, such as the limits of an address and of a user, or from none of them. It
+// asks the database in one round trip. The limiters must share a [Client]. All calls lock rows in the same order,
+// longer keys first, so they never deadlock. If all calls use a key, give it a short name ("all"), so that its row is
+// locked last.
 //
-// Within a transaction, pass requests of [TxLimiter.Request]. Their limiters may have different clients, but must have
-// the same schema. Behind a proxy for shards, all keys must share a part in braces, such as {user:1}:minute and
-// {user:1}:day.
+// Within a transaction, pass requests of [TxLimiter.Request]. The limiters of these requests may have different
+// clients, but must have the same schema. Behind a proxy for shards, all keys must share a part in braces, such as
+// {user:1}:minute and {user:1}:day.
 //
-// AllowAll ignores [Config].OnFailure. Errors: a [*RequestError]; the context's error, if it ends first (the requests
-// may still count); a [*StoreError].
+// AllowAll ignores [Config].OnFailure. Errors: a [*RequestError]; the context's error, if the context ends first (the
+// requests may still count); a [*StoreError].
 func AllowAll(ctx context.Context, requests ...Request) (results Results, err error) {
 	if observed(requests) {
 		defer observeAll(time.Now(), requests, &results, &err)
@@ -101,7 +102,7 @@ func transactionOf(requests []Request) (tx pgx.Tx, inTx bool, err error) {
 	return tx, inTx, nil
 }
 
-// sameTx tells whether a and b are the same transaction. An application's own pgx.Tx type may not be comparable.
+// sameTx tells whether a and b are the same transaction. If an application has its own pgx.Tx type, == may panic.
 func sameTx(a, b pgx.Tx) bool {
 	if conn := pg.Conn(a); conn != nil {
 		return conn == pg.Conn(b)
@@ -114,13 +115,13 @@ type set struct {
 	client  *Client
 	asked   *engine.Set // the requests that no row of rate_limit_policy answers
 	entries []setEntry
-	denied  *Result // of a row of rate_limit_policy; if not nil, the database is not asked
+	denied  *Result // the denial by a row of rate_limit_policy; if not nil, the database is not asked
 }
 
 type setEntry struct {
 	key, name string
 	limit     int64
-	answer    *Result // of a row of mode off or deny, or nil
+	answer    *Result // the answer of a row of mode off or deny, or nil
 }
 
 // newSet checks the requests, and returns a set of them. If inTx is true, the limiters may have different clients.
@@ -183,8 +184,8 @@ func (s *set) add(ctx context.Context, i int, q Request, inTx bool) error {
 	return nil
 }
 
-// decide asks the database about the set, unless a row of rate_limit_policy denies it. tx is the caller's transaction,
-// or nil.
+// decide asks the database about the set, unless a row of rate_limit_policy denies it. The argument tx is the caller's
+// transaction, or nil.
 func (s *set) decide(ctx context.Context, tx pgx.Tx) (Results, error) {
 	var outcomes []engine.Outcome
 	if s.denied == nil {
@@ -253,7 +254,7 @@ func (s *set) refused() error {
 	return &RequestError{Index: index, Err: errRefused}
 }
 
-// observed tells whether a limiter of the requests has an observer.
+// observed tells whether the limiter of any request has an observer.
 func observed(requests []Request) bool {
 	for _, r := range requests {
 		if r.limiter != nil && r.limiter.client.observer != nil {

@@ -66,7 +66,7 @@ func TestAllowAllTakesFromAllOrFromNone(t *testing.T) {
 	require.Equal(t, limitertest.Year, denied.RetryAfter)
 	require.Equal(t, 2*24*time.Hour, denied.Each[1].RetryAfter)
 
-	// The limiters' own calls see the units taken by AllowAll.
+	// Other calls of the limiters see the units that AllowAll took.
 	one, err := a.Peek(t.Context(), "{all}192.0.2.1")
 	require.NoError(t, err)
 	require.EqualValues(t, 3, one.Remaining)

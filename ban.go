@@ -16,10 +16,10 @@ import (
 // 65,536 keys, so with n processes a key may be denied n × Denials times before its ban.
 type Ban struct {
 	Denials       int           // at least 1
-	Within        time.Duration // measured from the first denial; then the count restarts
+	Within        time.Duration // the time from the first denial until the count restarts
 	First         time.Duration // length of the first ban, at least 1 ms
-	Longest       time.Duration // length of any ban; defaults to First
-	ForgivenAfter time.Duration // after this time without a ban, the next one lasts First; defaults to Longest
+	Longest       time.Duration // the longest that any ban lasts; defaults to First
+	ForgivenAfter time.Duration // after this time without a ban, the next ban lasts First; defaults to Longest
 }
 
 func (b *Ban) withDefaults() *Ban {

@@ -13,26 +13,26 @@ import (
 // the edge of two windows.
 //
 // With CalendarWindow{Limit: 1000, Unit: ratelimit.CalendarMonth, Zone: "Europe/Berlin"}, a key that has taken 1,000 by
-// noon of 31 March is told to retry after 12 h. At midnight in Berlin it has 1,000 again.
+// noon of 31 March is told to retry after 12 h. At midnight in Berlin the key has 1,000 again.
 //
 // Postgres's date_trunc computes the edges of windows from the server's time zone data. So a day may last 23 or 25
 // hours. docs/algorithms.md has the details, and says what happens when Unit or Zone change. If the server does not
-// know Zone, calls return a [*ConfigError]. [FallbackLocal] uses the time zone data of this process, or UTC if these do
-// not have Zone.
+// know Zone, calls return a [*ConfigError]. [FallbackLocal] uses the time zone data of this process, or UTC if that
+// data does not have Zone.
 type CalendarWindow struct {
 	Limit int64 // in units of cost: at least 1, and at most 2^62
 	Unit  Unit
-	// Zone is a name with a slash from the IANA time zone database, such as Europe/Berlin. Defaults to UTC. [New]
-	// refuses names such as CET, Etc/GMT+3 and Japan, because Go and Postgres may read them differently.
+	// Zone is an IANA time zone name with a slash, such as Europe/Berlin. Defaults to UTC. [New] refuses names such as
+	// CET, Etc/GMT+3 and Japan, because Go and Postgres may read them differently.
 	Zone string
 }
 
-// Unit is the length of a [CalendarWindow] in the calendar.
+// Unit is how long a [CalendarWindow] lasts in the calendar.
 type Unit string
 
 const utcName = "UTC"
 
-// These are all units.
+// These are all the units.
 const (
 	CalendarMinute Unit = "minute"
 	CalendarHour   Unit = "hour"
@@ -77,7 +77,7 @@ func isZone(zone string) bool {
 	if len(zone) > 64 || !strings.Contains(zone, "/") {
 		return false
 	}
-	// A server may have time zone files that count leap seconds in these folders.
+	// In these folders, a server may have time zone files that count leap seconds.
 	first, _, _ := strings.Cut(strings.ToLower(zone), "/")
 	if first == "right" || first == "posix" {
 		return false

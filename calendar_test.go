@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// If the server does not know a time zone, each caller that uses this zone gets an error with the zone's name at once.
-// Other calls in the same statements get no error.
+// If the server does not know a time zone, each caller that uses this zone gets, at once, an error with the zone's
+// name. Other calls in the same statements get no error.
 func TestUnknownTimeZone(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -65,7 +65,7 @@ func TestUnknownTimeZone(t *testing.T) {
 	requireUnknown(err) // although the row of the key has a window
 	require.Equal(t, int64(0), pgtest.Scalar[int64](t, db.Pool,
 		"SELECT count(*) FROM rate_limit_ephemeral WHERE prefix = 'bad'"))
-	require.Equal(t, int64(32*5), pgtest.Scalar[int64](t, db.Pool, // AllowAll admitted this many requests of good
+	require.Equal(t, int64(32*5), pgtest.Scalar[int64](t, db.Pool, // what AllowAll took from the limiter good
 		"SELECT sum(count)::bigint FROM rate_limit_ephemeral WHERE prefix = 'plain' AND key ~ 'all'"))
 
 	_, err = db.Pool.Exec(t.Context(), "SELECT * FROM rate_limit_allow('sql', 'key', 'every 5/day Mars/Phobos')")

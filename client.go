@@ -18,9 +18,9 @@ import (
 )
 
 // Client sends the requests of a process to one database. Make one Client for each pool, and make all limiters with it.
-// These limiters share statements, connections, a circuit breaker and remembered denials. They take turns, so a busy
-// limiter delays the others by at most one statement. A Client is safe for concurrent use, has no goroutine while it is
-// idle, and needs no Close.
+// All limiters of a Client share its statements, connections, circuit breaker and remembered denials. They take turns,
+// so a busy limiter delays the others by at most one statement. A Client is safe for concurrent use, has no goroutine
+// while it is idle, and needs no Close.
 //
 // Behind a proxy for shards, an unreachable shard delays only its own keys.
 type Client struct {
@@ -32,20 +32,21 @@ type Client struct {
 // ClientConfig says how a [Client] uses its database. The zero value is useful.
 type ClientConfig struct {
 	Schema string // the schema that has the tables; defaults to "": search_path finds it
-	// Timeout is the longest time that a call waits for a decision, at least 1 ms. Defaults to 1 second. If a
-	// transaction has locked the key's row, the call waits a quarter of Timeout, and returns [ErrKeyHeld]. This delays
-	// other keys by a few milliseconds at most. Single connections and transactions keep their lock_timeout.
+	// Timeout is the longest time that a call waits for a decision. It is at least 1 ms, and defaults to 1 second. If a
+	// transaction has locked the key's row, the call waits a quarter of Timeout, and returns [ErrKeyHeld]. Calls for
+	// other keys are delayed by a few milliseconds at most. Single connections and transactions keep their
+	// lock_timeout.
 	Timeout time.Duration
-	// MaxInFlight is how many statements may run at once on each shard, each on a connection of the pool. Keys whose
-	// rows are locked may use one more. At least 1; defaults to 2. A second statement starts only if callers wait for
-	// 24 keys, or if the first statement takes longer than 10 ms.
+	// MaxInFlight is how many statements may run at once on each shard. Each statement uses a connection of the pool.
+	// Keys whose rows are locked may use one more connection. At least 1; defaults to 2. A second statement starts only
+	// if callers wait for 24 keys, or if the first statement takes longer than 10 ms.
 	MaxInFlight int
 	MaxBatch    int // how many calls may share a statement, at least 1; defaults to 500
-	// DenialMaxAge is how long this process remembers a denial; a shorter RetryAfter ends it sooner. Until then it
+	// DenialMaxAge is how long this process remembers a denial, unless RetryAfter is shorter. Until then, this process
 	// denies requests of the same cost or more without asking the database. Defaults to 1 second;
 	// [Config].NoDenialCache turns it off. A take, refund, grant or reset by the limiter ends the key's denial, also
-	// for limiters made by With. A refund, grant or reset by others may be noticed DenialMaxAge later, or sooner with
-	// [Policies].
+	// for limiters made by With. A refund, grant or reset by anybody else is noticed at most DenialMaxAge later, or
+	// sooner with [Policies].
 	DenialMaxAge time.Duration
 	// Logger gets a line with the cause when the database stops deciding, and a line when it decides again. It gets no
 	// line for each call, and no key. Defaults to slog.Default().
@@ -108,7 +109,7 @@ func NewClient(db DBTX, config ClientConfig) (*Client, error) {
 	if reason := pg.WrapsConn(db); reason != "" {
 		return nil, &ConfigError{Field: "db", Reason: reason}
 	}
-	if !reflect.ValueOf(db).Comparable() { // Refund compares it with the db of other clients
+	if !reflect.ValueOf(db).Comparable() { // Refund compares db with the db of other clients
 		return nil, &ConfigError{
 			Field: "db", Reason: fmt.Sprintf("is a %T, which cannot be compared; pass a pointer to it", db),
 		}
@@ -144,12 +145,13 @@ var (
 	_ DBTX = (pgx.Tx)(nil)
 )
 
-// ownConns has room for two statements (the default MaxInFlight), and one for keys whose rows are locked.
+// ownConns is enough for two statements (the default MaxInFlight), and for one statement for keys whose rows are
+// locked.
 const ownConns = 3
 
-// OwnPool returns a second pool, for a [Client] that decides even if the application holds all connections of pool. It
-// is configured like pool, but has at most 3 connections. WithTx works with transactions of both pools. Close it after
-// use. Errors: a [*ConfigError].
+// OwnPool returns a second pool, for a [Client] that decides even if the application holds all connections of the first
+// pool. The second pool is configured like the first, but has at most 3 connections. WithTx works with transactions of
+// both pools. Close the second pool after use. Errors: a [*ConfigError].
 func OwnPool(pool *pgxpool.Pool) (*pgxpool.Pool, error) {
 	if pg.IsNil(pool) {
 		return nil, &ConfigError{Field: "pool", Reason: "is nil, and must be the application's pool"}

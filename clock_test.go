@@ -14,8 +14,8 @@ import (
 )
 
 // No decision of the database depends on the application's clock. The application only measures the time between two
-// readings in one process, which is monotonic. A reading is returned only as the time of a decision without the
-// database. A test cannot change the clock of a Go program, so this test reads the source.
+// readings in one process, by a monotonic clock. A single reading is returned only as the time of a decision that the
+// database did not make. A test cannot change the clock of a Go program, so this test reads the source.
 func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 	t.Parallel()
 
@@ -71,8 +71,8 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"internal/engine/troublelog.go: note", "internal/engine/troublelog.go: notedecision",
 		// the time since a key's first denial
 		"internal/policytable/bans.go: count", "internal/policytable/bans.go: newstrikes",
-		// the database's clock is read once, then the time since that is added; the time since the last read of
-		// policies
+		// the time since the one reading of the database's clock, which is added to this reading; the time since the
+		// last read of policies
 		"internal/policytable/changes.go: apply", "internal/policytable/changes.go: readchanges",
 		"internal/policytable/changes.go: readsince",
 		"internal/policytable/table.go: now", "internal/policytable/table.go: status",

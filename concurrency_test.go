@@ -152,7 +152,7 @@ func TestRowDeletedAndMadeAgainWhileWeWaitForIt(t *testing.T) {
 }
 
 // Another process deletes rows at full speed. Only the counts in the deleted rows are lost: between two deletions of a
-// row at most Limit are admitted, and no call fails.
+// row, at most Limit units are admitted, and no call fails.
 func TestSweeperAtFullSpeed(t *testing.T) {
 	t.Parallel()
 

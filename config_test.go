@@ -166,7 +166,7 @@ func TestNewClientRefusesBadConfigurations(t *testing.T) {
 	}
 }
 
-// A nil connection or transaction is refused when it is passed, and does not panic later.
+// A nil connection or transaction is refused when it is passed, instead of causing a panic later.
 func TestNilIsRefused(t *testing.T) {
 	t.Parallel()
 

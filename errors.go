@@ -11,15 +11,15 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// These are errors of calls; compare with [errors.Is]. A denial is a [Result], not an error. Nothing was taken, except
-// perhaps with ErrOutcomeUnknown.
+// These are errors of calls. Compare them with [errors.Is]. A denial is a [Result], not an error. A call that returns
+// one of them has taken nothing, except perhaps with ErrOutcomeUnknown.
 var (
 	// ErrInvalidKey: a key must be 1 to 512 bytes of UTF-8 without NUL, and fit the database's encoding. See
 	// [KeyError].
 	ErrInvalidKey = errors.New("ratelimit: invalid key")
 	// ErrInvalidCost: the cost is too small, or RefundN asks for more than is left to give back. See [CostError].
 	ErrInvalidCost = errors.New("ratelimit: invalid cost")
-	// ErrNothingToRefund: the message has the reasons. A denial, a Peek and OnFailure's answers take nothing.
+	// ErrNothingToRefund: the message has the possible reasons. A denial, a Peek and OnFailure's answers take nothing.
 	ErrNothingToRefund = errors.New("ratelimit: nothing to refund: " +
 		"the result took nothing from the database, all of it was given back, or its Receipt was handed on")
 	// ErrNoReceipt: the result was read from JSON, which does not contain what the result took.
@@ -40,27 +40,29 @@ var (
 	// mode. Set default_query_exec_mode=exec in the connection string.
 	ErrPreparedStatements = pg.ErrPreparedStatements
 	// ErrSetup: the server refuses the log-in, the database, TLS or a setting; the application's pgx types or tracer
-	// break arguments or results; or it uses the connection concurrently. The message says which. With
-	// ErrOutcomeUnknown, the result was unreadable.
+	// break arguments or results; or the application uses the connection concurrently. The message says which of these
+	// is the case. With ErrOutcomeUnknown, the result was unreadable.
 	ErrSetup = pg.ErrSetup
-	// ErrSharded: the database is a proxy for shards, and cannot do this. AllowAll needs keys on one shard: see
-	// [AllowAll]. For transactions, see [Limiter.WithTx].
+	// ErrSharded: the database is a proxy for shards, and cannot do what the call needs. AllowAll needs keys on one
+	// shard: see [AllowAll]. For transactions, see [Limiter.WithTx].
 	ErrSharded = pg.ErrSharded
 	// ErrUnavailable: the database is unreachable, it refuses or ends connections, or the table is locked.
 	ErrUnavailable = pg.ErrUnavailable
-	// ErrReadOnly: the database is a standby, or accepts no writes for another reason. It is an ErrUnavailable too.
+	// ErrReadOnly: the database is a standby, or accepts no writes for another reason. The error is an ErrUnavailable
+	// too.
 	ErrReadOnly = pg.ErrReadOnly
 	// ErrTimeout: the database did not decide within [ClientConfig].Timeout. If the request was sent, the error is an
 	// ErrOutcomeUnknown too.
 	ErrTimeout = pg.ErrTimeout
 	// ErrKeyHeld: a transaction had the key's row locked for a quarter of the Timeout, for example after WithTx. On an
-	// overloaded server, another call may have locked it. It is an ErrTimeout too, but OnFailure does not answer it.
+	// overloaded server, another call may have locked the row. An ErrKeyHeld is an ErrTimeout too, but OnFailure does
+	// not answer it.
 	ErrKeyHeld = pg.ErrKeyHeld
 	// ErrPoolExhausted: all connections of the pool were in use for the whole Timeout, often by transactions that call
-	// Allow. Use WithTx in transactions, raise MaxConns, or call [OwnPool]. It is an ErrTimeout too.
+	// Allow. Use WithTx in transactions, raise MaxConns, or call [OwnPool]. The error is an ErrTimeout too.
 	ErrPoolExhausted = pg.ErrPoolExhausted
-	// ErrOutcomeUnknown: the connection broke or the Timeout was over after the request was sent, so the request may
-	// have counted. The limiter never repeats such a call. WithTx does not return it, because the transaction is rolled
+	// ErrOutcomeUnknown: after the request was sent, the connection broke or the Timeout ended, so the request may have
+	// counted. The limiter never repeats such a call. WithTx does not return it, because the transaction is rolled
 	// back.
 	ErrOutcomeUnknown = pg.ErrOutcomeUnknown
 )
@@ -98,8 +100,8 @@ func (e *KeyError) Unwrap() error { return ErrInvalidKey }
 type CostError struct {
 	Cost, Limit int64
 	Least       int64 // the least possible cost: 1 for a Request, RefundN or Grant, otherwise 0
-	refund      bool  // Limit is what is left to give back
-	grant       bool  // Limit is the credit that a key can hold
+	refund      bool  // true if Limit is what is left to give back
+	grant       bool  // true if Limit is the credit that a key can hold
 }
 
 func (e *CostError) Error() string {
@@ -126,7 +128,7 @@ func (e *CostError) Unwrap() error {
 
 // RequestError says which request of an [AllowAll] is wrong.
 type RequestError struct {
-	Index int   // from 0
+	Index int   // counted from 0
 	Err   error // a [*KeyError] or a [*CostError] if the key or the cost is wrong
 }
 
@@ -172,7 +174,7 @@ func (e *ReceiptError) Error() string {
 
 // WaitError is an [ErrWouldExceedDeadline].
 type WaitError struct {
-	RetryAfter time.Duration // the shortest possible wait of this request, or of one before it in the line
+	RetryAfter time.Duration // the shortest possible wait of this request, or of a request before it in the line
 	Deadline   time.Time
 }
 
@@ -185,7 +187,7 @@ func (e *WaitError) Unwrap() error { return ErrWouldExceedDeadline }
 
 // StoreError is a failure of the database, or of the connection to it.
 type StoreError struct {
-	Err error // is one or more of ErrNotMigrated to ErrOutcomeUnknown, and wraps the driver's error
+	Err error // one or more of ErrNotMigrated to ErrOutcomeUnknown; Err wraps the driver's error
 }
 
 func (e *StoreError) Error() string { return e.Err.Error() }
@@ -194,7 +196,7 @@ func (e *StoreError) Unwrap() error { return e.Err }
 
 // publicError converts an error of package engine or pg into an exported one.
 func publicError(err error) error {
-	_, inner := errors.AsType[*pg.Error](err) // ReturnLeases joins several
+	_, inner := errors.AsType[*pg.Error](err) // ReturnLeases joins several errors
 	_, public := errors.AsType[*StoreError](err)
 	switch {
 	case inner && !public:

@@ -217,7 +217,7 @@ func TestMigratedAndRolledBack(t *testing.T) {
 	}
 }
 
-// TestVersionOfTheSchema uses a database of another release. Its version tells why functions are missing.
+// TestVersionOfTheSchema uses a database of another release. The database's version tells why functions are missing.
 func TestVersionOfTheSchema(t *testing.T) {
 	t.Parallel()
 
@@ -385,7 +385,7 @@ func TestStoreErrors(t *testing.T) {
 		// Postgres sends these errors.
 		tests = append(tests, test{code: "08P01", severity: "ERROR", sent: sent, want: []error{ratelimit.ErrPreparedStatements}})
 	}
-	// While connecting, a server refuses unknown settings and invalid values.
+	// A server refuses unknown settings and invalid values when a client connects.
 	for i := range tests {
 		if c := &tests[i]; !c.sent && c.code != "42501" &&
 			(strings.HasPrefix(c.code, "42") || strings.HasPrefix(c.code, "22")) {

@@ -252,7 +252,8 @@ func ExampleLimiter_Grant() {
 	}
 }
 
-// Limiters of one client share its connections. If many limiters have a few calls each, one statement decides for all.
+// Limiters of one client share its connections. If many limiters have a few calls each, one statement decides all these
+// calls.
 func ExampleClient() {
 	pool, err := pgxpool.New(context.Background(), "postgres://localhost/app")
 	if err != nil {
@@ -282,7 +283,7 @@ func ExampleClient() {
 	// Output: sliding 100/1m bucket 50 10/1s
 }
 
-// The rows of rate_limit_policy come before the policy in the code.
+// The rows of rate_limit_policy override the policy in the code.
 func ExamplePolicies() {
 	var (
 		ctx  context.Context // ends with the application

@@ -11,24 +11,24 @@ import (
 // Explanation says which policy is in force for a key, and why.
 type Explanation struct {
 	Origin Origin
-	Row    int64     // the id of the row of rate_limit_policy, if one is in force
+	Row    int64     // the id of the row of rate_limit_policy, if a row is in force
 	Prefix string    // the prefix of the row, if Origin is OriginPrefix
 	Mode   string    // of the row: "enforce", "off" (all is allowed) or "deny" (a ban); "enforce" without a row
 	Policy Policy    // nil if Mode is "off" or "deny"
 	Until  time.Time // when the row ends, by the database's clock; zero if the row does not end
 	Learnt time.Time // when this process learnt of the row, by the database's clock
 
-	Shadow    Policy // of a row of mode shadow, which is decided beside Policy; nil without one
+	Shadow    Policy // the policy of a row of mode shadow, decided beside Policy; nil without such a row
 	ShadowRow int64  // the id of the row of Shadow
 
 	State Result        // what [Limiter.Peek] returns for the key
-	Age   time.Duration // of this process's copy of the rows; see [PoliciesStatus]
+	Age   time.Duration // the age of this process's copy of the rows; see [PoliciesStatus]
 }
 
 // Origin says where the policy of a key comes from.
 type Origin string
 
-// A row for the key comes first, then the longest prefix, then everybody, then the code.
+// A row for the key decides; without one, the row for the longest prefix, then the row for everybody, then the code.
 const (
 	OriginCode      Origin = "code"      // [Config].Policy, or the policy passed to With
 	OriginEverybody Origin = "everybody" // a row for all keys of the limiter
@@ -36,7 +36,7 @@ const (
 	OriginKey       Origin = "key"       // a row for this key
 )
 
-// Explain says which policy is in force for a key, and why. Errors: as Peek.
+// Explain says which policy is in force for a key, and why. Errors: those of Peek.
 func (l *Limiter) Explain(ctx context.Context, key string) (Explanation, error) {
 	state, err := l.Peek(ctx, key)
 	if err != nil {

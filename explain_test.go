@@ -52,7 +52,7 @@ func TestExplain(t *testing.T) {
 	require.EqualValues(t, 4, beside.ShadowRow)
 	require.EqualValues(t, 1, beside.Row)
 
-	// Learnt stays the same when all rows are read again, and changes with the policy.
+	// The field Learnt stays the same when all rows are read again, and changes with the policy.
 	first, err := l.Explain(t.Context(), "other")
 	require.NoError(t, err)
 	limitertest.Table(p).Mu.Lock()

@@ -12,7 +12,7 @@ var (
 	ErrAcrossShards = errAcrossShards
 )
 
-// OwnConns is the most connections of an OwnPool.
+// OwnConns is the largest number of connections of an OwnPool.
 const OwnConns = ownConns
 
 // Tests call these functions directly.

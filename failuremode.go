@@ -35,13 +35,13 @@ func FailOpen() FailureMode { return FailureMode{answer: failOpen} }
 // FailClosed denies requests that Postgres does not decide, such as logins.
 func FailClosed() FailureMode { return FailureMode{answer: failClosed} }
 
-// FallbackLocal decides in this process, with a share of the policy's limit: above 0, at most 1. With 10 a minute and a
-// share of 0.2, a key gets 2 a minute in each process while Postgres is unreachable. It gets at least 1. Requests that
-// cost more than this are denied.
+// FallbackLocal decides in this process, with a share of the policy's limit. The share is above 0, and at most 1. With
+// 10 a minute and a share of 0.2, a key gets 2 a minute in each process while Postgres is unreachable. A key gets at
+// least 1. Requests that cost more than a key gets are denied.
 //
-// These takes and the takes in the database do not count each other. So over an outage, n processes admit at most (1 +
-// n × share) × limit: twice the limit with a share of 1/n. A process remembers 65,536 keys, in less than 19 MB. Under a
-// [SlidingLog] of 1,000 it remembers 2,277. All further keys share one key's limit.
+// Takes in this process and takes in the database do not count each other. So over an outage, n processes admit at most
+// (1 + n × share) × limit: twice the limit with a share of 1/n. A process remembers 65,536 keys, in less than 19 MB.
+// Under a [SlidingLog] of 1,000, it remembers 2,277 keys. All further keys share one key's limit.
 func FallbackLocal(share float64) FailureMode {
 	return FailureMode{answer: fallbackLocal, share: share}
 }

@@ -15,13 +15,13 @@ import (
 //
 // The first lease of a key is enough for at most 4 calls. After a lease that is used up quickly, the next one is twice
 // as large. A lease has at most MaxShare of what remains of a key: 488 of 1,000,000, and nothing of 2,047. So near the
-// limit each call asks the database. A lease lasts at most MaxLength, an eighth of a window, or 1/128 of the time to
-// fill a bucket (470 ms of a minute). It ends before its window does. Then its rest is given back. If the process dies,
-// the rest counts as used.
+// limit each call asks the database. A lease lasts at most MaxLength, and at most an eighth of a window or 1/128 of the
+// time to fill a bucket (470 ms of a minute). A lease ends before its window does, and then its rest is given back. If
+// the process dies, the rest counts as used.
 //
 //   - If a lease has less than n left, AllowN asks the database. WithTx, AllowAll and Peek always ask.
-//   - Other processes may spend leases from before a Reset until these end, and leases from before a change of policy
-//     until they know of it.
+//   - After a Reset, other processes may spend the leases that they have until these end. After a change of policy,
+//     they may do so until they learn of the change.
 //   - A [TokenBucket] with leases keeps 1/128 of Capacity empty, plus the size of recent leases.
 type Lease struct {
 	MaxShare  float64       // at most 0.1; defaults to 1/2048, so that 16 processes hold less than 1 %
@@ -50,7 +50,7 @@ func (c *Lease) validate(policy Policy, pooled bool) error {
 	case !pooled:
 		return &ConfigError{Field: "Config.Lease", Reason: "needs a *pgxpool.Pool: on a single connection or " +
 			"transaction, what is left could go back only while a caller asks"}
-	case !(c.MaxShare > 0 && c.MaxShare <= 0.1): // which NaN is not
+	case !(c.MaxShare > 0 && c.MaxShare <= 0.1): // NaN is refused too
 		return &ConfigError{Field: "Config.Lease.MaxShare", Reason: fmt.Sprintf(
 			"is %v, and must be above 0 and at most 0.1", c.MaxShare)}
 	case c.MaxLength < 2*engine.ShortestLease:

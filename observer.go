@@ -8,14 +8,14 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// Observer has functions that a [Client] calls, for metrics and logs: see packages observe and otelratelimit. They may
-// be nil. They must be quick, and safe for concurrent use. No event has a key.
+// Observer has functions that a [Client] calls, for metrics and logs: see packages observe and otelratelimit. Each
+// function may be nil. The functions must be quick, and safe for concurrent use. No event has a key.
 type Observer struct {
 	// Decision is called after each Allow, AllowN and Peek, and for each request of an [AllowAll], also in a
 	// transaction. Waits that are decided together make one event, with the sum of their costs.
 	Decision func(DecisionEvent)
 	// Statement is called after each statement on a pool. If a row was locked, a key was refused or keys are on several
-	// shards, it has an Err, and later statements decide its calls.
+	// shards, the event has an Err, and later statements decide the calls.
 	Statement func(StatementEvent)
 	// Lease is called after a lease was taken, and after its rest was given back or lost.
 	Lease func(LeaseEvent)
@@ -29,7 +29,7 @@ type DecisionEvent struct {
 	Cost    int64  // 0 for a Peek, and for a request that had room in an AllowAll that was denied
 	Result  Result // zero if there is an Err
 	Err     error
-	Latency time.Duration // of the whole AllowAll, if it is part of one
+	Latency time.Duration // of the whole AllowAll, if the call is part of one
 }
 
 // Outcome returns "allowed", "denied" or "error".
@@ -62,7 +62,7 @@ type StatementEvent struct {
 	Latency time.Duration
 }
 
-// LeaseEvent counts units of leases. What was Taken is spent ([SourceLease]), Returned, Stranded or still in a lease.
+// LeaseEvent counts units of leases. Each Taken unit is spent ([SourceLease]), Returned, Stranded or still in a lease.
 type LeaseEvent struct {
 	Limiter  string // Config.Name
 	Taken    int64  // taken beyond what the callers asked for

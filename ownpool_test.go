@@ -28,8 +28,8 @@ func poolOfSize(t *testing.T, db *pgtest.DB, n int32) *pgxpool.Pool {
 	return db.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = n })
 }
 
-// Allow is called inside a transaction that has the pool's last connection, so it never gets a second connection. Its
-// error is ErrPoolExhausted, or OnFailure answers.
+// Allow is called inside a transaction that has the pool's last connection, so Allow never gets a second connection.
+// Allow returns ErrPoolExhausted, or OnFailure answers.
 func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -98,7 +98,7 @@ func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 	}
 }
 
-// Calls that wait behind a statement that gets no connection return ErrPoolExhausted too.
+// If a statement gets no connection, the calls that wait behind it return ErrPoolExhausted too.
 func TestCallsBehindAnExhaustedPool(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -170,7 +170,7 @@ func TestFrozenServerIsNoExhaustedPool(t *testing.T) {
 	limitertest.Acquire(t, pinging).Release()
 	require.NoError(t, server.Freeze())
 	defer func() { require.NoError(t, server.Thaw()) }()
-	// pgxpool pings an idle connection before it returns it. This pool has only one connection.
+	// Before pgxpool hands out an idle connection, it pings the connection. This pool has only one connection.
 	_, err = limitertest.New(t, pinging, ratelimit.Config{
 		Name: "test", Policy: limitertest.Hourly,
 	}, ratelimit.ClientConfig{Timeout: 100 * time.Millisecond, Logger: log.Logger()}).Allow(t.Context(), "personal")

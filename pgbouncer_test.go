@@ -70,7 +70,7 @@ func TestPgBouncer(t *testing.T) {
 	}
 }
 
-// By default pgx prepares statements. This fails with PgBouncer, because a connection may already have a statement of
+// By default, pgx prepares statements. These fail with PgBouncer, because a connection may already have a statement of
 // the same name, or may lack the prepared statement. The error names the setting that helps.
 func TestPgBouncerWithoutPreparedStatements(t *testing.T) {
 	t.Parallel()
@@ -154,7 +154,7 @@ func TestPgBouncerHandsNoSettingsOn(t *testing.T) {
 			}
 		}
 		if broken != "" { // a broken function leaves its settings in the session
-			require.Regexp(t, "^(10s|5s|25ms), ", after, broken) // 5 s for each row of a policy of two
+			require.Regexp(t, "^(10s|5s|25ms), ", after, broken) // 10 s is 5 s for each of the two rows of a policy
 		}
 	}
 }

@@ -15,28 +15,29 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/turn"
 )
 
-// Policies are this process's copy of the table rate_limit_policy, whose rows change limits without a deploy. Make one
-// for each database, call Run, and set it as [Config].Policies of limiters: see the example.
+// Policies is this process's copy of the table rate_limit_policy, whose rows change limits without a deploy. Make one
+// copy for each database, call its Run, and set it as [Config].Policies of limiters: see the example.
 //
-// A row is for one key, for all keys with a prefix, or for everybody. The limiter obeys the key's row; without one, the
-// row of the longest prefix; without one, the row for everybody; without one, [Config].Policy. Of several such rows,
-// the one that began last counts. A row's mode is enforce (its policy decides), off (everything is allowed and nothing
-// counted) or deny (a ban). A row that this release cannot read, or of another kind than the limiter's policy, is
-// ignored and logged.
+// A row is for one key, for all keys with a prefix, or for everybody. The limiter obeys the key's row. If there is
+// none, it obeys the row of the longest prefix, then the row for everybody, then [Config].Policy. Of several rows for
+// the same keys, the row that began last decides. A row's mode is enforce (its policy decides), off (everything is
+// allowed and nothing counted) or deny (a ban). A row is ignored and logged if this release cannot read it, or if its
+// policy is of another kind than the limiter's.
 //
-// A row of mode shadow tries a policy without enforcing it. Allow, AllowN and Peek decide it beside the policy in
-// force, with a separate count, and [Result].Shadow has the decision.
+// A row of mode shadow tries a policy without enforcing it. Allow, AllowN and Peek apply it beside the policy in force,
+// with a separate count, and [Result].Shadow has its decision.
 //
 // A change takes effect in all processes within a second, because Run listens on a separate connection. Until then, a
-// key gets at most what the larger limit admits. While the database is unreachable, the known rows stay in force. Until
-// the first rows are read, calls wait for them within [ClientConfig].Timeout, and then fail as in an outage.
+// key gets at most what the larger of both limits admits. While the database is unreachable, the known rows stay in
+// force. Before the first rows are read, calls wait for the rows until their [ClientConfig].Timeout ends, and then fail
+// as in an outage.
 type Policies struct{ table *policytable.Table }
 
 // PoliciesConfig says how [Policies] are read. The zero value is useful.
 type PoliciesConfig struct {
 	Schema string // the schema that has the tables; defaults to "": search_path finds it
-	// MaxRows is the most rows that this process keeps, of 0.3 kB each. Further rows are ignored and logged, bans by
-	// limiters first. Defaults to 200,000.
+	// MaxRows is the most rows that this process keeps. Each row takes 0.3 kB. Further rows are ignored and logged:
+	// first bans by limiters, then other rows. Defaults to 200,000.
 	MaxRows int
 	Logger  *slog.Logger // gets a line for what cannot be read, without keys; defaults to slog.Default()
 }
@@ -47,7 +48,7 @@ type PoliciesStatus struct {
 	Unreadable int           // rows ignored because this release cannot read them; `pgratelimit doctor` names them
 	NoRoom     int           // rows ignored because of MaxRows
 	Age        time.Duration // the time since the last query that succeeded; 0 before the first
-	Listening  bool          // true if Postgres notifies this process of changes; false if it asks twice a second
+	Listening  bool          // true if Postgres tells this process of changes; false if the process asks twice a second
 	Err        error         // why the last query failed, or nil
 }
 
@@ -86,7 +87,7 @@ func NewPolicies(db DBTX, config PoliciesConfig) (*Policies, error) {
 	return &Policies{table}, nil
 }
 
-// readPolicy parses the policy of a limiter's row. shadow tells that the row's mode is shadow.
+// readPolicy parses the policy of a limiter's row. The argument shadow is true if the row's mode is shadow.
 func readPolicy(limiter, text string, shadow bool) (*model.Policy, error) {
 	policy, err := ParsePolicy(text)
 	if err != nil {

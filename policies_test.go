@@ -18,7 +18,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// The function of staleness returns true once after a change, so a waiting caller asks again only once.
+// The function that staleness returns reports a change only once, so a waiting caller asks again only once.
 func TestStalenessIsToldOnce(t *testing.T) {
 	t.Parallel()
 
@@ -182,8 +182,8 @@ func TestPoliciesDecide(t *testing.T) {
 	require.ErrorIs(t, limitertest.ErrorOf(ratelimit.AllowAll(t.Context(), l.Request("customer:42", 41))), ratelimit.ErrCostExceedsLimit)
 }
 
-// A row is in force until its end, and then the previous row is in force again. This holds for limiters made by With
-// too.
+// A row is in force until its end, and then the previous row is in force again. The same is true for limiters made by
+// With.
 func TestPoliciesBeginAndEnd(t *testing.T) {
 	t.Parallel()
 
@@ -405,7 +405,7 @@ func TestNewPoliciesRefuses(t *testing.T) {
 		require.Equal(t, test.field, config.Field, name)
 	}
 
-	// A second Run waits for the end of the first Run, or of its context.
+	// A second Run waits for the end of the first Run, or for the end of its own context.
 	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{})
 	limitertest.WaitUntilKnown(t, p, db.Pool)
 	ctx, end := context.WithCancel(t.Context())
@@ -437,7 +437,7 @@ func TestMaxRows(t *testing.T) {
 	require.Equal(t, 4, p.Status().Rows)
 }
 
-// With MaxRows rows, a ban by a person replaces a ban by a limiter, and a row that has ended makes room.
+// If MaxRows rows are kept, a ban by a person replaces a ban by a limiter, and a row that has ended makes room.
 func TestFullBooks(t *testing.T) {
 	t.Parallel()
 

@@ -16,7 +16,7 @@ import (
 // A policy may change while its keys are in use. What was taken stays taken, and the new numbers apply at once. A
 // raised limit helps immediately, and a lowered limit denies until enough usage has expired. A bucket keeps its tokens,
 // up to its new capacity. Under another kind of policy, a key starts with nothing taken, so each change of kind admits
-// a whole limit.
+// another whole limit.
 type Policy interface {
 	fmt.Stringer
 
@@ -94,7 +94,7 @@ func policyOf(n algorithm.Numbers) single {
 	case algorithm.CalendarWindow:
 		return calendarOf(n)
 	}
-	return nil // TestEveryAlgorithmIsComplete fails then
+	return nil // TestEveryAlgorithmIsComplete fails in this case
 }
 
 const maxPolicies = algorithm.MaxPolicies

@@ -135,7 +135,7 @@ func TestPolicyAtTheEdgeOfTheExactRangeIsAccepted(t *testing.T) {
 	}
 }
 
-// FuzzPolicyValidate tests that validate accepts exactly the numbers that are in the exact range.
+// FuzzPolicyValidate tests that the method validate accepts exactly the numbers in the exact range.
 func FuzzPolicyValidate(f *testing.F) {
 	f.Add(int64(10), int64(5), int64(time.Minute))
 	f.Add(int64(2048), int64(2048), int64(model.MaxSpan*time.Microsecond))

@@ -47,7 +47,7 @@ import (
 type Limiter struct {
 	client    *Client
 	space     *engine.Space
-	view      *policytable.View // of rate_limit_policy; nil if policies is nil
+	view      *policytable.View // the view of rate_limit_policy; nil if policies is nil
 	beside    *engine.Space     // for rows of mode shadow; nil if policies is nil
 	waiting   *waitline.Lines[Result]
 	onFailure FailureMode
@@ -173,8 +173,8 @@ func validateName(name string, policy Policy) error {
 // are those of l. With does not ask the database. What a key has taken stays taken: see [Policy]. A denial is
 // remembered for one policy only, so a raised limit helps at once.
 //
-// Errors: a [*ConfigError] for a policy that cannot work, or is of another kind, such as a [TokenBucket] for a
-// [SlidingWindow]. An [All] may get longer or shorter.
+// Errors: a [*ConfigError] for a policy that cannot work, or is of another kind, such as a [TokenBucket] in place of a
+// [SlidingWindow]. An [All] may get more or fewer policies.
 func (l *Limiter) With(policy Policy) (*Limiter, error) {
 	if err := validatePolicy(policy); err != nil {
 		return nil, err
@@ -191,7 +191,7 @@ func (l *Limiter) With(policy Policy) (*Limiter, error) {
 	return &with, nil
 }
 
-// Config returns the configuration of l. With changes its Policy.
+// Config returns the configuration of l. If With returned l, its Policy is the one that With got.
 func (l *Limiter) Config() Config {
 	return Config{
 		Name: l.space.Name, Policy: l.policy, Durable: l.space.Durable, SynchronousCommit: l.space.Flush,

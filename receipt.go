@@ -5,8 +5,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/receipttext"
 )
 
-// Receipt returns what the request took as a text of about 200 letters, digits, - and _. Another process, such as a
-// worker, can refund it with [Limiter.ParseReceipt]. After Receipt, this Result cannot be refunded.
+// Receipt returns a text of about 200 letters, digits, - and _ that says what the request took. Another process, such
+// as a worker, can refund it with [Limiter.ParseReceipt]. After Receipt, this Result cannot be refunded.
 //
 // Use a receipt once. The database does not know used receipts: a second use gives back what others took. A receipt
 // contains the key and is not signed, so give it only to those who may refund. Errors: those of [Limiter.Refund].
@@ -25,7 +25,7 @@ func (r Result) Receipt() (string, error) {
 }
 
 // ParseReceipt returns a Result for Refund and RefundN from a [Result.Receipt] of a limiter with the same Name and
-// Durable. Only Allowed is set. Errors: a [*ReceiptError] for a text that is no receipt or was changed; a
+// Durable. Only its field Allowed is set. Errors: a [*ReceiptError] for a text that is no receipt or was changed; a
 // [*RefundError] for a receipt of another limiter.
 func (l *Limiter) ParseReceipt(text string) (Result, error) {
 	t, ok := receipttext.Parse(text)
@@ -45,7 +45,7 @@ func (l *Limiter) ParseReceipt(text string) (Result, error) {
 	return Result{Allowed: true, taken: engine.ClaimOf(l.space, policyModel(policy), t.Key, t.Units, t.Parts)}, nil
 }
 
-// makesSense tells whether a request under policy can have taken what t says. Receipts may be forged.
+// makesSense tells whether a request under policy can have taken what the receipt t says. Receipts may be forged.
 func makesSense(t receipttext.Receipt, policy Policy) bool {
 	rules := policy.rules()
 	if checkKey(t.Key) != nil || len(t.Parts) != len(rules) {

@@ -84,9 +84,9 @@ func (l *Limiter) checkRefund(result *Result, r *engine.Receipt, n, left int64) 
 
 // Grant gives key a credit of n above its limit, for example after a purchase. A request takes from the credit when the
 // limit has no room. Spent credit does not come back. No request may cost more than the limit. With [All], each policy
-// gets a credit of n. A key holds at most 2^61.
+// gets a credit of n. A key holds a credit of at most 2^61.
 //
-// Unspent credit ends when the key was not used for a Window (for two with a [SlidingWindow] or [CalendarWindow]; for
+// Unspent credit ends when the key has not been used for one Window (two with a [SlidingWindow] or [CalendarWindow];
 // the time to fill a [TokenBucket]). It survives new numbers of the policy, but no Reset and no other kind of policy.
 // Errors: those of Allow, and a [*CostError] for n below 1 or above 2^61.
 func (l *Limiter) Grant(ctx context.Context, key string, n int64) (Balance, error) {
@@ -111,8 +111,8 @@ func checkGrant(key string, n int64) error {
 	return nil
 }
 
-// Reset makes key as good as new. With [All], it resets one policy after another, so a concurrent take may stay in
-// some. Errors: those of Allow.
+// Reset makes key as good as new. With [All], it resets one policy after another, so a concurrent take may still count
+// in some of them. Errors: those of Allow.
 func (l *Limiter) Reset(ctx context.Context, key string) error {
 	if err := checkKey(key); err != nil {
 		return err

@@ -178,7 +178,7 @@ func TestRefundIsKeptOrTakenAgainWithTheTransaction(t *testing.T) {
 }
 
 // Callers take units and give them back. At no time is more than the limit taken. At the end, the callers' sums equal
-// the row.
+// what the row counts.
 func TestRefundsAreExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
 	limitertest.EachSlowPolicyAllAndTable(t, 20, func(t *testing.T, config ratelimit.Config) {
@@ -187,7 +187,7 @@ func TestRefundsAreExactUnderConcurrency(t *testing.T) {
 		clientConfig := ratelimit.ClientConfig{Test: limitertest.Frozen(limitertest.T0)}
 		db := pgtest.New(t)
 		limiters := []*ratelimit.Limiter{limitertest.New(t, db.NewPool(t, nil), config, clientConfig), limitertest.New(t, db.NewPool(t, nil), config, clientConfig)}
-		var out, refunded atomic.Int64 // out is the units that are surely taken, and not being refunded
+		var out, refunded atomic.Int64 // out counts the units that are surely taken, and not being refunded
 		errs := make([]error, callers)
 		testkit.Together(callers, func(i int) {
 			limiter := limiters[i%2]

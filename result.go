@@ -17,12 +17,12 @@ type Result struct {
 	// Remaining is the largest cost that would be allowed next: 7 after taking 3 of 10. Credit from [Limiter.Grant] may
 	// raise it above Limit.
 	Remaining int64
-	// RetryAfter is 0 if Allowed. Otherwise it is the time from DecidedAt until the same request is allowed, if nobody
-	// else takes. It is exact: 1 µs earlier the request is still denied. With a sliding window of 10 a minute, all
-	// taken at 0 s, it is 61 s at 5 s.
+	// RetryAfter is 0 if Allowed is true. Otherwise it is the time from DecidedAt until the same request is allowed, if
+	// nobody else takes. It is exact: 1 µs earlier, the request is still denied. If all of a sliding window of 10 a
+	// minute was taken at 0 s, RetryAfter is 61 s at 5 s.
 	RetryAfter time.Duration
-	// ResetAfter is the time until the key is as good as new, if nobody takes. With a sliding window of 10 a minute,
-	// all taken at 0 s, it is 115 s at 5 s: a take counts until the next window ends.
+	// ResetAfter is the time until the key is as good as new, if nobody takes. If all of a sliding window of 10 a
+	// minute was taken at 0 s, ResetAfter is 115 s at 5 s: a take counts until the next window ends.
 	ResetAfter time.Duration
 	DecidedAt  time.Time // by the database's clock, or by this process's if Postgres is unreachable
 
@@ -54,7 +54,7 @@ func (r Result) Each() []Result {
 // Source says who decided.
 type Source uint8
 
-// These are all sources.
+// These are all the sources.
 const (
 	SourceDatabase     Source = iota // the database
 	SourceCachedDenial               // a denial that this process remembers; see [ClientConfig].DenialMaxAge
@@ -128,7 +128,7 @@ func resultOf(o *engine.Outcome) (r Result) {
 	return r
 }
 
-// set is resultOf, but writes to r, which saves a copy.
+// set does what resultOf does, but writes to r, to save a copy.
 func (r *Result) set(o *engine.Outcome) {
 	*r = Result{
 		Allowed: o.Allowed, Source: sourceOf(o.By), Limit: o.Limit, Remaining: o.Remaining,

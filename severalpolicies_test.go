@@ -93,8 +93,7 @@ func TestSeveralPolicies(t *testing.T) {
 }
 
 // Concurrent calls for the same key are merged, and get the same answers as calls one after the other. Result.Each has
-// a result for each policy, which agrees with the whole result. This holds if the database, a lease or FallbackLocal
-// decides.
+// a result for each policy, and agrees with the whole result, whether the database, a lease or FallbackLocal decides.
 func TestEachOfSeveralPolicies(t *testing.T) {
 	t.Parallel()
 

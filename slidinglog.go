@@ -12,7 +12,7 @@ import (
 // each allowed request writes the whole log.
 //
 // With SlidingLog{Limit: 3, Window: time.Minute}, and 1 taken at 0 s, at 10 s and at 20 s, a request at 30 s is told to
-// retry after 30 s, when the entry of 0 s ends. A request of cost 2 is told 40 s. ResetAfter is 50 s.
+// retry after 30 s, when the entry of 0 s ends. A request of cost 2 is told to retry after 40 s. ResetAfter is 50 s.
 type SlidingLog struct {
 	Limit  int64         // in units of cost: from 1 to 1,000, because a key's log may need that many entries
 	Window time.Duration // whole microseconds, from 1 µs to 2^51 µs (71 years)

@@ -7,13 +7,13 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// TokenBucket holds up to Capacity tokens, and starts full. Refill tokens flow in evenly during each Every. A request
-// of cost n takes n tokens, or none if there are fewer. So a bucket admits bursts of Capacity, and Refill per Every in
-// the long run. Nothing is rounded: the unit of the count is 1/Every(µs) of a token, and Refill units flow in each
-// microsecond.
+// TokenBucket holds up to Capacity tokens, and starts full. During each Every, the bucket evenly gets Refill new
+// tokens. A request of cost n takes n tokens, or none if there are fewer. So a bucket admits bursts of Capacity, and in
+// the long run Refill per Every. Nothing is rounded: a bucket counts units of 1/Every(µs) of a token, and gets Refill
+// units in each microsecond.
 //
-// With TokenBucket{Capacity: 20, Refill: 5, Every: 10 * time.Second}, a new key may take 20 at once. Then it gets one
-// more every 2 s, as RetryAfter says. It is full again 40 s after the last request.
+// With TokenBucket{Capacity: 20, Refill: 5, Every: 10 * time.Second}, a new key may take 20 at once. Then the key gets
+// one more every 2 s, as RetryAfter says. Its bucket is full again 40 s after the last request.
 type TokenBucket struct {
 	Capacity int64         // the largest burst: at least 1, and Capacity × Every in microseconds at most 2^62
 	Refill   int64         // the tokens that flow in during Every: at least 1
@@ -44,7 +44,7 @@ func (p TokenBucket) validate() error {
 			"is %d with Every %v, outside the exact range: for this Every it may be at most %d",
 			p.Capacity, p.Every, model.MaxProduct/model.Micros(p.Every))}
 	}
-	if model.CeilDiv(p.Capacity*model.Micros(p.Every), p.Refill) > model.MaxSpan { // microseconds to fill it
+	if model.CeilDiv(p.Capacity*model.Micros(p.Every), p.Refill) > model.MaxSpan { // the microseconds until it is full
 		return &ConfigError{Field: "Config.Policy.Refill", Reason: fmt.Sprintf(
 			"is %d every %v, which takes more than 71 years to fill a Capacity of %d", p.Refill, p.Every, p.Capacity)}
 	}

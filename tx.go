@@ -15,16 +15,17 @@ type TxLimiter struct {
 	tx      pgx.Tx
 }
 
-// WithTx returns a limiter that asks within tx. What it takes commits with tx, and a rollback gives it back.
+// WithTx returns a limiter that asks within tx. A commit of tx keeps what the limiter takes, and a rollback gives it
+// back.
 //
 // After tx has taken from a key, all other calls for the key wait until tx ends, or return [ErrKeyHeld] after a quarter
 // of their Timeout. So ask late in tx, and never for a key that many share. Another way is to call Allow before the
 // transaction, and [Limiter.Refund] if the work fails. Then no call waits, but a process that dies gives nothing back.
 //
-// A denial does not change tx, and an error of the database aborts tx. Without an answer within [ClientConfig].Timeout,
-// a call closes the connection, which rolls tx back, and returns an [ErrTimeout]. To wait for less time, set
-// lock_timeout in tx. The context does not interrupt a statement. At REPEATABLE READ and above, repeat the transaction
-// after SQLSTATE 40001. Ask for several keys with one [AllowAll], or transactions may deadlock.
+// A denial does not change tx, and an error of the database aborts tx. If no answer comes within
+// [ClientConfig].Timeout, a call closes the connection, so tx is rolled back, and returns an [ErrTimeout]. To wait for
+// less time, set lock_timeout in tx. The context does not interrupt a statement. At REPEATABLE READ and above, repeat
+// the transaction after SQLSTATE 40001. Ask for several keys with one [AllowAll], or transactions may deadlock.
 //
 // A proxy for shards refuses WithTx ([ErrSharded]), because a rollback of tx would not undo the commit on the shard.
 // Call Allow before the transaction, or connect to the shard directly.
@@ -66,17 +67,17 @@ func (t TxLimiter) AllowN(ctx context.Context, key string, n int64) (result Resu
 	return result, nil
 }
 
-// Request is [Limiter.Request]. An [AllowAll] is within one transaction.
+// Request is [Limiter.Request]. All requests of an [AllowAll] need the same transaction.
 func (t TxLimiter) Request(key string, n int64) Request {
 	return Request{limiter: t.limiter, key: key, cost: n, inTx: true, tx: t.tx}
 }
 
-// Refund is [Limiter.Refund], but allows a second refund, after a rollback.
+// Refund is [Limiter.Refund], but a result can be refunded a second time, because tx may be rolled back.
 func (t TxLimiter) Refund(ctx context.Context, result Result) (Balance, error) {
 	return t.RefundN(ctx, result, result.taken.Own().Left())
 }
 
-// RefundN is [Limiter.RefundN], but allows a second refund, after a rollback.
+// RefundN is [Limiter.RefundN], but a result can be refunded a second time, because tx may be rolled back.
 func (t TxLimiter) RefundN(ctx context.Context, result Result, n int64) (Balance, error) {
 	if err := checkTx(t.tx); err != nil {
 		return Balance{}, err

@@ -87,8 +87,8 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 	})
 }
 
-// A denial in a transaction may be caused by units that the transaction took. This process must not remember it,
-// because after a rollback another call is admitted.
+// A denial in a transaction may be caused by units that the transaction took. This process must not remember such a
+// denial, because after a rollback other calls are admitted.
 func TestDenialInATransactionIsForgottenWithIt(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -218,8 +218,8 @@ func TestTransactionThatWaitsTooLong(t *testing.T) {
 	require.EqualValues(t, 1, limitertest.Taken(t, db.Pool, config, "key"))
 }
 
-// At the higher isolation levels the database may refuse a call, but only with SQLSTATE 40001. It never grants more
-// than is left.
+// At the higher isolation levels the database may refuse a call, but only with SQLSTATE 40001. The database never
+// grants more than is left.
 func TestIsolationLevels(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -329,7 +329,7 @@ func TestOldSnapshots(t *testing.T) {
 	}
 }
 
-// Statements of a limiter outside a caller's transaction are right at each default isolation level of the pool.
+// Outside a caller's transaction, a limiter's statements decide correctly at each default isolation level of the pool.
 func TestDefaultIsolationOfThePool(t *testing.T) {
 	t.Parallel()
 

@@ -13,18 +13,18 @@ import (
 // Wait takes 1 from key's limit as soon as 1 fits, and then returns. It is for work that can be done later. In this
 // process, callers that wait for a key are served in order, so a large cost delays smaller costs behind it. Calls of
 // Allow and other processes may be served earlier. Each time there is room, two or three statements serve all callers
-// that fit. The wait is up to 2 % longer at random, by at most 100 ms, so that processes take turns.
+// that fit. A random time of up to 2 %, and at most 100 ms, is added to the wait, so that processes take turns.
 //
 // If ctx's deadline is before the retry time, Wait takes nothing, and returns a [*WaitError] at once. A Reset by this
 // limiter ends the wait. A Reset by another limiter is noticed at the retry time. If the database cannot decide, all
-// callers that wait for the key get the error, or OnFailure's answers until one denies. Errors: those of Allow, and a
-// [*WaitError].
+// callers that wait for the key get the error, or OnFailure answers one after another until it denies one. Errors:
+// those of Allow, and a [*WaitError].
 func (l *Limiter) Wait(ctx context.Context, key string) (Result, error) {
 	return l.WaitN(ctx, key, 1)
 }
 
-// WaitN is Wait for n. WaitN with n = 0 waits until 1 would fit, and takes nothing. Callers that one statement allows
-// get the same ResetAfter. Errors: those of Wait, and a [*CostError] for n below 0 or above the limit.
+// WaitN is Wait for n. WaitN with n = 0 waits until 1 would fit, and takes nothing. If one statement allows several
+// callers, they get the same ResetAfter. Errors: those of Wait, and a [*CostError] for n below 0 or above the limit.
 func (l *Limiter) WaitN(ctx context.Context, key string, n int64) (Result, error) {
 	if err := checkKey(key); err != nil {
 		return Result{}, err
@@ -80,7 +80,7 @@ func partOf(all *Result, from, to, behind int64) Result {
 }
 
 // staleness returns a function that tells whether the policy or row in force for key has changed since its last call.
-// Its first call compares with policy and row. staleness returns nil if l has no Policies.
+// The first call compares with the arguments policy and row. staleness returns nil if l has no Policies.
 func (l *Limiter) staleness(key string, policy *model.Policy, row *policytable.Row) func() bool {
 	if l.view == nil {
 		return nil

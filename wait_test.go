@@ -54,7 +54,7 @@ func TestWaitFailsAtOnceIfTheDeadlineIsTooSoon(t *testing.T) {
 		<-time.After(time.Second)
 		synctest.Wait()
 		statements := db.Statements()
-		// The wait is too long, which this process knows without the database.
+		// The wait would be too long, and this process knows that without the database.
 		w.Add(within(testkit.Amply/2), limiter, 2, 5)
 		refused(2, time.Second+time.Millisecond)
 		w.Add(within(testkit.Amply/2), limiter, 3, 1) // would fit, but is in line behind a caller that waits
