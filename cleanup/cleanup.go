@@ -33,12 +33,12 @@ import (
 )
 
 const (
-	// batchPages is the most pages that a batch reads: 0.8 MB, which takes a millisecond if the pages are in memory. A
-	// batch locks the expired rows that it finds. A sweeper without pauses made the p99 of calls 1.7 times as high.
-	// With ten times as many pages in a batch, it made the p99 2.4 times as high.
+	// batchPages is the most pages that a batch reads: 0.8 MB. Reading them takes a millisecond if they are in memory.
+	// A batch locks the expired rows that it finds. A sweeper without pauses multiplied the p99 of calls by 1.7. With
+	// ten times as many pages in a batch, it multiplied the p99 by 2.4.
 	batchPages = 100
 
-	// maxPause is below 10 s, because after 10 s without a batch rate_limit_sweep lets another sweeper continue the
+	// maxPause is below 10 s, because after 10 s without a batch, rate_limit_sweep lets another sweeper continue the
 	// pass.
 	maxPause = 5 * time.Second
 
@@ -66,8 +66,8 @@ type Config struct {
 	Share float64
 
 	// MaxDuration bounds a pass, including its pauses. After MaxDuration no further batch begins, but every pass does
-	// one batch. The next pass continues where the pass stopped. If the database does not answer, a batch ends after 30
-	// seconds.
+	// at least one batch. The next pass continues where this pass stopped. If the database does not answer, a batch
+	// ends after 30 seconds.
 	//
 	// Defaults to 10 minutes.
 	MaxDuration time.Duration
@@ -78,16 +78,16 @@ type Config struct {
 	// Defaults to 5 minutes.
 	Interval time.Duration
 
-	// Names are the names of all limiters of all applications that use the tables. Rows of any other name are deleted,
-	// WHETHER THEY HAVE EXPIRED OR NOT. So if a limiter is missing, every pass deletes the usage of its keys. For a
-	// limiter of several policies (ratelimit.All) its name is enough: rows named api/2 to api/8 belong to api.
+	// Names lists the limiters of all applications that use the tables. Rows of any other name are deleted, WHETHER
+	// THEY HAVE EXPIRED OR NOT. So if a limiter is missing, every pass deletes the usage of its keys. For a limiter of
+	// several policies (ratelimit.All) its name is enough: rows named api/2 to api/8 belong to api.
 	//
 	// Defaults to nil: all expired rows are deleted, whatever their name. The rows of a limiter that no longer exists
-	// are then deleted after they have expired. With Names they are deleted at once.
+	// are then deleted after they have expired. With Names, these rows are deleted at once.
 	Names []string
 
-	// Logger gets a line for each pass that deleted rows. Run also logs the cause when passes begin to fail. It logs
-	// when passes work again, and when it returns an error.
+	// Logger gets a line for each pass that deleted rows. Run also logs when passes begin to fail (with the cause),
+	// when they work again, and when Run returns an error.
 	//
 	// Defaults to slog.Default(). A logger with slog.DiscardHandler drops all lines.
 	Logger *slog.Logger
@@ -145,7 +145,7 @@ func (c Config) validate() error {
 	return nil
 }
 
-// Result is what a pass did. If the pass failed, it is what the pass did before the error.
+// Result says what a pass did. If the pass failed, Result says what it did before the error.
 type Result struct {
 	// Scanned is how many pages of 8 kB the pass read.
 	Scanned int64
@@ -153,20 +153,20 @@ type Result struct {
 	Deleted int64
 	// Batches is how many transactions the pass used.
 	Batches int
-	// Complete tells whether the pass reached the end of both tables. If it did not, the next pass continues where it
+	// Complete tells whether the pass reached the end of both tables. If not, the next pass continues where this pass
 	// stopped.
 	Complete bool
-	// Skipped tells that the pass left the work to another sweeper, because that one is working. In Run it also tells
-	// that a sweeper has completed a pass within Config.Interval.
+	// Skipped is true if the pass left the work to another sweeper that is working. In Run it is also true if a sweeper
+	// has completed a pass within Config.Interval.
 	Skipped bool
 	// Took is how long the pass took, pauses included.
 	Took time.Duration
 }
 
 // Sweeper deletes the rows of both tables that expired at least a minute ago, by the database's clock. It reads the
-// tables in their order on disk, in batches, each in a short transaction. It skips locked rows, and works only for
-// Config.Share of the time. Only one sweeper works in a schema at a time. When it stops, the next sweeper of any
-// process continues.
+// tables in batches, in their order on disk, and each batch is a short transaction. It skips locked rows, and works
+// only for Config.Share of the time. Only one sweeper works in a schema at a time. When that sweeper stops, the next
+// sweeper of any process continues its work.
 //
 // A Sweeper is safe for concurrent use, and needs no Close. It uses one connection of the pool during a batch, and none
 // between batches. On a single connection, its batches take turns with the calls of limiters.
@@ -177,7 +177,7 @@ type Sweeper struct {
 	id      string   // identifies the pass of this sweeper in the database
 	sweepQL string
 	working sync.Mutex // held during a pass
-	turn    *turn.Turn // taken for a batch; shared with all limiters and sweepers if db is one connection
+	turn    *turn.Turn // taken for each batch; if db is one connection, all its limiters and sweepers share it
 }
 
 //go:embed sweep.sql
@@ -239,7 +239,7 @@ func (s *Sweeper) Run(ctx context.Context) error {
 				failing = kind
 			}
 		}
-		// After a shorter wait than least, the sweeper would skip a pass because of its own previous pass.
+		// If the wait were shorter than least, the sweeper would skip a pass because of its own previous pass.
 		wait(ctx, least+mathrand.N(s.config.Interval/5))
 	}
 	return nil
@@ -318,7 +318,7 @@ func (s *Sweeper) batch(ctx context.Context, atMostEvery *time.Duration, result 
 
 // query runs the statement when it is this sweeper's turn.
 func (s *Sweeper) query(ctx context.Context, args []any, targets ...any) error {
-	if err := s.turn.Take(ctx); err != nil { // after the end of ctx, the statement would close the connection
+	if err := s.turn.Take(ctx); err != nil { // if ctx has ended, the statement would close the connection
 		return err
 	}
 	defer s.turn.Pass()

@@ -109,12 +109,12 @@ func TestWhatIsDeleted(t *testing.T) {
 	}
 	require.Equal(t, t0, pgtest.Scalar[time.Time](t, db.Pool, "SELECT completed_at FROM rate_limit_sweeper").UTC())
 
-	// Without Test, the database's clock counts, which is long after t0.
+	// Without Test, the database's clock decides, and its time is long after t0.
 	result = runOnce(t, newSweeper(t, db.Pool, Config{}))
 	require.EqualValues(t, 6, result.Deleted)
 }
 
-// The name of a limiter with several policies keeps all rows of its policies.
+// If Names has a limiter with several policies, the rows of all its policies are kept.
 func TestRowsOfSeveralPoliciesExist(t *testing.T) {
 	t.Parallel()
 
@@ -194,7 +194,7 @@ func TestBatchesAreBoundedAndCommitted(t *testing.T) {
 	require.Zero(t, left[len(left)-1])
 }
 
-// Each of these passes ends after one batch. Together they read every page once, like one complete pass.
+// Each of these passes ends after one batch. Together these passes read every page once, like one complete pass.
 func TestPassThatIsCutOffGoesOnWhereItStopped(t *testing.T) {
 	t.Parallel()
 
@@ -206,14 +206,14 @@ func TestPassThatIsCutOffGoesOnWhereItStopped(t *testing.T) {
 		"kept",
 		500,
 		t0.Add(time.Hour),
-	) // rows that stay, so that a pass that began at the start would be noticed
+	) // rows that stay, to notice a pass that begins at the start
 	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 500, t0.Add(-time.Hour))
 	pgtest.Fill(t, db.Pool, pgtest.Table(true), "a", 500, t0.Add(-time.Hour))
 	pages := pageCount(t, db.Pool)
 
 	var all Result
 	for i := 0; !all.Complete; i++ {
-		// Each sweeper is another process, 11 seconds after the previous one.
+		// Each sweeper stands for another process, 11 seconds after the previous process.
 		sweeper := newSweeper(
 			t,
 			db.Pool,
@@ -232,7 +232,7 @@ func TestPassThatIsCutOffGoesOnWhereItStopped(t *testing.T) {
 	require.Equal(t, Result{Scanned: pages, Deleted: 1000, Complete: true}, all)
 }
 
-// A pass ends before a pause that would go beyond MaxDuration. The pause would last 5 s here.
+// A pass ends instead of beginning a pause that would go beyond MaxDuration. Here the pause would last 5 s.
 func TestPauseIsNotBegunIfThePassEndsInIt(t *testing.T) {
 	t.Parallel()
 
@@ -290,8 +290,7 @@ func TestOneSweeperAtATime(t *testing.T) {
 	require.True(t, result.Complete)
 	require.False(t, result.Skipped)
 
-	// After a pass that has not ended, other sweepers skip for 10 s. After a clock that has stepped back they do not
-	// skip.
+	// If a pass stops before the end of the tables, other sweepers skip for 10 s, unless the clock has stepped back.
 	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 100, t0)
 	require.EqualValues(t, 10, runOnce(t, other(0)).Deleted)
 	requireSkipped(runOnce(t, other(10*time.Second)))
@@ -373,7 +372,7 @@ func TestManySweepersAtOnce(t *testing.T) {
 	require.Zero(t, rowCount(t, db.Pool, pgtest.Table(false))+rowCount(t, db.Pool, pgtest.Table(true)))
 }
 
-// A sweeper skips locked rows. A naive sweeper waits for the locked rows, which shows that this test notices a wait.
+// A sweeper skips locked rows. A naive sweeper does wait for the locked rows, and this test notices its wait.
 func TestLockedRowIsPassedOver(t *testing.T) {
 	t.Parallel()
 

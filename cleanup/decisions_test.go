@@ -24,7 +24,7 @@ import (
 const spared = "interval '1 minute'"
 
 // The same random traffic goes to two databases. One database is swept at random moments, and the other is never swept.
-// Both databases give every caller the same results. The clock also goes back, by up to a minute before the latest
+// Both databases give every caller the same results. The clock also goes back, to at most a minute before the latest
 // sweep.
 func TestSweepingChangesNoDecision(t *testing.T) {
 	t.Parallel()
@@ -162,8 +162,8 @@ func play(t *testing.T, swept, kept *pgtest.DB, name string, seed uint64) (delet
 	return deleted, nil
 }
 
-// The clock steps back by more than a minute after a sweep. A key whose row was swept is as good as new once. Later
-// takes count as usual.
+// The clock steps back by more than a minute after a sweep. A key whose row was swept is as good as new, but only once.
+// Later takes count as usual.
 func TestClockStepsFarBackAfterASweep(t *testing.T) {
 	t.Parallel()
 
@@ -198,8 +198,8 @@ func TestClockStepsFarBackAfterASweep(t *testing.T) {
 	}
 }
 
-// A sweeper has deleted a row but not committed, when a request for its key comes. The request waits, and then finds
-// either no row or the expired row, which means the same.
+// A sweeper has deleted a row but has not committed. A request for the row's key waits, and then finds either no row or
+// the expired row. Both mean the same.
 func TestRowVanishesWhileADecisionWaits(t *testing.T) {
 	t.Parallel()
 
@@ -307,8 +307,8 @@ func TestRowsVanishBetweenLookAndInsert(t *testing.T) {
 	}
 }
 
-// A transaction takes from a key whose row has expired, and a sweep runs before it commits. The sweep keeps the row. A
-// naive sweeper, which waits for the transaction and does not check the row again, deletes it.
+// A transaction takes from a key whose row has expired, and a sweep runs before this transaction commits. The sweep
+// keeps the row. A naive sweeper, which waits for the transaction and does not check the row again, deletes it.
 func TestWhatIsTakenBesideASweepIsKept(t *testing.T) {
 	t.Parallel()
 
@@ -417,8 +417,8 @@ func atFullSpeed(t *testing.T, db *pgtest.DB, durable bool) (swept int64, told m
 	}
 	clock := pgtest.Connect(t, db)
 	sweeper := newSweeper(t, pools[0], Config{BatchSize: 2, Share: 1, Test: ratelimit.TestConfig{
-		// The sweeper's clock is one margin ahead of the database's clock, minus 20 ms. The clock of a decision may be
-		// 10 ms older than its locks.
+		// The sweeper's clock is ahead of the database's clock by the margin minus 20 ms. A decision may read the clock
+		// 10 ms before it gets its locks.
 		Now: func() (now time.Time) {
 			_ = clock.QueryRow(context.Background(), "SELECT clock_timestamp()").Scan(&now)
 			return now.Add(margin - 20*time.Millisecond)
@@ -442,8 +442,8 @@ func atFullSpeed(t *testing.T, db *pgtest.DB, durable bool) (swept int64, told m
 			Name: "a", Policy: ratelimit.FixedWindow{Limit: fastLimit, Window: fastWindow}, Durable: durable,
 			NoDenialCache: true,
 		})
-		// Most calls are for 5 keys, whose windows become full. One call of 4 is for one of 200 keys, whose rows expire
-		// and are swept. The calls go on until 10 rows have been swept.
+		// Most calls are for 5 keys, whose windows become full. One call in four is for one of 200 other keys, whose
+		// rows expire and are swept. The calls go on until 10 rows have been swept.
 		for call := 0; (call < calls || deleted.Load() < 10) && call < 100*calls && err == nil; call++ {
 			key := fmt.Sprint("key ", (i+call)%keys)
 			if call%4 == 0 {
@@ -462,7 +462,7 @@ func atFullSpeed(t *testing.T, db *pgtest.DB, durable bool) (swept int64, told m
 	_, err := sweeps()
 	require.NoError(t, errors.Join(append(errs, err)...))
 
-	// The statistics of a session are complete when it has ended.
+	// A session's statistics are complete once the session has ended.
 	for _, pool := range pools {
 		pool.Close()
 	}

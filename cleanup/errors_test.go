@@ -16,7 +16,8 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// requireKind requires an error of RunOnce. It requires that Run returns the same error, if waiting does not help.
+// requireKind requires that RunOnce returns an error of the given kind. If waiting does not help, Run must return this
+// error too.
 func requireKind(t *testing.T, db ratelimit.DBTX, config Config, kind error, says string) {
 	t.Helper()
 	sweeper := newSweeper(t, db, config)
@@ -100,7 +101,7 @@ func TestUnreachable(t *testing.T) {
 	require.NotContains(t, err.Error(), "secret")
 }
 
-// If a table is locked, a sweep ends at its lock_timeout. Its earlier batches stay committed.
+// If a table is locked, a sweep ends when its lock_timeout is over. Its earlier batches stay committed.
 func TestTableThatIsLocked(t *testing.T) {
 	t.Parallel()
 

@@ -10,8 +10,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// A session plans the function while the tables are almost empty. It keeps the plans while a table grows to 1,000
-// pages, which the statistics do not show. A batch of one page must still read only one page.
+// A session plans the function's statements while the tables are almost empty, and keeps the plans. Then a table grows
+// to 1,000 pages, but the statistics do not show that. A batch of one page must still read only one page.
 func TestPlansDependOnNoStatistics(t *testing.T) {
 	t.Parallel()
 	for _, durable := range []bool{false, true} {
@@ -37,8 +37,8 @@ func TestPlansWithoutTheirSettingScanTheTable(t *testing.T) {
 	require.Greater(t, scans.Rows, int64(30_000))
 }
 
-// scansOfAGrownTable returns what five batches of one page read, in a session that has planned them before the table
-// grew.
+// scansOfAGrownTable returns what five batches of one page read, in a session that planned these batches before the
+// table grew.
 func scansOfAGrownTable(t *testing.T, conn *pgx.Conn, durable bool, mode string) pgtest.Scans {
 	t.Helper()
 	table := pgtest.Table(durable)

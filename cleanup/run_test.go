@@ -124,7 +124,7 @@ func TestSweepersShareTheInterval(t *testing.T) {
 	require.True(t, pass(t0.Add(interval+time.Microsecond)).Complete)
 	require.True(t, pass(t0).Complete, "a clock that has stepped back stops nobody")
 
-	// A pass that has not reached the end is continued at once.
+	// If a pass has not reached the end of the tables, the next pass continues it at once.
 	pgtest.Fill(t, db.Pool, pgtest.Table(true), "a", 3, t0)
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_sweeper SET durable = true")
 	require.True(t, pass(t0).Complete)
@@ -263,8 +263,8 @@ func TestSweeperOnASharedConnectionTakesTurns(t *testing.T) {
 	}
 }
 
-// Run ends with an error that waiting does not fix. It also logs the error, because a caller that starts Run with go
-// drops the error. The Logger defaults to slog.Default.
+// If waiting does not fix an error, Run returns it. Run also logs the error, because a go statement drops what Run
+// returns. The Logger defaults to slog.Default.
 //
 //nolint:paralleltest // it replaces slog.Default
 func TestRunLogsWhyItEnds(t *testing.T) {
