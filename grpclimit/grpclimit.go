@@ -1,8 +1,8 @@
 // Package grpclimit puts a limit of package ratelimit in front of a gRPC server. It is a separate module, so that
 // programs without it do not depend on gRPC.
 //
-// [New] turns a limiter into interceptors, one for unary calls and one for streams. A stream counts as one call, when
-// it opens. Its messages do not count.
+// [New] turns a limiter into interceptors, one for unary calls and one for streams. A stream counts as one call when it
+// opens, and its messages do not count.
 //
 // [Config].Key finds the key that a call takes from. The keys are those of package httplimit, because a gRPC call is an
 // HTTP request: its path is the full method, and its header is the metadata. [httplimit.ByIP] uses the address of the
@@ -60,13 +60,13 @@ type Config struct {
 	// Defaults to 1 for each call.
 	Cost func(ctx context.Context, fullMethod string) int64
 
-	// Charge tells whether a call that ends with this code is charged: ChargeFailures, or any function. Each call takes
-	// its cost before the handler runs. If Charge returns false, the cost is given back after the handler has returned,
-	// if it still counts: see [ratelimit.Limiter.Refund].
+	// Charge tells whether a call that ends with the given code is charged. It is ChargeFailures, or any other
+	// function. Each call takes its cost before the handler runs. If Charge returns false, and the cost still counts,
+	// it is given back after the handler has returned: see [ratelimit.Limiter.Refund].
 	//
 	// In doubt the call is charged: if the handler panics, or if the call's context has ended when the handler returns.
-	// Charge sees the code of the handler and of the interceptors after this one. So chain interceptors that change
-	// codes after this one.
+	// Charge sees the code of the handler and of the interceptors after this one. So put interceptors that change codes
+	// after this one in the chain.
 	//
 	// While Postgres is unreachable, costs cannot be given back and stay counted. A cost that FallbackLocal took stays
 	// counted too.
@@ -74,7 +74,7 @@ type Config struct {
 	// Defaults to charging every call.
 	Charge func(codes.Code) bool
 
-	// Logger gets the lines of [httplimit.Config].Logger. They begin with httplimit.
+	// Logger gets the lines of [httplimit.Config].Logger. These lines begin with the word httplimit.
 	//
 	// Defaults to slog.Default(). A logger with slog.DiscardHandler drops all lines.
 	Logger *slog.Logger
@@ -84,9 +84,9 @@ type Config struct {
 // that clients could guess.
 func ChargeFailures(code codes.Code) bool { return code != codes.OK }
 
-// ByFunc uses the key that find returns. A key is at most 512 bytes of UTF-8 without NUL. Inside httplimit.HMAC it may
-// be any bytes. For a call without a key, find must return an error. If it returned a constant instead, all such calls
-// would share one limit.
+// ByFunc uses the key that the function find returns. A key is at most 512 bytes of UTF-8 without NUL. Inside
+// httplimit.HMAC, a key may be any bytes. For a call without a key, find must return an error. If it returned a
+// constant instead, all such calls would share one limit.
 func ByFunc(find func(ctx context.Context, fullMethod string) (string, error)) httplimit.Key {
 	if find == nil {
 		return httplimit.ByFunc(nil) // New refuses this
@@ -106,7 +106,7 @@ var (
 )
 
 // New returns interceptors for a limiter. It returns a [*ratelimit.ConfigError] for a configuration that cannot work.
-// It refuses a limiter without OnFailure, because the application must choose what happens while Postgres is
+// New refuses a limiter without OnFailure, because the application must choose what happens while Postgres is
 // unreachable.
 func New(limiter httplimit.Limiter, config Config) (*Interceptors, error) {
 	if l, ok := limiter.(*ratelimit.Limiter); limiter == nil || ok && l == nil {
@@ -170,9 +170,9 @@ func (i *Interceptors) Stream(
 	return i.pass(stream.Context(), info.FullMethod, func() error { return handler(server, stream) })
 }
 
-// pass passes a call to httplimit as an HTTP request, and returns the error that the client gets.
+// pass hands a call to httplimit as an HTTP request, and returns the error that the client gets.
 func (i *Interceptors) pass(ctx context.Context, fullMethod string, handle func() error) error {
-	// This error stays if httplimit writes no answer, which happens only if the client has left.
+	// This error stays only if the client has left, because httplimit then writes no answer.
 	c := &call{handle: handle, outcome: status.FromContextError(context.Canceled).Err()}
 	if stream := grpc.ServerTransportStreamFromContext(ctx); stream != nil && reflect.ValueOf(stream).Comparable() {
 		c.stream = stream

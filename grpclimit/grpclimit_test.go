@@ -30,7 +30,7 @@ import (
 	"github.com/pgratelimit/ratelimit/ratelimittest"
 )
 
-// noon is the time of the tests' clocks. It stands still, so retry times are exact.
+// noon is the time of the tests' clocks. The clocks stand still, so retry times are exact.
 var noon = time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
 
 // twoAnHour returns a limiter of two calls an hour.
@@ -183,7 +183,7 @@ func TestHeldKey(t *testing.T) {
 	require.NoError(t, call(ctx, conn, right))
 }
 
-// Each answer of a limiter has its gRPC code.
+// Each answer of a limiter becomes the right gRPC code.
 func TestCodes(t *testing.T) {
 	t.Parallel()
 
@@ -305,7 +305,7 @@ func TestKeys(t *testing.T) {
 	}
 }
 
-// Behind a trusted proxy, the key is the client's address. Behind a proxy that is not trusted, the log has one line.
+// Behind a trusted proxy, the key is the client's address. If a proxy is not trusted, the log has one line about it.
 func TestProxies(t *testing.T) {
 	t.Parallel()
 
@@ -326,8 +326,8 @@ func TestProxies(t *testing.T) {
 	require.NotContains(t, lines[0], "2001:db8")
 }
 
-// The log has one line if a call is charged twice for the same key, by the same interceptors or by two with the same
-// limiter.
+// The log has one line if a call is charged twice for the same key, either by the same interceptors, or by two
+// interceptors with the same limiter.
 func TestChainedTwice(t *testing.T) {
 	t.Parallel()
 

@@ -26,8 +26,8 @@ import (
 //   - ratelimit.statement.queued, a histogram of how many calls had to wait for a later statement;
 //   - ratelimit.lease.units, a counter of units in leases (see [ratelimit.LeaseEvent]), with fate (taken, returned,
 //     stranded);
-//   - ratelimit.breaker.open, a gauge with limits (see [ratelimit.BreakerEvent]): 1 while Postgres is not asked,
-//     otherwise 0. Behind a proxy for shards it has the attribute shard, except for shard 0.
+//   - ratelimit.breaker.open, a gauge that is 1 while Postgres is not asked, otherwise 0. It has the attribute limits
+//     (see [ratelimit.BreakerEvent]) and, behind a proxy for shards, the attribute shard, except for shard 0.
 //
 // A statement for several limiters has the empty string as its limiter. Each client has separate breakers. So an
 // application with several clients needs an observer with a separate meter for each client. Otherwise the clients would

@@ -33,8 +33,8 @@ var tablesQL string
 //   - ratelimit.sweep.age, a gauge of the seconds since a sweep last reached the end of both tables. It is missing
 //     before the first sweep.
 //
-// The first three have the attribute table, which is ephemeral or durable. All processes of an application may call
-// ObserveTables. They report the same values.
+// The first three metrics have the attribute table, which is ephemeral or durable. All processes of an application may
+// call ObserveTables. They report the same values.
 //
 // db is a *pgxpool.Pool, or a *sql.DB in sqldb.Pool. Its role needs USAGE on the schema, and SELECT on the table
 // rate_limit_sweeper. schema is the schema that has the tables, or "" for the schema that the connection's search_path

@@ -154,8 +154,7 @@ func TestTablesInASchema(t *testing.T) {
 	require.ErrorContains(t, err, "ask for the tables of the limiters")
 }
 
-// If the server would read another schema name because of client_encoding, ObserveTables and limiters return the same
-// error.
+// If client_encoding would make the server read another schema name, ObserveTables and limiters return the same error.
 func TestTablesInASchemaThatTheEncodingGarbles(t *testing.T) {
 	t.Parallel()
 
