@@ -122,9 +122,9 @@ var (
 )
 
 // embedded returns the IPv4 address in an address of NAT64, 6to4 or Teredo. It returns all other addresses unchanged. A
-// client cannot use the IPv4 address of another client, because responses go to the IPv4 address. /64 networks are no
-// good keys here: in NAT64 and Teredo many clients share one, and in 6to4 one client has 65,536 of them. Trust in
-// proxies depends on the unchanged address.
+// client cannot use the IPv4 address of another client, because responses go to the IPv4 address. Networks of /64 would
+// be bad keys here: in NAT64 and Teredo, many clients share one network, and in 6to4, one client has 65,536 networks.
+// Trust in proxies depends on the unchanged address.
 func embedded(address netip.Addr) netip.Addr {
 	b := address.As16()
 	switch {
@@ -182,7 +182,8 @@ func (a *addresses) client(r *http.Request, hint *proxyHint) (netip.Addr, error)
 	return client, nil
 }
 
-// before returns the address before the client's address in the header, for proxyHint. It may be forged.
+// before returns the address before the client's address in the header, for proxyHint. The returned address may be
+// forged.
 func (a *addresses) before(lines, texts []string) netip.Addr {
 	if len(texts) == 0 && len(lines) > 0 {
 		texts, _ = a.read(lines[len(lines)-1])
@@ -212,10 +213,9 @@ func (a *addresses) trusts(address netip.Addr) bool {
 	return slices.ContainsFunc(a.trusted, func(prefix netip.Prefix) bool { return prefix.Contains(address) })
 }
 
-// read returns the addresses in a line of the header, the last address first, and at most maxHops + 1. It skips empty
-// members, as RFC 9110 section 5.6.1 says. A client gains nothing by empty members, because they come before the
-// proxy's address. read refuses a line without any member: its proxy knew no address, and the line before it may be
-// forged.
+// read returns at most maxHops + 1 addresses in a line of the header, the last address first. It skips empty members,
+// as RFC 9110 section 5.6.1 says. A client gains nothing by empty members, because they come before the proxy's
+// address. read refuses a line without any member: its proxy knew no address, and the line before it may be forged.
 func (a *addresses) read(line string) ([]string, bool) {
 	if a.header == "Forwarded" {
 		return readForwarded(line)
@@ -236,8 +236,8 @@ func (a *addresses) read(line string) ([]string, bool) {
 
 // readForwarded returns the value of "for" in each element of a Forwarded line (RFC 7239 section 4), the last element
 // first. It skips empty elements and pairs. For an element with other pairs but no "for", it returns an empty text,
-// which is not an address: its proxy hides the client, and the element before it may be forged. A syntax error refuses
-// the whole line: a client's open quote could hide what the proxy appends.
+// which is not an address: the proxy that added the element hides the client, and earlier elements may be forged. If
+// there is a syntax error, the whole line is refused: a client's open quote could hide what the proxy appends.
 func readForwarded(line string) ([]string, bool) {
 	var texts []string
 	var address string

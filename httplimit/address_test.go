@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// from returns a request from a peer, with lines of a header.
+// from returns a peer's request, which has the given lines of a header.
 func from(peer, header string, lines ...string) *http.Request {
 	r := &http.Request{RemoteAddr: peer, Header: http.Header{}}
 	if len(lines) > 0 {
@@ -176,7 +176,7 @@ func TestUnixSocket(t *testing.T) {
 	}
 }
 
-// The client is the last address in all lines of the header that is not a trusted proxy's.
+// Over all lines of the header, the client is the last address that is not a trusted proxy's.
 func TestAddressBehindTrustedProxies(t *testing.T) {
 	t.Parallel()
 

@@ -184,7 +184,7 @@ func TestHandlerThatEndsItsGoroutine(t *testing.T) {
 	require.Empty(t, limiter.refunds())
 }
 
-// http.TimeoutHandler discards everything that a handler wrote if the handler is late.
+// If a handler is late, http.TimeoutHandler discards everything that the handler wrote.
 func TestTimeoutAfterTheStatus(t *testing.T) {
 	t.Parallel()
 
@@ -259,7 +259,8 @@ func TestStatusThatIsHeldBack(t *testing.T) {
 		}
 	}
 
-	// A flush begins the response, as in a server. A status that code outside the middleware writes later is not sent.
+	// A flush begins the response, as in a server. If code outside the middleware writes a status later, that status is
+	// not sent.
 	limiter := allowing()
 	limited := limited(
 		t,
@@ -327,7 +328,7 @@ func TestWriteThatFails(t *testing.T) {
 	}
 }
 
-// invalid panics at each status, as net/http does at an invalid one.
+// invalid is a writer that panics at each status, as net/http does at an invalid status.
 type invalid struct{ http.ResponseWriter }
 
 func (invalid) WriteHeader(int) { panic("invalid WriteHeader code") }

@@ -20,30 +20,31 @@ const (
 	None Headers = iota
 
 	// IETFDraft11 is revision 11 of draft-ietf-httpapi-ratelimit-headers, a draft that will still change.
-	// RateLimit-Policy has the limit, and the window if it is whole seconds. RateLimit has what remains. For a denied
-	// request, or with a FixedWindow or CalendarWindow, it also has the seconds until more remains. Each limit that a
-	// request passes is a member of the fields. So is each policy of All: the first one is named login, for example,
-	// and the second one login/2.
+	// RateLimit-Policy has the limit, and the window if it is a whole number of seconds. RateLimit has what remains.
+	// For a denied request, or with a FixedWindow or CalendarWindow, it also has the seconds until more remains. Each
+	// limit that a request passes is a member of the fields. Each policy of an All is also a member: the first policy
+	// is named login, for example, and the second policy login/2.
 	IETFDraft11
 
-	// XRateLimit sets X-RateLimit-Limit, -Remaining and -Reset. Reset is the seconds until the key is as good as new.
-	// If a request passes several limits, the fields show the last limit. Of an All, they show the policy that denies
-	// for the longest time. If the request is allowed, they show the policy with the least left.
+	// XRateLimit sets X-RateLimit-Limit, -Remaining and -Reset. Reset is the number of seconds until the key is as good
+	// as new. If a request passes several limits, the fields show the last limit. Of an All, the fields show the policy
+	// that denies for the longest time, or for an allowed request the policy with the least left.
 	XRateLimit
 
 	// GitHub is XRateLimit, but Reset is in seconds since 1970 by the clock of the database, as on GitHub.
 	GitHub
 
 	// IETFDraft6 is revision 6 of draft-ietf-httpapi-ratelimit-headers. It has RateLimit-Limit, -Remaining and -Reset,
-	// which later revisions dropped. For an allowed request, Reset is the seconds until the key is as good as new. For
-	// a denied request, it is the seconds until the same request is allowed. RateLimit-Policy has the limit and the
-	// window, if the window is whole seconds. If a request passes several limits, the fields show the last limit. Of an
-	// All, RateLimit-Policy has all policies, and the other fields show one policy, as XRateLimit does.
+	// which later revisions dropped. For an allowed request, Reset is the number of seconds until the key is as good as
+	// new. For a denied request, Reset is the number of seconds until the same request is allowed. RateLimit-Policy has
+	// the limit and the window, if the window is whole seconds. If a request passes several limits, the fields show the
+	// last limit. Of an All, RateLimit-Policy has all policies, and the other fields show one policy, as XRateLimit
+	// does.
 	IETFDraft6
 )
 
-// A ban without an end is reported as a RetryAfter of 71 years. It will probably be lifted sooner, so clients should
-// ask again: header fields show a duration above noEnd as askAgain.
+// A ban without an end is reported as a RetryAfter of 71 years. The ban will probably be lifted sooner, so clients
+// should ask again: header fields show a duration above noEnd as askAgain.
 const noEnd, askAgain = 10 * 365 * 24 * time.Hour, 24 * time.Hour
 
 // foreseeable returns d, or askAgain if d is above noEnd.
@@ -88,8 +89,8 @@ type member struct {
 	remaining int64 // after the decision
 }
 
-// membersOf returns the members of a decision. A single member is stored in one, which saves an allocation. remaining
-// is what remains after the decision.
+// membersOf returns the members of a decision. A single member is stored in the argument one, to save an allocation.
+// The argument remaining is what remains after the decision.
 func membersOf(one *[1]member, shapes []shape, result ratelimit.Result, remaining int64) []member {
 	each := result.Each()
 	if each == nil && len(shapes) > 1 { // a row of mode off or deny decided for all policies
@@ -118,8 +119,8 @@ func membersOf(one *[1]member, shapes []shape, result ratelimit.Result, remainin
 	return members
 }
 
-// shown returns the member for fields that can show only one: the member that denies for the longest time, and in an
-// allowed decision the member with the least left.
+// shown returns the member for fields that can show only one member: the member that denies for the longest time, or,
+// in an allowed decision, the member with the least left.
 func shown(members []member) member {
 	best := members[0]
 	for _, m := range members[1:] {
@@ -198,8 +199,9 @@ func (m *member) untilMore(allowed bool) (time.Duration, bool) {
 	return m.result.ResetAfter, m.fixed
 }
 
-// appendMember appends name as a String of a structured field, and its first parameter. New has checked the characters
-// of name. i is the index of the policy in an All, which adds a number to the name.
+// appendMember appends a member of a structured field: the argument name as a String, and its first parameter. New has
+// checked the characters of name. If the argument i, the policy's index in an All, is above 0, a number is added to the
+// name.
 func appendMember(text []byte, i int, name, parameter string, value int64) []byte {
 	if i > 0 {
 		text = append(text, ", "...)
@@ -236,8 +238,8 @@ func wholeSeconds(d time.Duration) int64 {
 	return seconds
 }
 
-// windowSeconds returns the seconds in which a policy allows its limit in the long run, or 0 if they are not a whole
-// number. A calendar month counts as 31 days.
+// windowSeconds returns in how many seconds a policy allows its limit in the long run, or 0 if that is not a whole
+// number. For a calendar month, it assumes 31 days.
 func windowSeconds(n algorithm.Numbers) int64 {
 	micros := n.Span.Microseconds()
 	if n.Refill > 0 {

@@ -18,7 +18,7 @@ import (
 	"github.com/pgratelimit/ratelimit/ratelimittest"
 )
 
-// Tests in integration_test/httplimit check with another parser that these are structured fields.
+// Tests in integration_test/httplimit check with another parser that these header fields are structured fields.
 func TestHeaders(t *testing.T) {
 	t.Parallel()
 
@@ -193,8 +193,8 @@ func TestHeadersOfAll(t *testing.T) {
 	require.Equal(t, []string{`"login";r=1;t=10, "login/2";r=0;t=3590`}, answer.header["Ratelimit"])
 	require.Contains(t, answer.body, `"violated-policies":["login","login/2"]}`)
 
-	// Headers with fields for one limit all show the same policy: the policy that denies for the longest time, or the
-	// policy that has the least left.
+	// Fields that can show only one limit show the same policy in all formats: the policy that denies for the longest
+	// time, or the policy that has the least left.
 	for headers, want := range map[Headers][2]http.Header{
 		XRateLimit: {
 			{"X-Ratelimit-Limit": {"3"}, "X-Ratelimit-Remaining": {"2"}, "X-Ratelimit-Reset": {"10"}},
@@ -226,7 +226,8 @@ func TestHeadersOfAll(t *testing.T) {
 		require.Equal(t, want[1], fields())
 	}
 
-	// Each policy shows a cost that will be given back. Each policy also shows a row that denies or allows everything.
+	// For each policy, the fields include a cost that will be given back. If a row denies or allows everything, the
+	// fields show that for each policy.
 	second = 0
 	charge := Config{Headers: IETFDraft11, Charge: ChargeFailures}
 	answer = serve(t, limited(t, allLimiter(t, now), charge, nil))
@@ -398,8 +399,8 @@ func TestMountedTwice(t *testing.T) {
 		require.NotContains(t, lines[0], "192.0.2.1")
 	}
 
-	// Two middlewares of a limiter may find different keys, such as one key for all and one key for each client. If one
-	// of these middlewares is mounted twice, that is logged.
+	// Two middlewares of a limiter may find different keys, such as one key for all and one key for each client. The
+	// log has a line only if one of these middlewares is mounted twice.
 	var log testkit.Journal
 	one, err := New(inner, Config{Key: ByIP(), Logger: log.Logger()})
 	require.NoError(t, err)

@@ -34,8 +34,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// statusClientClosedRequest is the status that nginx logs for a client that has left. The client does not read it, but
-// without it logs would show 200, which looks like a success.
+// statusClientClosedRequest is the status that nginx logs for a client that has left. The client does not read this
+// status, but without it, logs would show 200, like a success.
 const statusClientClosedRequest = 499
 
 // Limiter has the methods of a [ratelimit.Limiter] that New needs.
@@ -44,7 +44,7 @@ type Limiter interface {
 	// fields show Policy, and OnFailure says what happens while Postgres is unreachable.
 	Config() ratelimit.Config
 	AllowN(ctx context.Context, key string, n int64) (ratelimit.Result, error)
-	// Refund gives back what AllowN took. Only a Config.Charge needs it.
+	// Refund gives back what AllowN took. Only a Config.Charge needs Refund.
 	Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Balance, error)
 }
 
@@ -57,8 +57,8 @@ type Config struct {
 	Key Key
 
 	// Tier returns the limiter of a request, or nil for the limiter that New was given. Make the limiters of tiers by
-	// With of New's limiter: then a customer who changes tiers keeps the usage, and each tier has OnFailure. The header
-	// fields show the tier's policy.
+	// calling With of the limiter that New was given: then a customer who changes tiers keeps the usage, and each tier
+	// has OnFailure. The header fields show the tier's policy.
 	//
 	// Defaults to the limiter that New was given, for all requests.
 	Tier func(*http.Request) Limiter
@@ -74,10 +74,11 @@ type Config struct {
 	// Defaults to 1 for each request.
 	Cost func(*http.Request) int64
 
-	// Charge tells whether a request with this response status is charged: ChargeFailures, ChargeSuccesses,
-	// ChargeAllButServerErrors, or any function. Each request takes its cost before the handler runs. If Charge returns
-	// false, the cost is given back after the handler has returned, if it still counts: see [ratelimit.Limiter.Refund].
-	// So in a window no more requests start than the limit allows. Slow requests from earlier windows may still run.
+	// Charge tells whether a request with this response status is charged. It is ChargeFailures, ChargeSuccesses,
+	// ChargeAllButServerErrors, or any other function. Each request takes its cost before the handler runs. If Charge
+	// returns false, and the cost still counts, it is given back after the handler has returned: see
+	// [ratelimit.Limiter.Refund]. So no more requests start in a window than the limit allows. Slow requests from
+	// earlier windows may still run.
 	//
 	// In doubt a request is charged. To avoid a charge, a handler must write a status or a part of the body to the
 	// ResponseWriter that it was given, for example w.WriteHeader(http.StatusNoContent), and return. A request is
@@ -95,7 +96,7 @@ type Config struct {
 	// not see the change.
 	//
 	// The header fields are sent before the cost is given back. If Charge returns false for the first status, Remaining
-	// already includes the cost. Reset still shows the time after the take.
+	// is already what remains with the cost given back. Reset still shows the time after the take.
 	//
 	// While Postgres is unreachable, costs cannot be given back and stay counted. A cost that FallbackLocal took stays
 	// counted too.
@@ -110,8 +111,8 @@ type Config struct {
 
 	// AddFields adds header fields of the application to the responses to allowed requests. It is called after the
 	// fields of Headers are set, and before the status is written. If the cost will probably be given back, the
-	// result's Remaining already includes it. The result's Source tells whether the database decided. For rejected
-	// requests, see Reject.
+	// result's Remaining is already what will then remain. The result's Source tells whether the database decided. For
+	// rejected requests, see Reject.
 	//
 	// Defaults to adding no fields.
 	AddFields func(http.Header, ratelimit.Result)
@@ -134,9 +135,10 @@ type Config struct {
 	// Defaults to Reject, with status 503.
 	OnError func(http.ResponseWriter, *http.Request, error)
 
-	// Logger gets a line for the first of: requests without a usable key, costs that can never be taken, errors, lost
-	// refunds, proxies that ByIP does not trust, and requests that are charged twice for the same key. It does not get
-	// a line for each request. The limiter's client logs problems of the database: see [ratelimit.ClientConfig].Logger.
+	// Logger gets a line for the first of each of these: requests without a usable key, costs that can never be taken,
+	// errors, lost refunds, proxies that ByIP does not trust, and requests that are charged twice for the same key. It
+	// does not get a line for each request. The limiter's client logs problems of the database: see
+	// [ratelimit.ClientConfig].Logger.
 	//
 	// Defaults to slog.Default(). A logger with slog.DiscardHandler drops all lines.
 	Logger *slog.Logger
@@ -178,9 +180,9 @@ func (c Config) validate(limiter ratelimit.Config) error {
 // New returns a middleware that passes allowed requests to a handler. It returns a [*ratelimit.ConfigError] for a
 // configuration that cannot work.
 //
-// A denied request gets status 429 and a Retry-After in whole seconds. Earlier requests would be denied too. If the
-// database does not decide, and the limiter fails closed or returns an error, the status is 503. All other requests
-// reach the handler. Without [Config].Charge, the handler gets the server's ResponseWriter unchanged.
+// A denied request gets status 429 and a Retry-After in whole seconds. Requests before that time would be denied too.
+// If the database does not decide, and the limiter fails closed or returns an error, the status is 503. All other
+// requests reach the handler. Without [Config].Charge, the handler gets the server's ResponseWriter unchanged.
 func New(limiter Limiter, config Config) (func(http.Handler) http.Handler, error) {
 	if l, ok := limiter.(*ratelimit.Limiter); limiter == nil || ok && l == nil {
 		return nil, errors.New("httplimit: the limiter is nil")
@@ -209,7 +211,7 @@ type middleware struct {
 	limit  limit
 	config Config
 
-	// These record what has been logged.
+	// These fields record what has been logged.
 	keyless, badCost atomic.Bool // logged only once, because any client can cause it
 	errors, refunds  health
 	proxies          proxyHint

@@ -174,8 +174,8 @@ func TestSourcesOfADecision(t *testing.T) {
 	}
 }
 
-// For an error of the limiter, the status is 503. The log has one line when errors begin and one line when they end,
-// even if only some requests fail.
+// If the limiter returns an error, the status is 503. The log has one line when errors begin and one line when they
+// end, even if only some requests fail.
 func TestErrorsOfTheLimiter(t *testing.T) {
 	t.Parallel()
 
@@ -257,7 +257,7 @@ func TestSkip(t *testing.T) {
 
 	limiter := denying(time.Second)
 	config := Config{
-		Key:  ByHeader("X-Api-Key"), // a skipped request does not need it
+		Key:  ByHeader("X-Api-Key"), // a skipped request does not need this header
 		Skip: func(r *http.Request) bool { return r.Method == http.MethodGet },
 	}
 	require.Equal(t, http.StatusOK, serve(t, limited(t, limiter, config, nil)).status)

@@ -41,7 +41,7 @@ func (e *KeyError) Error() string { return "httplimit: no key: " + e.Reason }
 // function given to ByFunc.
 func (k Key) Of(r *http.Request) (string, error) { return k.of(r, nil) }
 
-// of is Of with a proxyHint. hint may be nil.
+// of is Of with a proxyHint. The argument hint may be nil.
 func (k Key) of(r *http.Request, hint *proxyHint) (string, error) {
 	switch {
 	case k.err != nil:
@@ -56,9 +56,9 @@ func (k Key) of(r *http.Request, hint *proxyHint) (string, error) {
 	return key, err
 }
 
-// ByFunc uses the key that find returns. A key is at most 512 bytes of UTF-8 without NUL. Inside HMAC it may be any
-// bytes. For a request without a key, find must return an error. If it returned a constant instead, all such requests
-// would share one limit.
+// ByFunc uses the key that the function find returns. A key is at most 512 bytes of UTF-8 without NUL. Inside HMAC, a
+// key may be any bytes. For a request without a key, find must return an error. If it returned a constant instead, all
+// such requests would share one limit.
 func ByFunc(find func(*http.Request) (string, error)) Key {
 	if find == nil {
 		return Key{err: errors.New("is ByFunc of no function")}
@@ -170,7 +170,8 @@ func HMAC(secret []byte, key Key) Key {
 	}}
 }
 
-// usable returns an error if New must refuse the key. Its text completes a sentence that begins with the field's name.
+// usable returns an error if New must refuse the key. The error's text completes a sentence that begins with the
+// field's name.
 func (k Key) usable() error {
 	if k.err == nil && k.find == nil {
 		return errors.New("is none")

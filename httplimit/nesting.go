@@ -15,8 +15,8 @@ type nesting struct {
 	seen atomic.Int64 // the number of requests
 }
 
-// inside maps each charge under way to its middleware, and open counts these charges. All middlewares share these
-// variables, because two middlewares may have the same limiter.
+// The map inside has the middleware of each charge under way, and the variable open counts these charges. All
+// middlewares share these variables, because two middlewares may have the same limiter.
 //
 //nolint:gochecknoglobals // all middlewares have to share them
 var (
@@ -30,11 +30,12 @@ type visit struct {
 	key              string
 }
 
-// enter checks the first firstLooks requests, and then one of laterLooks, so that it does not slow busy servers down.
+// enter checks the first firstLooks requests, and later one of every laterLooks requests, because checking all would
+// slow busy servers down.
 const firstLooks, laterLooks = 1024, 64
 
 // enter records that m charges a request, until leave is called. If the request is already being charged for the same
-// key of the same limiter, it logs that. ok tells whether leave must be called.
+// key of the same limiter, enter logs this. The result ok tells whether leave must be called.
 func (n *nesting) enter(
 	m *middleware, w http.ResponseWriter, r *http.Request, l Limiter, key string,
 ) (v visit, ok bool) {

@@ -84,7 +84,7 @@ func (r *recorder) see(status int) {
 	r.begin()
 }
 
-// begin sets the header fields, once. If the cost will probably be given back, the fields show what remains after that.
+// begin sets the header fields, once. If the cost will probably be given back, the fields show what will then remain.
 // The caller holds r.mu.
 func (r *recorder) begin() {
 	if r.begun {

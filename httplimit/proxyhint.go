@@ -14,16 +14,16 @@ type proxyHint struct {
 	given atomic.Bool
 	log   func(r *http.Request, message, write string)
 
-	// These tell whether all requests through trusted proxies seem to come from one address.
+	// These fields tell whether all requests through trusted proxies seem to come from one address.
 	several atomic.Bool // requests came from different addresses, which ends the check
 	mu      sync.Mutex
 	client  netip.Addr                        // the address of the first client
-	before  [minClientsOfABalancer]netip.Addr // different addresses that stood before client in the header
+	before  [minClientsOfABalancer]netip.Addr // different addresses that stood before the client's in the header
 }
 
-// minClientsOfABalancer is how many different addresses must stand before the address that all requests seem to come
-// from. On an unused server, one person with forged headers can reach this number. On a busy server, other clients have
-// other addresses, so nothing is logged.
+// minClientsOfABalancer is how many different addresses the header must have before the address that all requests seem
+// to come from. On an unused server, one person with forged headers can reach this number. On a busy server, other
+// clients have other addresses, so nothing is logged.
 const minClientsOfABalancer = 3
 
 // onUntrusted checks a request whose peer is not a trusted proxy. It ignores peers outside private networks, because on
@@ -49,7 +49,7 @@ func (h *proxyHint) onUntrusted(a *addresses, r *http.Request, peer netip.Addr) 
 		"pass this to ByIP, with the narrowest prefix that your proxies are in", write)
 }
 
-// onTrusted checks a request of a trusted proxy that does not have the header that ByIP reads.
+// onTrusted checks a trusted proxy's request that lacks the header that ByIP reads.
 func (h *proxyHint) onTrusted(a *addresses, r *http.Request) {
 	if h == nil || h.given.Load() {
 		return

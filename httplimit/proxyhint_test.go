@@ -159,6 +159,6 @@ func TestHintCostsNoAllocation(t *testing.T) {
 		if name == "not given" { // a server without a proxy
 			r = from("192.0.2.1:1", "X-Forwarded-For", "203.0.113.9")
 		}
-		require.LessOrEqual(t, testing.AllocsPerRun(100, func() { _, _ = key.of(r, hint) }), 1.0, name) // the key
+		require.LessOrEqual(t, testing.AllocsPerRun(100, func() { _, _ = key.of(r, hint) }), 1.0, name) // for the key
 	}
 }

@@ -18,8 +18,8 @@ type Rejection struct {
 	Status int
 	// Policy is the Config.PolicyName of the limit.
 	Policy string
-	// RetryAfter is the time until the next try in whole seconds, as in the header Retry-After. It is 0 without this
-	// header. It is a day for a ban that ends more than ten years from now.
+	// RetryAfter is the time until the next try in whole seconds, as in the header Retry-After. RetryAfter is 0 without
+	// this header, and a day for a ban that ends more than ten years from now.
 	RetryAfter time.Duration
 	// Result is the decision if the request is denied.
 	Result ratelimit.Result

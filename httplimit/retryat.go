@@ -27,7 +27,7 @@ func retryAt(response *http.Response) (time.Time, bool) {
 	if sent, ok := readDate(header.Get("Date")); ok {
 		until = func(at time.Time) time.Duration {
 			pause := at.Sub(sent) // both times are by the server's clock
-			// A server with a wrong clock may forward times by the right clock, from another server.
+			// A server with a wrong clock may forward a time that another server read from a right clock.
 			if ours := at.Sub(now); sent.Sub(now).Abs() > 24*time.Hour && ours.Abs() < pause.Abs() {
 				pause = ours
 			}
@@ -65,8 +65,8 @@ func itemsOf(text string) []string {
 	return items
 }
 
-// pauseOf returns the pause that an item asks for, or -1 if it cannot read the item. until returns the pause that ends
-// at a time.
+// pauseOf returns the pause that an item asks for, or -1 if it cannot read the item. The argument until returns the
+// pause that ends at a given time.
 func pauseOf(item string, until func(time.Time) time.Duration) time.Duration {
 	number, ok := roundUp(item)
 	switch {

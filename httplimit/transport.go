@@ -34,8 +34,8 @@ var _ Waiter = (*ratelimit.Limiter)(nil)
 //	429, 403  the request was not processed
 //	503, 529  it may have been processed
 //
-// A success causes no pause, even if nothing remains, because the Limiter keeps requests within the limit. The time is
-// in one of these fields:
+// A success causes no pause, even if nothing remains, because the Limiter keeps requests within the limit. The time
+// that the server names is in one of these fields:
 //
 //	Retry-After                   seconds, also with a fraction, which rounds up; or a date
 //	Retry-After-Ms                milliseconds; if both are there, the later time counts
@@ -46,12 +46,12 @@ var _ Waiter = (*ratelimit.Limiter)(nil)
 //
 // The first two fields take precedence. Of several times, the latest counts. A limit of which something remains is
 // ignored. With status 429, a limit without a remaining count is used too. A number from 10^9 on is seconds since 1970,
-// and from 10^11 on milliseconds since 1970. A time more than ten years ahead counts as one day. Times are by the
-// server's clock, which the field Date shows. If Date is more than a day off, a time is read by both clocks, the
+// and from 10^11 on milliseconds since 1970. For a time more than ten years ahead, the pause is one day. Times are by
+// the server's clock, which the field Date shows. If Date is more than a day off, a time is read by both clocks, the
 // server's and this machine's, and the shorter pause counts.
 //
 // Other processes do not know of the pause until the server refuses their own requests. After the pause the Transport
-// sends the request again. It repeats this until the server accepts the request or the context ends. RoundTrip returns
+// sends the request again. It tries again until the server accepts the request or the context ends. RoundTrip returns
 // the refusal at once if
 //
 //   - the context's deadline, or the Timeout of the http.Client, is before the end of the pause;
@@ -71,9 +71,10 @@ type Transport struct {
 	Key Key
 	// Base sends the requests. Defaults to http.DefaultTransport.
 	Base http.RoundTripper
-	// MaxPause is the longest pause that callers wait for. Without it a server could block callers that have no
-	// deadline for a day. It does not bound the wait for the Limiter. If it is negative, callers do not wait for any
-	// pause. Defaults to one hour, because the limits of most services, such as GitHub, restart within an hour.
+	// MaxPause is the longest pause that callers wait for. Without MaxPause, a server could block callers without a
+	// deadline for a whole day. MaxPause does not bound the wait for the Limiter. If MaxPause is negative, callers do
+	// not wait for any pause. Defaults to one hour, because the limits of most services, such as GitHub, restart within
+	// an hour.
 	MaxPause time.Duration
 
 	mu     sync.Mutex

@@ -23,7 +23,7 @@ import (
 
 // api answers requests without a network, and records them.
 type api struct {
-	answer func(n int) (status int, header http.Header) // to request n, from 0
+	answer func(n int) (status int, header http.Header) // to request n, counted from 0
 	first  time.Duration                                // how long the first answer takes
 	body   func() io.ReadCloser                         // for a status other than 200; defaults to a text
 
@@ -362,7 +362,7 @@ func TestWhenToTryAgain(t *testing.T) {
 		{301, []string{"Retry-After", "30"}, none},
 	} {
 		synctest.Test(t, func(t *testing.T) {
-			<-time.After(time.Until(began)) // in a bubble it is 2000
+			<-time.After(time.Until(began)) // in a bubble, the first year is 2000
 			header := http.Header{}
 			for i := 0; i < len(test.lines); i += 2 {
 				header.Add(test.lines[i], test.lines[i+1])
@@ -401,8 +401,8 @@ func FuzzRetryAt(f *testing.F) {
 	})
 }
 
-// A server cannot block a caller that has no deadline for longer than MaxPause. The Transport sends nothing before the
-// time that the server named, and the error contains this time.
+// If a caller has no deadline, a server cannot block it for longer than MaxPause. The Transport sends nothing before
+// the time that the server named, and the error contains this time.
 func TestTransportWaitsForMaxPauseAtMost(t *testing.T) {
 	t.Parallel()
 
