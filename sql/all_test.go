@@ -365,7 +365,7 @@ func rowSetOfModel(requests []modeltest.Request) (*engine.RowSet, []*engine.Part
 	return engine.RowSetOf(asked, into, counts), into
 }
 
-// takesDiffer decides requests with rate_limit_take_all, and compares every decision. left tells whether
+// takesDiffer decides requests with rate_limit_take_all, and compares every decision. The result left tells whether
 // rate_limit_take_all called rate_limit_all.
 func takesDiffer(
 	ctx context.Context, pool *pgxpool.Pool, requests []modeltest.Request, clock int64, from *engine.RowSet, into []*engine.Part,

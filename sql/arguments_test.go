@@ -381,8 +381,8 @@ func TestLargestTakes(t *testing.T) {
 	}
 }
 
-// rate_limit_take_all leaves calls with odd arguments to rate_limit_all. No row loses more units than the row has. For
-// example, rows are repeated or in another order, parts do not belong to the rows, or requests never fit.
+// rate_limit_take_all leaves calls with odd arguments to rate_limit_all. For example, the rows are repeated or in
+// another order, parts do not belong to the rows, or requests never fit. No row loses more units than the row has.
 func TestTakesOfSetsAskedBadly(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")

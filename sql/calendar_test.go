@@ -36,8 +36,8 @@ func calendarSamples(zone *time.Location) (times []int64) {
 
 // compareCalendars compares the windows of sample times with Postgres's date_trunc. The window of a sample must contain
 // no boundary of date_trunc, and must end at a boundary. compareCalendars returns a description of all mistakes. For
-// zones whose offsets are the same in Postgres and Go, the model must find the same ends. agree is the number of these
-// zones.
+// zones whose offsets are the same in Postgres and Go, the model must find the same ends. The result agree is the
+// number of these zones.
 func compareCalendars(t *testing.T, db pgtest.Executor, zones []string) (wrong []string, agree int) {
 	t.Helper()
 	for chunk := range slices.Chunk(zones, 50) {

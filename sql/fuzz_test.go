@@ -47,8 +47,8 @@ func textPool(f *testing.F, db *pgtest.DB) *pgxpool.Pool {
 	)
 }
 
-// FuzzDatabaseKeys checks any name and key in all query modes. The limiter refuses a name or key without a statement,
-// or stores and finds the key's row. No other row changes.
+// FuzzDatabaseKeys checks any name and key in all query modes. The limiter either refuses the name or key without
+// sending a statement, or stores and finds the key's row. No other row changes.
 func FuzzDatabaseKeys(f *testing.F) {
 	for _, text := range hostile() {
 		f.Add("name", text)
@@ -139,7 +139,7 @@ func FuzzDatabaseSchemas(f *testing.F) {
 	})
 }
 
-// FuzzDatabaseNumbers checks functions with any numbers. A function must refuse the numbers, or decide as the model
+// FuzzDatabaseNumbers calls functions with any numbers. A function must refuse the numbers, or decide as the model
 // does.
 func FuzzDatabaseNumbers(f *testing.F) {
 	for _, n := range []int64{math.MinInt64, -1, 0, 1, 10, 1 << 31, model.MaxSpan, model.MaxSpan + 1, model.MaxProduct, model.MaxProduct + 1, math.MaxInt64} {

@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// askLimiter returns a function that calls a limiter whose time is clock.
+// askLimiter returns a function that calls a limiter. The limiter's time is what the argument clock points to.
 func askLimiter(t *testing.T, l *ratelimit.Limiter, clock *time.Time) func(p model.Rules, at, n int64) (*modeltest.Taken, error) {
 	return func(p model.Rules, at, n int64) (*modeltest.Taken, error) {
 		*clock = time.UnixMicro(at)
@@ -71,7 +71,7 @@ func TestMistakesInRefundsMintOnAServer(t *testing.T) {
 		{4, "_rate_limit_fixed_refund", ofTheSameWindow, ofAny},
 		{2, "_rate_limit_log_refund", "= taken_in << 10", "<> 0 LIMIT 1"},
 		{3, "_rate_limit_bucket_refund", "s.returned := s.returned + back;", ""},
-		// A take that one statement decides returns the last unit's position in the bucket's queue.
+		// If one statement decides a take, the take returns the last unit's position in the bucket's queue.
 		{3, "rate_limit_take_token_bucket", "d.since, d.returned]", "d.since, d.returned + capacity * every_us]"},
 	} {
 		db := pgtest.New(t)

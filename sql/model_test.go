@@ -27,7 +27,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/shardkey"
 )
 
-// queryDecisions runs a statement, and calls each with every decision and its place.
+// queryDecisions runs a statement, and calls the function each with every decision and its place.
 func queryDecisions(ctx context.Context, db ratelimit.DBTX, sql string, args []any, each func(ord int64, d model.Decision)) error {
 	const none = -9
 	parts := make([]*engine.Part, 1000)
@@ -211,7 +211,7 @@ type difference struct {
 func (d *difference) Error() string { return d.text }
 
 // replay runs steps, and compares every decision and every row after each step. replay stops at the first difference.
-// space is a prefix for all names that no other call uses.
+// The argument space is a prefix for all names, and no other call uses it.
 func replay(ctx context.Context, pool *pgxpool.Pool, space string, steps []modeltest.Step, perBatch int) error {
 	model := modeltest.NewRows()
 	if pgtest.Shards() > 0 {

@@ -249,7 +249,8 @@ func randomSpan(r *rand.Rand) string {
 	return text
 }
 
-// textsIn returns the texts whose characters an encoding has. A database with this encoding cannot receive other texts.
+// textsIn returns those texts whose characters all exist in an encoding. A database with this encoding cannot receive
+// other texts.
 func textsIn(encoding string) []string {
 	highest := map[string]rune{"UTF8": utf8.MaxRune, "SQL_ASCII": utf8.MaxRune, "LATIN1": 0xff, "EUC_JP": 0x7f}[encoding]
 	return slices.DeleteFunc(append(edgesOfPolicies(), spacesInPolicies()[:0x200]...), func(text string) bool {

@@ -43,8 +43,8 @@ type pool struct{ db *sql.DB }
 
 var _ pg.Pool = pool{}
 
-// Use calls use with a pgx.Conn of the pool. Limiters need the pgx.Conn, because database/sql hides whether a statement
-// was sent, and sends some statements twice.
+// Use calls the function use with a pgx.Conn of the pool. Limiters need the pgx.Conn, because database/sql hides
+// whether a statement was sent, and sends some statements twice.
 func (p pool) Use(ctx context.Context, use func(*pgx.Conn) error) error {
 	conn, err := p.db.Conn(ctx)
 	if err != nil {

@@ -197,7 +197,7 @@ func TestSQLTransactionKeepsOrGivesBack(t *testing.T) {
 	})
 }
 
-// Callers of several processes are admitted exactly the limit. No client uses more than two connections, plus one for
+// Together, callers of several processes take exactly the limit. No client uses more than two connections, plus one for
 // held keys.
 func TestSQLDBIsExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
@@ -274,7 +274,7 @@ func TestSQLDBHeldKey(t *testing.T) {
 		_, err = holder.WithTx(sqldb.Tx(tx)).Allow(t.Context(), "held")
 		require.NoError(t, err)
 
-		config.OnFailure = ratelimit.FailOpen()                          // does not answer ErrKeyHeld
+		config.OnFailure = ratelimit.FailOpen()                          // OnFailure does not answer ErrKeyHeld
 		clientConfig := ratelimit.ClientConfig{Timeout: 8 * time.Second} // slow machines need time to find the holder
 		l := limitertest.New(t, sqldb.Pool(db), config, clientConfig)
 		_, err = l.Allow(t.Context(), "held")

@@ -16,8 +16,8 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// Two processes decide the keys of two databases. Each key gets exactly its limit. If a database stops, the other
-// limiter works.
+// Two processes decide the keys of two databases. Each key gets exactly its limit. If one database stops, the limiter
+// of the other database still works.
 func TestServers(t *testing.T) {
 	t.Parallel()
 	databases := []*pgtest.DB{pgtest.New(t), pgtest.New(t)}
