@@ -71,8 +71,8 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"internal/engine/troublelog.go: note", "internal/engine/troublelog.go: notedecision",
 		// the time since a key's first denial
 		"internal/policytable/bans.go: count", "internal/policytable/bans.go: newstrikes",
-		// the time since the one reading of the database's clock, which is added to this reading; the time since the
-		// last read of policies
+		// the time since the database's clock was read once, to know what it shows now; the time since policies were
+		// last read
 		"internal/policytable/changes.go: apply", "internal/policytable/changes.go: readchanges",
 		"internal/policytable/changes.go: readsince",
 		"internal/policytable/table.go: now", "internal/policytable/table.go: status",

@@ -16,7 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// Many callers ask for a new key at once, over several pools and limiters. Exactly Limit of them are admitted, and each
+// Many callers ask for a new key at once, over several pools and limiters. Exactly Limit callers are admitted, and each
 // has a different Remaining.
 func TestExactlyLimitAreAdmitted(t *testing.T) {
 	t.Parallel()

@@ -296,7 +296,7 @@ func TestNotPermitted(t *testing.T) {
 	}
 	require.Empty(t, pgtest.StoredRows(t, db.Pool, false))
 
-	// A role needs only EXECUTE on the functions. It has no access to the tables.
+	// A role needs only EXECUTE on the functions. The role has no access to the tables.
 	if !superuser {
 		return
 	}

@@ -16,12 +16,12 @@ import (
 // The first lease of a key is enough for at most 4 calls. After a lease that is used up quickly, the next one is twice
 // as large. A lease has at most MaxShare of what remains of a key: 488 of 1,000,000, and nothing of 2,047. So near the
 // limit each call asks the database. A lease lasts at most MaxLength, and at most an eighth of a window or 1/128 of the
-// time to fill a bucket (470 ms of a minute). A lease ends before its window does, and then its rest is given back. If
+// time to fill a bucket (470 ms for a minute). A lease ends before its window does, and then its rest is given back. If
 // the process dies, the rest counts as used.
 //
 //   - If a lease has less than n left, AllowN asks the database. WithTx, AllowAll and Peek always ask.
 //   - After a Reset, other processes may spend the leases that they have until these end. After a change of policy,
-//     they may do so until they learn of the change.
+//     they may spend them until they learn of the change.
 //   - A [TokenBucket] with leases keeps 1/128 of Capacity empty, plus the size of recent leases.
 type Lease struct {
 	MaxShare  float64       // at most 0.1; defaults to 1/2048, so that 16 processes hold less than 1 %

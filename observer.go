@@ -56,9 +56,9 @@ func (e DecisionEvent) ShadowOutcome() string {
 type StatementEvent struct {
 	Limiter string // Config.Name; "" if it decided for several limiters
 	Shard   int    // the shard behind a proxy, counted from 0
-	Size    int    // the number of calls that it decided
-	Queued  int    // the number of calls that waited for a later statement when it was sent
-	Err     error  // nil if it decided
+	Size    int    // the number of calls that the statement decided
+	Queued  int    // the number of calls that waited for a later statement when this one was sent
+	Err     error  // nil if the statement decided
 	Latency time.Duration
 }
 
@@ -78,7 +78,7 @@ type BreakerEvent struct {
 	Err    error  // the cause, if Open; with an ErrPoolExhausted, Postgres may work
 }
 
-// hooks returns functions for the engine that tell the observer.
+// hooks returns the functions by which the engine tells the observer.
 func (o *Observer) hooks() (h engine.Hooks) {
 	if o == nil {
 		return h

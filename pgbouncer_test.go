@@ -70,8 +70,8 @@ func TestPgBouncer(t *testing.T) {
 	}
 }
 
-// By default, pgx prepares statements. These fail with PgBouncer, because a connection may already have a statement of
-// the same name, or may lack the prepared statement. The error names the setting that helps.
+// By default, pgx prepares statements. Prepared statements fail with PgBouncer, because a connection may already have a
+// statement of the same name, or may lack the prepared statement. The error names the setting that helps.
 func TestPgBouncerWithoutPreparedStatements(t *testing.T) {
 	t.Parallel()
 

@@ -24,8 +24,8 @@ import (
 // allowed and nothing counted) or deny (a ban). A row is ignored and logged if this release cannot read it, or if its
 // policy is of another kind than the limiter's.
 //
-// A row of mode shadow tries a policy without enforcing it. Allow, AllowN and Peek apply it beside the policy in force,
-// with a separate count, and [Result].Shadow has its decision.
+// A row of mode shadow tries a policy without enforcing it. Allow, AllowN and Peek apply such a policy beside the
+// policy in force, with a separate count, and [Result].Shadow has its decision.
 //
 // A change takes effect in all processes within a second, because Run listens on a separate connection. Until then, a
 // key gets at most what the larger of both limits admits. While the database is unreachable, the known rows stay in

@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/receipttext"
 )
 
-// With a receipt, another process can give back what this process could give back with the result. This is true for all
-// policies, after a partial refund, and for credit.
+// With a receipt, another process can give back what this process could give back with the result. A receipt works for
+// all policies, after a partial refund, and for credit.
 func TestReceipts(t *testing.T) {
 	t.Parallel()
 

@@ -251,7 +251,7 @@ func TestWhatCannotBeRefunded(t *testing.T) {
 	}
 
 	// A limiter with another name, table, schema or database cannot refund the result. A limiter with another policy
-	// can.
+	// can refund it.
 	other := func(pool *pgxpool.Pool, change func(*ratelimit.Config, *ratelimit.ClientConfig)) {
 		config, clientConfig := config, ratelimit.ClientConfig{}
 		change(&config, &clientConfig)

@@ -108,7 +108,7 @@ func (s *Source) UnmarshalText(text []byte) error {
 
 // UnmarshalJSON reads all fields, but not what [Limiter.Refund] needs.
 func (r *Result) UnmarshalJSON(text []byte) error {
-	type plain Result // without this method
+	type plain Result // a Result without this method
 	if err := json.Unmarshal(text, (*plain)(r)); err != nil {
 		return err
 	}

@@ -360,8 +360,8 @@ func TestDefaultIsolationOfThePool(t *testing.T) {
 	require.Equal(t, int64(30), limitertest.Taken(t, db.Pool, limiter.Config(), "key"))
 }
 
-// If a call in a transaction gets no answer, it closes the connection, which rolls the transaction back. So the call
-// has certainly not counted.
+// If a call in a transaction gets no answer, the call closes the connection, so the transaction is rolled back. So the
+// call has certainly not counted.
 func TestTimeoutRollsTheTransactionBack(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")

@@ -19,7 +19,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// This table says how usage counts after a change of the policy. It was calculated by hand.
+// This table says how usage counts after a change of the policy. The table was calculated by hand.
 func TestOtherNumbersOnLiveKeys(t *testing.T) {
 	t.Parallel()
 
@@ -127,7 +127,8 @@ func TestWithRefusesWhatNewRefuses(t *testing.T) {
 	}
 }
 
-// With refuses a policy of another kind, also within All, because it would ignore the rows of the first policy.
+// With refuses a policy of another kind, also within All, because such a policy would ignore the rows of the first
+// policy.
 func TestWithKeepsTheAlgorithm(t *testing.T) {
 	t.Parallel()
 
@@ -160,7 +161,7 @@ func TestWithKeepsTheAlgorithm(t *testing.T) {
 	}
 }
 
-// If two kinds of policy alternate on one key, each change admits a whole limit.
+// If two kinds of policy alternate on one key, each change admits another whole limit.
 func TestTwoAlgorithmsOnOneKeyAdmitBoth(t *testing.T) {
 	t.Parallel()
 
