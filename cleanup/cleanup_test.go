@@ -390,7 +390,7 @@ func TestLockedRowIsPassedOver(t *testing.T) {
 			require.EqualValues(t, 7, result.Deleted)
 			require.Equal(t, []string{"key 1", "key 5"}, keys(t, db.Pool, pgtest.Table(durable)))
 
-			// A naive sweeper waits for the locked rows, and this test notices that.
+			// A naive sweeper waits for the locked rows, and this test notices the wait.
 			wait := testkit.Later(func() (any, error) { return nil, naive(context.Background(), db.Pool, t0) })
 			pgtest.WaitUntilBlocked(t, db.Pool, 1)
 			require.NoError(t, holder.Rollback(t.Context()))

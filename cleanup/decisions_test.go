@@ -20,7 +20,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// spared is the margin in the text of rate_limit_sweep. Tests that make a mistake on purpose replace it.
+// spared is the margin in the text of rate_limit_sweep. Tests that make a mistake on purpose replace this text.
 const spared = "interval '1 minute'"
 
 // The same random traffic goes to two databases. One database is swept at random moments, and the other is never swept.
@@ -199,7 +199,7 @@ func TestClockStepsFarBackAfterASweep(t *testing.T) {
 }
 
 // A sweeper has deleted a row but has not committed. A request for the row's key waits, and then finds either no row or
-// the expired row. Both mean the same.
+// the expired row. No row and an expired row mean the same.
 func TestRowVanishesWhileADecisionWaits(t *testing.T) {
 	t.Parallel()
 
@@ -308,7 +308,7 @@ func TestRowsVanishBetweenLookAndInsert(t *testing.T) {
 }
 
 // A transaction takes from a key whose row has expired, and a sweep runs before this transaction commits. The sweep
-// keeps the row. A naive sweeper, which waits for the transaction and does not check the row again, deletes it.
+// keeps the row. A naive sweeper, which waits for the transaction and does not check the row again, deletes the row.
 func TestWhatIsTakenBesideASweepIsKept(t *testing.T) {
 	t.Parallel()
 

@@ -101,7 +101,7 @@ func TestUnreachable(t *testing.T) {
 	require.NotContains(t, err.Error(), "secret")
 }
 
-// If a table is locked, a sweep ends when its lock_timeout is over. Its earlier batches stay committed.
+// If a table is locked, a sweep ends when its lock_timeout is over. The earlier batches of the sweep stay committed.
 func TestTableThatIsLocked(t *testing.T) {
 	t.Parallel()
 
