@@ -1,5 +1,5 @@
-// Package grpclimit puts a limit of package ratelimit in front of a gRPC server. It is a separate module, so that
-// programs without it do not depend on gRPC.
+// Package grpclimit puts a limit of package ratelimit in front of a gRPC server. The package is a separate module, so
+// that programs without it do not depend on gRPC.
 //
 // [New] turns a limiter into interceptors, one for unary calls and one for streams. A stream counts as one call when it
 // opens, and its messages do not count.
@@ -44,7 +44,7 @@ import (
 
 // Config says how calls are limited. Key is required.
 type Config struct {
-	// Key finds the key that a call takes from: httplimit.ByIP, httplimit.ByHeader, ByFunc, or several of them in
+	// Key finds the key that a call takes from. It is httplimit.ByIP, httplimit.ByHeader, ByFunc, or several of them in
 	// httplimit.Join. A call without a key is rejected with InvalidArgument. Peers on a Unix socket have no address:
 	// for a proxy on a Unix socket, see httplimit.TrustUnixSocket.
 	Key httplimit.Key

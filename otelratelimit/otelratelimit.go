@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// New returns an observer for a client, which records what all its limiters do. All these instruments except the last
-// one have the attribute limiter, which is the limiter's name:
+// New returns an observer that records what all limiters of a client do. All these instruments except the last one have
+// the attribute limiter, which is the limiter's name:
 //
 //   - ratelimit.decision.duration, a histogram in seconds whose count is the number of decisions. Its attributes are
 //     outcome (allowed, denied, error) and source (see [ratelimit.Source]); shadow (allowed, denied) if a row of mode
