@@ -23,7 +23,7 @@ import (
 )
 
 // A request is charged if the client may have got another status than the handler wrote. Some of these handlers do
-// something unusual but send exactly one status. Their requests are not charged.
+// something unusual but send exactly one status. Requests to these handlers are not charged.
 func TestChargeInDoubt(t *testing.T) {
 	t.Parallel()
 
@@ -127,7 +127,8 @@ func TestChargeInDoubt(t *testing.T) {
 	}
 }
 
-// If a handler writes a status and panics, the client does not get this status. It may get the 500 of a recoverer.
+// If a handler writes a status and panics, the client does not get this status. The client may get the 500 of a
+// recoverer.
 func TestStatusBeforeAPanic(t *testing.T) {
 	t.Parallel()
 

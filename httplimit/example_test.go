@@ -118,7 +118,7 @@ func ExampleTransport() {
 	defer response.Body.Close()
 }
 
-// Paying customers have a higher limit. Usage is kept when a customer changes tiers.
+// Paying customers have a higher limit. When customers change tiers, their usage is kept.
 func ExampleConfig_tier() {
 	type userKey struct{}
 	var (

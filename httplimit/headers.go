@@ -20,10 +20,10 @@ const (
 	None Headers = iota
 
 	// IETFDraft11 is revision 11 of draft-ietf-httpapi-ratelimit-headers, a draft that will still change.
-	// RateLimit-Policy has the limit, and the window if it is a whole number of seconds. RateLimit has what remains.
-	// For a denied request, or with a FixedWindow or CalendarWindow, it also has the seconds until more remains. Each
-	// limit that a request passes is a member of the fields. Each policy of an All is also a member: the first policy
-	// is named login, for example, and the second policy login/2.
+	// RateLimit-Policy has the limit and, if the window is a whole number of seconds, the window. RateLimit has what
+	// remains. For a denied request, or with a FixedWindow or CalendarWindow, it also has the seconds until more
+	// remains. Each limit that a request passes is a member of the fields. Each policy of an All is also a member: the
+	// first policy is named login, for example, and the second policy login/2.
 	IETFDraft11
 
 	// XRateLimit sets X-RateLimit-Limit, -Remaining and -Reset. Reset is the number of seconds until the key is as good
@@ -37,9 +37,9 @@ const (
 	// IETFDraft6 is revision 6 of draft-ietf-httpapi-ratelimit-headers. It has RateLimit-Limit, -Remaining and -Reset,
 	// which later revisions dropped. For an allowed request, Reset is the number of seconds until the key is as good as
 	// new. For a denied request, Reset is the number of seconds until the same request is allowed. RateLimit-Policy has
-	// the limit and the window, if the window is whole seconds. If a request passes several limits, the fields show the
-	// last limit. Of an All, RateLimit-Policy has all policies, and the other fields show one policy, as XRateLimit
-	// does.
+	// the limit and, if the window is a whole number of seconds, the window. If a request passes several limits, the
+	// fields show the last limit. Of an All, RateLimit-Policy has all policies, and the other fields show one policy,
+	// as XRateLimit does.
 	IETFDraft6
 )
 

@@ -16,8 +16,8 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// An attacker keeps successful logins open over several windows. Then it finishes one at a time, to make room for a
-// failed login.
+// An attacker keeps successful logins open over several windows. Then the attacker finishes one login at a time, to
+// make room for a failed login.
 func TestHeldRequestsDoNotLetFailuresThrough(t *testing.T) {
 	t.Parallel()
 	const limit = 5

@@ -52,8 +52,8 @@ var _ Limiter = (*ratelimit.Limiter)(nil)
 
 // Config says how requests are limited. Key is required.
 type Config struct {
-	// Key returns the key that a request takes from: ByIP, ByHeader, ByContext, ByFunc, or several of them in Join. A
-	// request without a key is rejected with status 400.
+	// Key finds the key that a request takes from. It is ByIP, ByHeader, ByContext, ByFunc, or several of them in Join.
+	// A request without a key is rejected with status 400.
 	Key Key
 
 	// Tier returns the limiter of a request, or nil for the limiter that New was given. Make the limiters of tiers by
@@ -296,7 +296,7 @@ func (m *middleware) rejectKey(w http.ResponseWriter, r *http.Request, err error
 		reason := err
 		if own, ok := errors.AsType[*KeyError](err); ok {
 			reason = own
-		} else if !errors.Is(err, ratelimit.ErrInvalidKey) { // of a ByFunc function; may show personal data
+		} else if !errors.Is(err, ratelimit.ErrInvalidKey) { // an error of a ByFunc function may show personal data
 			reason = &KeyError{Reason: "Config.Key returned an error"}
 		}
 		m.warn(r.Context(), "httplimit: a request has no usable key, and is rejected; further ones are not logged",

@@ -109,8 +109,8 @@ func fromContext(ctx context.Context, contextKey any) (string, error) {
 	return value, nil
 }
 
-// Join makes one key of several, for example of address and user. Two requests have the same key only if all their
-// parts are the same, whatever characters the parts contain. A request without one of the parts has no key.
+// Join makes one key from several keys, for example from address and user. Two requests have the same key only if all
+// their parts are the same, whatever characters the parts contain. A request without one of the parts has no key.
 func Join(parts ...Key) Key {
 	if len(parts) == 0 {
 		return Key{err: errors.New("is Join of no keys")}

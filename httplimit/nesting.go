@@ -79,8 +79,8 @@ func (v visit) leave() {
 	open.Add(-1)
 }
 
-// requestOf identifies a request by the address of its header, which copies of the request share. For a gRPC call the
-// writer identifies it, because each interceptor makes a new header.
+// requestOf identifies a request by the address of its header, because copies of the request share the header. For a
+// gRPC call the writer identifies it, because each interceptor makes a new header.
 func requestOf(w http.ResponseWriter, r *http.Request) any {
 	if call, ok := w.(interface{ CallOfGRPC() any }); ok {
 		return call.CallOfGRPC()

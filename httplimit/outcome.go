@@ -214,7 +214,7 @@ func (r *recorder) Unwrap() http.ResponseWriter {
 // inner returns the same writer as Unwrap, for callers that do not write.
 func (r *recorder) inner() http.ResponseWriter { return r.ResponseWriter }
 
-// wrap returns the recorder with the optional interfaces of the server's ResponseWriter, which handlers may use.
+// wrap returns the recorder with those optional interfaces that the server's ResponseWriter has.
 func (r *recorder) wrap() http.ResponseWriter {
 	_, flushes := beneath[http.Flusher](r.ResponseWriter)
 	_, hijacks := beneath[http.Hijacker](r.ResponseWriter)
@@ -268,7 +268,7 @@ type flusher struct{ recorder *recorder }
 
 func (f flusher) Flush() { _ = f.FlushError() }
 
-// FlushError writes status 200 first, as a server would. A ResponseWriter that compresses may not do so.
+// FlushError writes status 200 first, as a server would. A ResponseWriter that compresses may write no status.
 func (f flusher) FlushError() error {
 	if !f.recorder.hasBegun() {
 		f.recorder.WriteHeader(http.StatusOK)

@@ -211,8 +211,8 @@ func (d deaf) Header() http.Header          { return d.header }
 func (deaf) Write(data []byte) (int, error) { return len(data), nil }
 func (deaf) WriteHeader(int)                {}
 
-// With http.TimeoutHandler inside the middleware, its 503 is the status that counts. With http.TimeoutHandler outside,
-// the client gets the 503 whatever the handler writes.
+// If http.TimeoutHandler is inside the middleware, its 503 is the status that counts. If it is outside, the client gets
+// the 503 whatever the handler writes.
 func TestTimeoutHandler(t *testing.T) {
 	t.Parallel()
 

@@ -458,7 +458,7 @@ func (b trickling) Read(p []byte) (int, error) {
 }
 func (b trickling) Close() error { close(b.closed); return nil }
 
-// The body of a refusal does not delay the next try, whether it is slow, stops, or never ends.
+// The body of a refusal does not delay the next try, whether the body is slow, stops, or never ends.
 func TestTransportIsNotHeldUpByABody(t *testing.T) {
 	t.Parallel()
 

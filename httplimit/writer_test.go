@@ -157,8 +157,8 @@ func TestHijacking(t *testing.T) {
 	require.Empty(t, limiter.refunds())
 }
 
-// The server's ResponseWriter reads from the source itself, which may be a file. All of the source arrives, whatever
-// its length.
+// The server's ResponseWriter itself reads from the source, for example from a file. All of the source arrives,
+// whatever its length.
 func TestReaderFromIsUsed(t *testing.T) {
 	t.Parallel()
 
