@@ -438,7 +438,7 @@ func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 	}
 	in := func(d time.Duration) *int64 { return new(d.Microseconds()) }
 	for name, change := range map[string]struct {
-		take         int64 // what was taken before from a limit of 10
+		take         int64 // what was taken earlier, from a limit of 10
 		inTx         func(ctx context.Context, tx pgx.Tx, limiter *ratelimit.Limiter) error
 		locked, seen told // the results of a take of 3 units
 	}{

@@ -135,7 +135,8 @@ func TestForgivenBansAreClearedAway(t *testing.T) {
 		pgtest.Scalar[[]string](t, db.Pool, "SELECT array_agg(key ORDER BY key) FROM rate_limit_policy"))
 }
 
-// A ban waits up to lock_timeout for a transaction that changes policies. A ban never deadlocks with this transaction.
+// A ban waits up to lock_timeout for a transaction that changes policies. A ban never deadlocks with such a
+// transaction.
 func TestBansWaitForWriters(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")

@@ -341,7 +341,7 @@ func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 			first, err := limiter.WithTx(somebody).AllowN(t.Context(), "key", 6)
 			require.NoError(t, err)
 			require.True(t, first.Allowed)
-			other := pgtest.Begin(t, db) // waits without a lock_timeout, and calls once
+			other := pgtest.Begin(t, db) // this transaction waits without a lock_timeout, and makes one call
 			second := testkit.Later(func() (ratelimit.Result, error) { return limiter.WithTx(other).AllowN(context.Background(), "key", 6) })
 			pgtest.WaitUntilBlocked(t, db.Pool, 1)
 			require.NoError(t, somebody.Commit(t.Context()))

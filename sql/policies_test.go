@@ -374,8 +374,8 @@ func TestInterleavedWritersOfPolicies(t *testing.T) {
 	}
 }
 
-// Two people change the same policies in different orders. One transaction waits for the other before it locks a row,
-// so the two do not deadlock. If the first changed row took the lock, both transactions would deadlock.
+// Two people change the same policies in different orders. Before a transaction locks a row, it waits for the other
+// transaction, so the two do not deadlock. If the first changed row took the lock, both transactions would deadlock.
 func TestWritersOfPoliciesDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")

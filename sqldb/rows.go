@@ -54,7 +54,7 @@ func (r *rows) FieldDescriptions() []pgconn.FieldDescription {
 	return fields
 }
 
-// Scan also reads arrays, which database/sql cannot do.
+// Scan also reads arrays, unlike the Scan of database/sql.
 func (r *rows) Scan(targets ...any) error {
 	into := make([]any, len(targets))
 	for i, target := range targets {

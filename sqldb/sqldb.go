@@ -87,7 +87,8 @@ func Tx(tx *sql.Tx) pgx.Tx {
 	return transaction{tx: tx}
 }
 
-// transaction is a pgx.Tx for a *sql.Tx. Two transactions for the same *sql.Tx are equal, which AllowAll needs.
+// transaction is a pgx.Tx for a *sql.Tx. Two transactions for the same *sql.Tx are equal, because AllowAll compares
+// them.
 type transaction struct {
 	pgx.Tx // nil
 	tx     *sql.Tx

@@ -225,7 +225,7 @@ func TestSQLDBIsExactUnderConcurrency(t *testing.T) {
 	})
 }
 
-// Transactions of the limiter have its settings. The settings of the session do not change.
+// Transactions of the limiter have the limiter's settings. The settings of the session do not change.
 func TestSQLDBSettings(t *testing.T) {
 	t.Parallel()
 

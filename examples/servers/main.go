@@ -1,4 +1,4 @@
-// Limits on several database servers. Each key is on one server, which keeps its limit exactly.
+// Limits on several database servers. Each key is on one server, and this server keeps the key's limit exactly.
 //
 //	DATABASE_URLS="postgres://one/app postgres://two/app" go run ./examples/servers user:123
 package main
