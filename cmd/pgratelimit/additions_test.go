@@ -93,8 +93,8 @@ func TestHardenedDatabase(t *testing.T) {
 	}
 }
 
-// An audit trigger runs with the rights of the role that changes rows. Commands that only read, or that change rows by
-// the functions, which run as the owner, still work. Commands that would change rows as another role are refused.
+// An audit trigger runs with the rights of the role that changes rows. Commands still work if they only read, or change
+// rows by functions that run as the owner. Commands that would change rows as another role are refused.
 func TestAuditByTheOwner(t *testing.T) {
 	t.Parallel()
 

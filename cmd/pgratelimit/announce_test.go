@@ -11,8 +11,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/policytable"
 )
 
-// Every command that gives units to a key tells processes to drop remembered denials of the key. This includes resets
-// by a role that may only call functions. Other commands tell processes nothing.
+// If a command gives units to a key, it tells processes to drop remembered denials of the key. So does a reset by a
+// role that may only call functions. Other commands tell processes nothing.
 func TestProcessesAreToldToForget(t *testing.T) {
 	t.Parallel()
 
@@ -67,7 +67,7 @@ func TestProcessesAreToldToForget(t *testing.T) {
 	require.Contains(t, invoke(t, urlWith(t, db, "role=pg_monitor"), "reset", "login", "--all", "--yes").done(t), "reset 3")
 	told("a", "b", "c")
 
-	// A grant succeeds even if the notification fails. After an error, the user would grant the credit again.
+	// A grant succeeds even if the notification fails. If the command failed, the user would grant the credit again.
 	pgtest.Exec(t, db.Pool, "REVOKE EXECUTE ON FUNCTION pg_notify FROM PUBLIC")
 	o := invoke(t, urlWith(t, db, "role=pg_monitor"), "grant", "login", "secret", policy, "--cost", "1")
 	require.Zero(t, o.code)

@@ -119,7 +119,7 @@ func TestInterruptWhileTheServerStarts(t *testing.T) {
 	requireEmpty(t, tempDir)
 }
 
-// A reader such as head closes the pipe. The next write must not end the command.
+// A reader such as head closes the pipe early. The next write to the pipe must not end the command.
 func TestReaderLeaves(t *testing.T) {
 	t.Parallel()
 

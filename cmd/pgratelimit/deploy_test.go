@@ -71,7 +71,7 @@ func TestRoles(t *testing.T) {
 		"run `pgratelimit migrate down --to 0`, `DROP TABLE rate_limit.rate_limit_goose_version`, then `PGOPTIONS='-c role=rate_limit_owner' pgratelimit migrate up`. "+
 		"That loses all counts, policies and bans made meanwhile\n", o.stderr)
 	invoke(t, as("boss", ""), "migrate", "up").done(t)
-	// A user who missed the warning gets advice from doctor that keeps the counts.
+	// If a user missed the warning, doctor gives advice that keeps the counts.
 	invoke(t, as("boss", ""), "take", "login", "a", "--policy=sliding 100/365d").done(t)
 	o = invoke(t, as("boss", ""), "doctor", "--json")
 	o.code, o.stderr = 0, ""
@@ -161,7 +161,7 @@ func TestRoles(t *testing.T) {
 
 	invoke(t, as("admin", ""), "doctor").done(t)
 	require.Contains(t, invoke(t, as("on_call", ""), "explain", "login", "a", policy).done(t), "under sliding 100/365d")
-	// The history shows the login role, and not the role that was set.
+	// The history shows the role that logged in, and not the role that the session switched to.
 	require.Equal(t, "admin", decode[[]policies.PolicyEvent](t, invoke(t, as("reader", ""), "policy", "history", "--json"))[0].By)
 	require.Equal(t, "admin", changed(t, as("admin", "&role=rate_limit_policy_admin"), "ban", "login", "a", "--for=1h", why).Added.ChangedBy)
 
@@ -223,7 +223,7 @@ func TestRoles(t *testing.T) {
 	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "down", "--to", "0", "--yes").done(t)
 }
 
-// The command lines in roles.sql work as a person would type them, in two databases, with each form of a connection
+// A person can type the command lines in roles.sql as they are, in two databases, with each form of a connection
 // string.
 func TestRolesInEveryDatabaseOfAServer(t *testing.T) {
 	t.Parallel()

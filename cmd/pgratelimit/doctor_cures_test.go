@@ -17,8 +17,8 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/doctor"
 )
 
-// doctor finds dead tuples, free space, expired rows and updates that are not HOT in Postgres's statistics. doctor's
-// advice cures each problem.
+// From Postgres's statistics, doctor learns of dead tuples, free space, expired rows and updates that are not HOT.
+// doctor's advice cures each problem.
 func TestDoctorOfATableThatNobodyTendsTo(t *testing.T) {
 	t.Parallel()
 
@@ -72,8 +72,8 @@ func TestDoctorOfATableThatNobodyTendsTo(t *testing.T) {
 	}
 }
 
-// A table is healthy after VACUUM FULL, after updates of all rows, or with long logs. A table that is nearly empty is
-// healthy only after the advice is followed.
+// doctor finds a table healthy after VACUUM FULL, after updates of all rows, or with long logs. It finds a nearly empty
+// table healthy only after somebody has followed the advice.
 func TestDoctorTellsBloatFromFillfactor(t *testing.T) {
 	t.Parallel()
 
@@ -100,12 +100,12 @@ func TestDoctorTellsBloatFromFillfactor(t *testing.T) {
 			pgtest.Exec(t, db.Pool, "UPDATE rate_limit_durable SET count = count + 1")
 		}
 		healthy(`[4-9]\d`)
-		testkit.WaitUntil(t, func() bool { // an ANALYZE of autovacuum makes VACUUM FULL keep dead rows
+		testkit.WaitUntil(t, func() bool { // during an ANALYZE of autovacuum, VACUUM FULL keeps dead rows
 			pgtest.Exec(t, db.Pool, "VACUUM FULL rate_limit_durable")
 			return regexp.MustCompile(`need (100|[7-9]\d) %$`).MatchString(examined(t, db.URL)[check].Found)
 		})
 		healthy(`[7-9]\d`)
-		// Keep 2 % of the rows, spread over the table, so that the table has enough rows to be reported.
+		// Keep 2 % of the rows, spread over the table, so that doctor still finds enough rows to report the table.
 		pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_durable WHERE abs(hashtext(key)) % 50 > 0")
 		pgtest.Exec(t, db.Pool, "VACUUM rate_limit_durable")
 		f := examined(t, db.URL)[check]
@@ -118,7 +118,7 @@ func TestDoctorTellsBloatFromFillfactor(t *testing.T) {
 	}
 }
 
-// These problems affect a whole server, so the test starts one.
+// These problems affect a whole server, so the test starts a server of its own.
 func TestDoctorOfAServer(t *testing.T) {
 	t.Parallel()
 
@@ -172,7 +172,7 @@ func TestDoctorOfAServer(t *testing.T) {
 		if what == nil {
 			return true
 		}
-		follow(t, db, doctor.JudgeHorizon(doctor.LongTime, what, mend, true).Do) // the transaction need not be that old
+		follow(t, db, doctor.JudgeHorizon(doctor.LongTime, what, mend, true).Do) // the transaction may be younger
 		return false
 	})
 	require.Error(t, old.Commit(t.Context()), "it was not ended")

@@ -46,7 +46,7 @@ func TestDoctorOfAHealthyDatabase(t *testing.T) {
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 }
 
-// If JIT compiles cheap statements in a session, it also compiles calls of the functions.
+// If JIT compiles cheap statements in a session, JIT also compiles the calls of the functions.
 func TestDoctorFindsCallsThatAreCompiled(t *testing.T) {
 	t.Parallel()
 
@@ -100,7 +100,7 @@ func examined(t *testing.T, url string, args ...string) map[string]cli.Finding {
 	return all
 }
 
-// follow runs all statements and command lines between backquotes in a finding's advice.
+// follow runs what a finding's advice has between backquotes: statements and command lines.
 func follow(t *testing.T, db *pgtest.DB, advice string) {
 	t.Helper()
 	parts := strings.Split(advice, "`")
@@ -450,7 +450,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 				}
 			}
 			require.Len(t, cured, checksOfAll)
-			// If the advice does not say that rows are lost, the row is still there.
+			// Unless the advice says that rows are lost, the row must still be there.
 			if !strings.Contains(test.sql, "DROP TABLE rate_limit_durable") && !strings.Contains(test.sql, ", rate_limit_durable") &&
 				!strings.Contains(found.Do, "loses all rows of rate_limit_durable") && !strings.Contains(found.Do, "sweep") {
 				require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT count(*) = 1 FROM rate_limit_durable WHERE key = 'b'"))
@@ -459,7 +459,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 				!strings.Contains(found.Do, "loses all rows of rate_limit_policy") {
 				require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT count(*) = 1 FROM rate_limit_policy WHERE key = 'customer:42' AND comment = 'why'"))
 			}
-			// Afterwards, the functions work.
+			// After the repair, the functions work.
 			for _, durable := range []bool{true, false} {
 				require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT allowed FROM rate_limit_allow('login', 'a', 'fixed 1/1m', durable => $1)", durable))
 			}
@@ -472,7 +472,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 	}
 }
 
-// doctor finds that the functions' owner lacks a right, in a database of another role.
+// If another role owns the database, doctor finds that the functions' owner lacks a right.
 func TestDoctorFindsAnOwnerWithoutRights(t *testing.T) {
 	t.Parallel()
 
@@ -489,7 +489,7 @@ func TestDoctorFindsAnOwnerWithoutRights(t *testing.T) {
 	require.Equal(t, cli.Fine, examined(t, db.URL)["rights"].Level)
 }
 
-// Rights that a role should have are no problem. Missing rights are a problem.
+// doctor reports a problem if a role lacks rights. It does not report the rights that a role should have.
 func TestDoctorOfRoles(t *testing.T) {
 	t.Parallel()
 
@@ -524,7 +524,7 @@ func TestDoctorOfRoles(t *testing.T) {
 		})
 	}
 
-	// doctor tells a role that cannot see the schema so, with and without --schema.
+	// If a role cannot see the schema, doctor says so, with and without --schema.
 	for _, args := range [][]string{{"--schema", "limits"}, nil} {
 		db := pgtest.Empty(t)
 		pgtest.Exec(t, db.Pool, "CREATE SCHEMA limits; REVOKE CREATE ON SCHEMA public FROM PUBLIC")
@@ -537,7 +537,7 @@ func TestDoctorOfRoles(t *testing.T) {
 		require.Equal(t, cli.Fine, examined(t, url, args...)["migrations"].Level)
 	}
 
-	// doctor names the schema of the tables to a user who looks in another schema.
+	// If a user looks in another schema, doctor names the schema that has the tables.
 	db := pgtest.Empty(t)
 	pgtest.Exec(t, db.Pool, "CREATE SCHEMA limits")
 	invoke(t, db.URL, "migrate", "up", "--schema", "limits").done(t)
@@ -569,7 +569,7 @@ func TestDoctorsAdviceNamesTheSchema(t *testing.T) {
 	}
 }
 
-// doctor's advice gives no rights to a role that created a function, and does not give the function to the owner.
+// If another role created a function, doctor's advice gives that role no rights, and does not change the owner.
 func TestDoctorHelpsNoStranger(t *testing.T) {
 	t.Parallel()
 
@@ -588,7 +588,7 @@ func TestDoctorHelpsNoStranger(t *testing.T) {
 	}
 }
 
-// If another role has created rate_limit_version, doctor reports this, and runs the other checks.
+// If another role has created rate_limit_version, doctor reports the function, and still runs the other checks.
 func TestDoctorAmongStrangers(t *testing.T) {
 	t.Parallel()
 
@@ -698,8 +698,8 @@ func TestMigrateUpFindsWhatIsMissing(t *testing.T) {
 	}
 }
 
-// doctor names a session that has locked the limiter's tables for too long, even if the lock would block doctor, and
-// says how to end the session.
+// If a session has locked the limiter's tables for too long, doctor names the session and says how to end it, even if
+// the lock would block doctor.
 func TestDoctorSaysWhoHasLocks(t *testing.T) {
 	t.Parallel()
 

@@ -16,7 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// doctor --fix loses no change that commits meanwhile. doctor --fix and other transactions wait for each other.
+// If another transaction commits a change while doctor --fix runs, the change is not lost. The two wait for each other.
 func TestFixLosesNothingThatCommitsMeanwhile(t *testing.T) {
 	t.Parallel()
 
@@ -74,7 +74,7 @@ func TestFixLocksAllTables(t *testing.T) {
 	require.ElementsMatch(t, tables, slices.Clone(cli.AllTables))
 }
 
-// doctor --fix repairs a changed or missing column without dropping the table, and keeps additions to it.
+// doctor --fix repairs a changed or missing column without dropping the table, and keeps others' additions to it.
 func TestFixAltersColumnsInPlace(t *testing.T) {
 	t.Parallel()
 
@@ -123,7 +123,7 @@ func TestFixAltersColumnsInPlace(t *testing.T) {
 	}
 }
 
-// doctor --fix sets sequences beyond all ids, even if an id is only in the history.
+// doctor --fix sets each sequence beyond all used ids, even if an id is only in the history.
 func TestFixGivesNoIDAgain(t *testing.T) {
 	t.Parallel()
 

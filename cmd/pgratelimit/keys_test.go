@@ -75,7 +75,7 @@ func TestTakePeekAndReset(t *testing.T) {
 	}
 }
 
-// If the encoding cannot represent a text, this is an error in the command line. The message does not contain the text.
+// A text that the encoding cannot represent is an error in the command line. The message does not contain the text.
 func TestTextThatTheEncodingRefuses(t *testing.T) {
 	t.Parallel()
 
@@ -231,7 +231,7 @@ func TestResetAllDeadlocksWithNobody(t *testing.T) {
 				require.NoError(t, err)
 			}
 
-			// Another session locks bb, like a function that will lock a next.
+			// Another session locks the key bb first, and then the key a, as a function does.
 			tx, err := db.Pool.Begin(t.Context())
 			require.NoError(t, err)
 			defer tx.Rollback(context.WithoutCancel(t.Context()))
@@ -262,7 +262,7 @@ func TestResetAllDeadlocksWithNobody(t *testing.T) {
 	}
 }
 
-// A reset of all keys under load causes no deadlock in the server's counter of deadlocks.
+// If all keys are reset under load, the server counts no deadlock.
 func TestResetAllUnderLoad(t *testing.T) {
 	t.Parallel()
 
@@ -382,7 +382,7 @@ func TestTopOfAnotherTableAndAlgorithm(t *testing.T) {
 			"which is about 0.5 % of them: see --max-rows\n",
 	)
 
-	// For another algorithm, the keys are as good as new.
+	// Under a policy of another algorithm, the keys are as good as new.
 	for _, policy := range []string{"sliding 5/365d", "bucket 5 1/1d", "log 5/365d"} {
 		require.Empty(
 			t,

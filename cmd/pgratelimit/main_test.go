@@ -25,7 +25,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// commandVariable makes this test binary run the command instead of the tests.
+// commandVariable is set if this test binary should run the command instead of the tests.
 const commandVariable = "PGRATELIMIT_TEST_COMMAND"
 
 func TestMain(m *testing.M) {
@@ -100,8 +100,8 @@ func (o outcome) done(t *testing.T) string {
 	return o.stdout
 }
 
-// afterWaiting returns the outcome without the lines that name the holder of a lock. The command prints them if it waits
-// for seconds, which happens on a busy machine.
+// afterWaiting returns the outcome without the lines that name the holder of a lock. The command prints such lines if
+// it waits for seconds, as happens on a busy machine.
 func (o outcome) afterWaiting() outcome {
 	o.stderr = regexp.MustCompile(`(?m)^pgratelimit: waiting for a lock of .*\n`).ReplaceAllString(o.stderr, "")
 	return o
@@ -435,7 +435,7 @@ func TestObjectsOfStrangersAreNotUsed(t *testing.T) {
 					args...).complains(t, 1, "belongs to pg_monitor, who owns neither the schema nor the database")
 			}
 		}
-		// The database's owner is trusted, because this role can create anything in it.
+		// The command trusts the database's owner, who can create anything in the database.
 		pgtest.Exec(t, db.Pool,
 			`DO $$ BEGIN EXECUTE format('ALTER DATABASE %I OWNER TO pg_monitor', current_database()); END $$`)
 		invoke(t, db.URL, "limits").done(t)

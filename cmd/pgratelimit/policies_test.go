@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// why is a flag that all commands that change policies require.
+// why is a flag. All commands that change policies require it.
 const why = "--comment=why"
 
 // changed runs a command that changes policies, and returns its JSON output.
@@ -53,7 +53,7 @@ func TestPolicySetReplacesWhatIsInForce(t *testing.T) {
 	require.Equal(t, []string{"in force enforce sliding 200/1m"}, gets(t, db.URL, "a"))
 	require.Empty(t, gets(t, db.URL, "ab"))
 
-	// Rows for prefixes, for all keys, of other limiters, and of the mode shadow remain.
+	// Other rows remain: those for prefixes, for all keys, of other limiters, and of the mode shadow.
 	changed(t, db.URL, "policy", "set", "api", "--prefix", "a", "sliding 300/1m", why)
 	changed(t, db.URL, "policy", "set", "api", "--everybody", "sliding 10/1m", why)
 	changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 1/1m", "--mode", "shadow", why)
@@ -181,7 +181,8 @@ func TestPolicySetLowersOnlyByForce(t *testing.T) {
 	} {
 		require.Equal(t, lowers, changed(t, db.URL, "policy", "set", "api", target, "sliding 60/1m", why, "--dry-run").Lowers, target)
 	}
-	// If a ban is replaced, the new policy is compared with the row below the ban. No policy is lower than a ban.
+	// For a replaced ban, the new policy is compared with the row that the ban overrides. No policy is lower than a
+	// ban.
 	changed(t, db.URL, "policy", "set", "api", "--key", "c", "sliding 100/1m", why)
 	changed(t, db.URL, "ban", "api", "c", "--for", "1h", why)
 	changed(t, db.URL, "ban", "api", "d", "--for", "1h", why)
@@ -275,7 +276,7 @@ func TestPolicyUnset(t *testing.T) {
 	require.Equal(t, "there is nothing to remove\n", invoke(t, db.URL, "policy", "unset", "api", "--everybody").done(t))
 }
 
-// These are the outputs for people.
+// This test checks the outputs for people.
 func TestPoliciesAreListed(t *testing.T) {
 	t.Parallel()
 
@@ -454,13 +455,13 @@ func TestForeignTriggersOfPoliciesAreNotRun(t *testing.T) {
 	}
 }
 
-// All commands work if a row that was written without the triggers has a time that JSON cannot represent.
+// Rows that were written without the triggers may have times that JSON cannot represent. All commands work with them.
 func TestTimesOfPoliciesThatJSONCannotHave(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
 	tx := pgtest.Begin(t, db)
-	// The history is also replicated.
+	// Replication copies the rows of the history, too.
 	pgtest.Exec(t, tx, `SET LOCAL session_replication_role = replica;
 		INSERT INTO rate_limit_policy (name, key, mode, policy, valid_from, valid_until, comment, changed_at)
 		SELECT 'api', 'a', mode, CASE mode WHEN 'shadow' THEN 'fixed 1/1h' END, first, last, 'why', first
@@ -601,7 +602,7 @@ func TestExplain(t *testing.T) {
 	require.Regexp(t, `(?m)^banned +without an end, by postgres, for prefix a:: attack$`, out)
 	require.Contains(t, out, "left      not known: nothing is counted while this row is in force\n")
 
-	// explain works for a role that may read policies and not call rate_limit_peek.
+	// explain works for a role that may read policies, but may not call rate_limit_peek.
 	pgtest.Exec(t, db.Pool, "GRANT SELECT ON rate_limit_policy TO pg_monitor")
 	out = invoke(t, urlWith(t, db, "role=pg_monitor"), "explain", "api", "b").done(t)
 	require.Contains(t, out, "for everybody")
@@ -628,7 +629,7 @@ func TestPolicyCommandsUseTheIndex(t *testing.T) {
 	require.Less(t, scans.IndexRows, int64(100))
 }
 
-// anyTx lets a connection be used as a transaction.
+// anyTx is a connection that can be used as a transaction.
 type anyTx struct {
 	pgx.Tx
 	conn *pgx.Conn

@@ -80,7 +80,7 @@ func TestForgettingDurableIsTold(t *testing.T) {
 	}
 }
 
-// If there are only expired rows, these rows show the limiter's table.
+// If there are only expired rows, these rows show which table the limiter uses.
 func TestForgettingDurableOfExpiredRows(t *testing.T) {
 	t.Parallel()
 

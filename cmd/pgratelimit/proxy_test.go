@@ -122,7 +122,7 @@ func TestShardSetRefuses(t *testing.T) {
 	refused(name(0)+"is not migrated in schema public", "pgratelimit migrate up")
 	invoke(t, p.shards[0].URL, "migrate", "up").done(t)
 
-	// The transaction that makes the proxy finds problems of PL/Proxy.
+	// Problems of PL/Proxy show in the transaction that makes the proxy.
 	user := p.user
 	p.user = "nobody_" + strings.ToLower(rand.Text())
 	refused("the proxy stays as it was", "PL/Proxy cannot use it")

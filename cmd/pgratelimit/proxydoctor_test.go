@@ -107,7 +107,8 @@ func TestDoctorOfProxiesWhoseMapsDiffer(t *testing.T) {
 	stranger.set(t).complains(t, exitFailed, "shard 1 (", " is no shard yet, and shard 0 (", "`pgratelimit shard list` of another proxy")
 	require.Nil(t, pgtest.Scalar[*string](t, strangers.shards[1].Pool, "SELECT to_regclass('rate_limit_shard')::text"))
 
-	// If a database replaces a shard, 'shard list' on a proxy that still has the replaced shard reports this.
+	// If another database has replaced a shard, but a proxy still has the old shard, 'shard list' on that proxy reports
+	// the replacement.
 	other.connections[1] = strangers.connections[1]
 	out := other.set(t).done(t)
 	require.Contains(t, out, "shard 1 ("+strangers.shards[1].Pool.Config().ConnConfig.Database+") takes the place of another "+
@@ -263,7 +264,7 @@ func TestShardGrow(t *testing.T) {
 }
 
 // No log or view has PL/Proxy's password, even if the server records all statements. If a person has used the password
-// in a statement, doctor finds this.
+// in a statement, doctor finds the password.
 func TestShardPasswordIsNotRecorded(t *testing.T) {
 	t.Parallel()
 

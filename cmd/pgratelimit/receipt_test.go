@@ -161,7 +161,7 @@ func TestRefundOfAnApplicationsTake(t *testing.T) {
 	require.Contains(t, invoke(t, db.URL, "refund", file).done(t), "5 of 5 remaining")
 }
 
-// A refund by a link removes the receipt itself.
+// If a refund names a link to a receipt, it removes the receipt itself.
 func TestRefundByALink(t *testing.T) {
 	t.Parallel()
 

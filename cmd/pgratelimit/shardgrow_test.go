@@ -17,7 +17,7 @@ import (
 
 const growKeys = 6
 
-// interrupted returns a proxy whose division stopped after a step. Some keys have used 2 of 3.
+// interrupted returns a proxy whose division stopped after a step. Some keys have used 2 of 3 units.
 func interrupted(t *testing.T, after shards.Step, others ...*proxy) (p, more *proxy) {
 	t.Helper()
 	p, more = madeProxy(t, 2), newProxy(t, 2)
@@ -238,7 +238,7 @@ func TestInterruptedGrowthOfSeveralProxies(t *testing.T) {
 	p.invokeLine(t, grow+" --proxy "+other.URL).complains(t, exitFailed, "wait for the end of that")
 	pgtest.Exec(t, lock, "SELECT pg_advisory_unlock_all()")
 
-	// doctor's advice to repair other damage of such a shard begins with a check of the growth.
+	// If such a shard has other damage, too, doctor's advice begins with a check of the growth.
 	pgtest.Exec(t, p.shards[0].Pool, "ALTER TABLE rate_limit_durable DROP CONSTRAINT rate_limit_durable_pkey")
 	do := examined(t, p.shards[0].URL)["objects"].Do
 	require.Less(t, strings.Index(do, "first see that nothing is in progress"), strings.Index(do, "`ALTER")+len(do))
@@ -254,7 +254,7 @@ func TestInterruptedGrowthOfSeveralProxies(t *testing.T) {
 	other.invokeLine(t, grow+" --proxy "+p.URL).done(t)
 	other.keepsCounts(t)
 
-	// A proxy that was not named gets the existing new shards by 'shard grow'.
+	// If a proxy was not named, 'shard grow' gives it the new shards that exist.
 	stale := &proxy{DB: unnamed.DB, user: p.user, connections: append(append([]string{}, p.connections...), more.connections...)}
 	stale.set(t).done(t)
 	pgtest.Exec(t, stale.Pool, "ALTER SERVER rate_limit_shards OPTIONS (DROP p2, DROP p3)")

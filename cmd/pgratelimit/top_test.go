@@ -14,7 +14,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/keys"
 )
 
-// top finds keys without room that are last by name and on disk.
+// top finds keys without room, even if they are last by name and on disk.
 func TestTopFindsKeysThatComeLast(t *testing.T) {
 	t.Parallel()
 

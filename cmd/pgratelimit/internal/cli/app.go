@@ -42,8 +42,8 @@ func KnownCommand(cmd *cobra.Command, args []string) error {
 
 func MissingCommand(*cobra.Command, []string) error { return errors.New("a command is missing") }
 
-// Action makes a cobra command of run. Errors that run returns become Failures, except for usage errors. All other
-// errors of cobra are errors in the command line.
+// Action returns a function for a cobra command. The function calls run, and turns all errors of run into Failures,
+// except for usage errors. All other errors that cobra reports are errors in the command line.
 func Action(run func(ctx context.Context, args []string) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		err := run(cmd.Context(), args)
@@ -57,7 +57,7 @@ func Action(run func(ctx context.Context, args []string) error) func(*cobra.Comm
 	}
 }
 
-// OnDatabase is like Action, and gives run the database.
+// OnDatabase is like Action, but also passes the database to run.
 func (a *App) OnDatabase(
 	run func(ctx context.Context, db DB, args []string) error,
 ) func(*cobra.Command, []string) error {
@@ -70,7 +70,7 @@ func (a *App) AddJSON(cmd *cobra.Command) {
 	cmd.Flags().BoolVar(&a.JSON, "json", false, "print JSON")
 }
 
-// Finish adds the flags that almost all commands have, and lets the shell complete no file names.
+// Finish adds the flags that almost all commands have, and keeps the shell from completing file names.
 func (a *App) Finish(cmd *cobra.Command) *cobra.Command {
 	cmd.ValidArgsFunction = cobra.NoFileCompletions
 	a.AddJSON(cmd)
@@ -85,8 +85,8 @@ func (a *App) Finish(cmd *cobra.Command) *cobra.Command {
 	return cmd
 }
 
-// Print writes a command's output: value as JSON if --json is given, otherwise text. In the text, tabs separate
-// columns. Print aligns the columns, and makes the table fit into the terminal.
+// Print writes a command's output. With --json, this is the argument value as JSON, and otherwise what the function
+// text writes. In the text, tabs separate columns. Print aligns the columns, and makes the table fit into the terminal.
 func (a *App) Print(value any, text func(w io.Writer)) error {
 	if a.JSON {
 		encoder := json.NewEncoder(a.Stdout)
@@ -100,7 +100,7 @@ func (a *App) Print(value any, text func(w io.Writer)) error {
 	return err
 }
 
-// Command returns a command line of pgratelimit with the same --schema, in backquotes.
+// Command returns a command line of pgratelimit in backquotes, with the --schema of this command.
 func (a *App) Command(line string) string {
 	if a.Schema != "" {
 		line += " --schema '" + strings.ReplaceAll(a.Schema, "'", `'\''`) + "'"

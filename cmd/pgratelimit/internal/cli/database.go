@@ -42,7 +42,7 @@ type DB struct {
 	Pool *pgxpool.Pool
 }
 
-// WithPool calls do with a pool that it closes afterwards.
+// WithPool opens a pool, calls do with the pool, and closes the pool.
 func (a *App) WithPool(ctx context.Context, do func(db DB) error) error {
 	pool, err := a.Open(ctx)
 	if err != nil {
@@ -52,7 +52,7 @@ func (a *App) WithPool(ctx context.Context, do func(db DB) error) error {
 	return do(DB{a, pool})
 }
 
-// Open returns a pool of a few connections, which it does not open yet.
+// Open returns a pool of a few connections. Open does not connect yet.
 func (a *App) Open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pgxpool.Pool, error) {
 	config, err := a.Config()
 	if err != nil {
@@ -60,7 +60,7 @@ func (a *App) Open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pg
 	}
 	config.MaxConns = 2
 	conn := config.ConnConfig
-	// Do not prepare statements. Each is sent only once, and a pooler may not support prepared statements.
+	// Do not prepare statements. Each statement is sent only once, and a pooler may not support prepared statements.
 	conn.DefaultQueryExecMode = pgx.QueryExecModeExec
 	if conn.ConnectTimeout == 0 {
 		conn.ConnectTimeout = ConnectTimeout
@@ -87,7 +87,8 @@ func (a *App) Open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pg
 	return pgxpool.NewWithConfig(ctx, config)
 }
 
-// checkSearchPath returns an error if search_path has a schema before pg_catalog that may have other roles' functions.
+// checkSearchPath returns an error if search_path names another schema before pg_catalog. That schema may have other
+// roles' functions.
 func checkSearchPath(ctx context.Context, conn *pgx.Conn) error {
 	var path string
 	if err := conn.QueryRow(ctx, "SHOW search_path").Scan(&path); err != nil {
@@ -123,13 +124,13 @@ func (db DB) Read(ctx context.Context, query func(tx Tx) error) error {
 	return db.Transaction(ctx, pgx.ReadOnly, "", false, query)
 }
 
-// Rows returns the rows of a query. The columns must have the order of the struct's exported fields.
+// Rows returns the rows of a query. The query's columns must be in the order of the exported fields of T.
 func Rows[T any](ctx context.Context, tx pgx.Tx, sql string, args ...any) ([]T, error) {
 	rows, _ := tx.Query(ctx, sql, args...) // CollectRows returns the error that is in rows
 	return pgx.CollectRows(rows, pgx.RowToStructByPos[T])
 }
 
-// Look is like Read, for statements that call none of the limiter's functions.
+// Look is like Read, but for statements that call none of the limiter's functions.
 func (db DB) Look(ctx context.Context, query func(tx Tx) error) error {
 	return db.Transaction(ctx, pgx.ReadOnly, AccessShare, false, query)
 }
@@ -139,7 +140,7 @@ func (a *App) LookOnce(ctx context.Context, query func(tx Tx) error) error {
 	return a.WithPool(ctx, func(db DB) error { return db.Look(ctx, query) })
 }
 
-// Call is like Write, for statements that only change rows by calls of the limiter's functions.
+// Call is like Write, but for statements that change rows only by calling the limiter's functions.
 func (db DB) Call(ctx context.Context, query func(tx Tx) error) error {
 	return db.Transaction(ctx, pgx.ReadWrite, "", false, query)
 }
@@ -155,7 +156,7 @@ const (
 	AccessExclusive = "ACCESS EXCLUSIVE"
 )
 
-// AllTables lists the tables in the order of locking. The functions use the same order.
+// AllTables lists the tables in the order in which commands lock them. The functions lock in the same order.
 var AllTables = []string{"rate_limit_policy", "rate_limit_policy_history", "rate_limit_shadow", "rate_limit_sweeper",
 	Table(true), Table(false)}
 
@@ -169,7 +170,8 @@ func (db DB) Transaction(
 	return refusedText(pgx.BeginTxFunc(ctx, db.Pool, pgx.TxOptions{
 		IsoLevel: pgx.ReadCommitted, AccessMode: mode,
 	}, func(tx pgx.Tx) error {
-		// If enable_nestloop is off, Postgres overestimates catalog queries, and JIT would compile them for seconds.
+		// With enable_nestloop off, Postgres overestimates the cost of catalog queries, and JIT compiles them for
+		// seconds.
 		if _, err := tx.Exec(ctx, "SET LOCAL jit = off"); err != nil {
 			return err
 		}
@@ -185,8 +187,8 @@ func (db DB) Transaction(
 		defer lockholders.Watch(ctx, tx.Conn(), pid)()
 		locked := []string{}
 		if lock != "" {
-			// Another role that can create objects in the schema may have created the tables, and doctor must report
-			// such tables. The lock prevents that a table is replaced.
+			// If another role can create objects in the schema, it may have created the tables, and doctor must report
+			// them. While the lock is held, nobody can replace a table.
 			var tables []string
 			of, whole := []string{Table(false), Table(true), "rate_limit_policy"}, lock == AccessExclusive
 			if whole {
@@ -224,7 +226,7 @@ func (db DB) Transaction(
 	}))
 }
 
-// Tx is a transaction that adds the schema to each name in a statement that begins with rate_limit_.
+// Tx is a transaction. In each statement, Tx adds the schema to all names that begin with rate_limit_.
 type Tx struct {
 	pgx.Tx
 	Schema string

@@ -55,7 +55,7 @@ func refusedText(err error) error {
 	return err
 }
 
-// Message returns an error in one line, with advice. Only the list of ways to get a Postgres has several lines.
+// Message returns an error in one line, with advice. Only the advice on ways to get a Postgres has several lines.
 func (a *App) Message(err error) string {
 	if errors.Is(err, pgserver.ErrNotFound) {
 		return err.Error()
@@ -109,7 +109,7 @@ func (a *App) Message(err error) string {
 	return text
 }
 
-// OneLine returns an error in one line. An error of pgx may have a line for each address.
+// OneLine returns the text of an error in one line. An error of pgx may have a line for each address.
 func OneLine(err error) string {
 	return strings.NewReplacer(":\n\t", ": ", "\n\t", "; ", "\n", "; ").Replace(err.Error())
 }

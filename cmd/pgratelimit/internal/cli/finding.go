@@ -28,7 +28,7 @@ func (l Level) Finding(do, found string, args ...any) Finding {
 	return Finding{Level: l, Found: fmt.Sprintf(found, args...), Do: do}
 }
 
-// Of returns the finding with the name of its check.
+// Of returns the finding with the argument check as the name of its check.
 func (f Finding) Of(check string) Finding {
 	f.Check = check
 	return f

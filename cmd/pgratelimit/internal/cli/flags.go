@@ -11,14 +11,14 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// parsed is a flag whose text a function parses.
+// parsed is a flag with a function that parses its text.
 type parsed[T any] struct {
 	into  *T
 	kind  string
 	parse func(text string) (T, error)
 }
 
-// Parsed returns a flag that sets into. kind is the word for the value in the help.
+// Parsed returns a flag that sets the variable into. In the help, the word kind stands for the flag's value.
 func Parsed[T any](into *T, kind string, parse func(text string) (T, error)) pflag.Value {
 	return &parsed[T]{into, kind, parse}
 }

@@ -34,8 +34,8 @@ func Count[N int | int64](n N, thing string) string {
 	return fmt.Sprintf("%d %s", n, thing)
 }
 
-// Span formats a time in microseconds. Span rounds up to milliseconds, so that the time is over when the text says so.
-// From an hour on, the text has two units, such as 1h5m or 4d9h. Minutes are rounded up, and hours to the nearest hour.
+// Span formats a duration in microseconds, rounded up to milliseconds, so that it is over when the text says so. From
+// an hour on, the text has two units, such as 1h5m or 4d9h. Minutes are rounded up, and hours to the nearest hour.
 func Span(micros int64) string {
 	const day = 24 * time.Hour
 	span := time.Duration((micros+999)/1000) * time.Millisecond

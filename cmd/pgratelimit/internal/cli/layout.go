@@ -17,7 +17,7 @@ const (
 	longestKey  = 40 // the maximum width of a key in a table; JSON has the whole key
 )
 
-// Short is like Printable, and leaves out the middle of a long text.
+// Short is like Printable, but leaves out the middle of a long text.
 func Short(text string) string {
 	runes := []rune(Printable(text))
 	if len(runes) <= longestKey {
@@ -104,7 +104,7 @@ func writeTable(out *strings.Builder, rows [][]string, width int) {
 	}
 }
 
-// writeLists writes each row as a list of its cells that are not empty, with the headings in the first row.
+// writeLists writes each row as a list of the cells that are not empty. The first row has the headings for the cells.
 func writeLists(out *strings.Builder, rows [][]string, width int) {
 	start := 0
 	for _, heading := range rows[0] {

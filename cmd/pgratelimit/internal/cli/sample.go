@@ -10,11 +10,11 @@ import (
 var sizesSQL string
 
 const (
-	// BlockSize is the block size of almost every Postgres, in bytes. With another block size, samples are larger or
-	// smaller.
+	// BlockSize is the block size of almost every Postgres, in bytes. If a Postgres has another block size, its samples
+	// are larger or smaller.
 	BlockSize = 8192
 
-	// SampleBlocks is how many blocks a sample reads at most: 100 MB.
+	// SampleBlocks is the largest number of blocks that a sample reads: 100 MB.
 	SampleBlocks = 12_800
 )
 
@@ -25,8 +25,8 @@ type TableSize struct {
 	TotalBytes int64  `json:"total_bytes"` // the size including the index
 }
 
-// TableSizes returns the sizes of the tables, and the percentage of each table to read. The percentage is 100 for a
-// small table, or if exact is true.
+// TableSizes returns the size of each table, and the percentage of the table that a sample should read. The percentage
+// is 100 for a small table, or if exact is true.
 func TableSizes(ctx context.Context, tx Tx, exact bool) ([]TableSize, map[string]float64, error) {
 	sizes, err := Rows[TableSize](ctx, tx, sizesSQL)
 	percent := map[string]float64{}

@@ -147,7 +147,7 @@ func (a *App) Config() (*pgxpool.Config, error) {
 	if own := config.ConnConfig.Password; own == "" || own == os.Getenv("PGPASSWORD") {
 		config.ConnConfig.Password = password
 	}
-	// pgx would send these libpq keywords to the server as settings.
+	// These keywords are for libpq. pgx would send them to the server as settings.
 	maps.DeleteFunc(config.ConnConfig.RuntimeParams, func(name, _ string) bool {
 		return strings.HasPrefix(name, "keepalives") || name == "tcp_user_timeout" || name == "gssencmode"
 	})

@@ -74,7 +74,7 @@ func Run(ctx context.Context, out io.Writer, databaseURL string, serve bool) err
 	return errors.Join(err, d.close())
 }
 
-// demo has what the steps of the demo share.
+// demo is the state that the steps of the demo share.
 type demo struct {
 	out    io.Writer
 	outErr error // the first error
@@ -150,7 +150,7 @@ func (d *demo) openDatabase(ctx context.Context, databaseURL string) (err error)
 	return migrations.Up(ctx, d.pool)
 }
 
-// createSchema creates a schema for the demo on a given server, and checks that it is the first in search_path.
+// createSchema creates a schema for the demo on a given server, and checks that search_path names this schema first.
 func (d *demo) createSchema(ctx context.Context) error {
 	if d.schema == "" {
 		return nil
@@ -169,10 +169,10 @@ func (d *demo) createSchema(ctx context.Context) error {
 	return nil
 }
 
-// newLimiter returns a limiter. now is nil, or a clock that is set by hand.
+// newLimiter returns a limiter. The argument now is nil, or a clock that the demo sets by hand.
 func (d *demo) newLimiter(name string, policy ratelimit.Policy, now func() time.Time) (*ratelimit.Limiter, error) {
 	client, err := ratelimit.NewClient(d.pool, ratelimit.ClientConfig{
-		Logger: slog.New(slog.DiscardHandler), // the demo prints the error
+		Logger: slog.New(slog.DiscardHandler), // the demo itself prints errors
 		Test:   ratelimit.TestConfig{Now: now},
 	})
 	if err != nil {
@@ -261,7 +261,7 @@ func post(ctx context.Context, client *http.Client, shortenURL string) (answer, 
 	}, nil
 }
 
-// check returns an error if this is a wrong answer to request i, counted from 1.
+// check returns an error if a is the wrong answer to request number i. The first request has number 1.
 func (a answer) check(i int) error {
 	status, remaining := "201 Created", demoLimit-i
 	if i > demoLimit {
@@ -279,7 +279,7 @@ func (a answer) check(i int) error {
 	return nil
 }
 
-// showEdge sends the same requests to a fixed and a sliding window, before and after the end of the fixed window.
+// showEdge sends the same requests to a fixed and to a sliding window, both before and after the fixed window ends.
 func (d *demo) showEdge(ctx context.Context) error {
 	noon := time.Date(2026, time.January, 1, 12, 0, 0, 0, time.UTC)
 	now := noon
@@ -435,7 +435,7 @@ func (d *demo) stopWeb(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, time.Second)
 	defer cancel()
 	if err := d.web.Shutdown(ctx); err != nil {
-		_ = d.web.Close() // a client is slow to send or read
+		_ = d.web.Close() // a client may be slow to send or read
 	}
 }
 

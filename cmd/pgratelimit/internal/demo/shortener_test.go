@@ -28,7 +28,7 @@ func newTestShortener(t *testing.T, pool *pgxpool.Pool, limit int64) http.Handle
 	return handler
 }
 
-// send posts a body. address is the client's address.
+// send posts a body. The argument address is the client's address.
 func send(handler http.Handler, address, contentType, body string) *httptest.ResponseRecorder {
 	request := httptest.NewRequest(http.MethodPost, "/shorten", strings.NewReader(body))
 	request.RemoteAddr = address

@@ -56,7 +56,7 @@ var (
 
 // Examination has the data that the checks share.
 type Examination struct {
-	cli.DB // its Schema is that of --schema
+	cli.DB // its Schema is the value of --schema
 
 	Server Server
 
@@ -103,7 +103,7 @@ func (e *Examination) ReadServer(ctx context.Context) error {
 // name adds the schema to a name.
 func (s Server) name(of string) string { return s.Schema + "." + of }
 
-// lookAt returns the rows of a query. The columns must have the order of the struct's exported fields.
+// lookAt returns the rows of a query. The query's columns must be in the order of the exported fields of T.
 func lookAt[T any](ctx context.Context, e *Examination, sql string, args ...any) (all []T, err error) {
 	err = e.Look(ctx, func(tx cli.Tx) error {
 		all, err = cli.Rows[T](ctx, tx, sql, args...)
@@ -112,7 +112,7 @@ func lookAt[T any](ctx context.Context, e *Examination, sql string, args ...any)
 	return all, err
 }
 
-// row scans the only row of a query.
+// row runs a query that returns one row, and scans the row.
 func (e *Examination) row(ctx context.Context, sql string, into ...any) error {
 	return e.Look(ctx, func(tx cli.Tx) error { return tx.QueryRow(ctx, sql).Scan(into...) })
 }
@@ -125,7 +125,7 @@ func (e *Examination) CheckServer(context.Context) (cli.Finding, error) {
 }
 
 // checkConnection looks for a pooler. A pooler invents the process id that clients see. In transaction mode, two
-// clients get the same session of Postgres one after the other.
+// clients can get the same session of Postgres, one after the other.
 func (e *Examination) checkConnection(ctx context.Context) (cli.Finding, error) {
 	first, err := e.Pool.Acquire(ctx)
 	if err != nil {
@@ -240,7 +240,7 @@ type IDAge struct {
 	Holder, Mend               string
 }
 
-// checkAges looks whether the server will soon refuse takes because transaction ids run out.
+// checkAges checks whether the server will soon refuse takes because it runs out of transaction ids.
 func (e *Examination) checkAges(ctx context.Context) (cli.Finding, error) {
 	ages, err := lookAt[IDAge](ctx, e, agesSQL)
 	return JudgeAges(ages), err
@@ -287,7 +287,7 @@ type foundFunction struct {
 	Executable     bool // whether this role may execute the function
 	Public         bool // whether every role may execute the function
 	OwnerIsBlocked bool // whether the function's owner lacks rights on the tables that the function uses
-	Nobodys        bool // whether only the function's owner may execute it, and cannot log in
+	Nobodys        bool // whether only the function's owner may execute it, but this owner cannot log in
 }
 
 func (e *Examination) checkRights(ctx context.Context) (cli.Finding, error) {
@@ -410,8 +410,8 @@ type LockHolder struct {
 	Stopped bool // whether no other session can write to the table
 }
 
-// ReadLocks returns the sessions that have locked the limiter's tables for at least since. ReadLocks does not wait for
-// these sessions.
+// ReadLocks returns the sessions that have locked the limiter's tables for at least the argument since. ReadLocks does
+// not wait for these sessions.
 func (e *Examination) ReadLocks(ctx context.Context, since time.Duration) (held []LockHolder, err error) {
 	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly}
 	err = pgx.BeginTxFunc(ctx, e.Pool, options, func(tx pgx.Tx) error {

@@ -155,7 +155,7 @@ func run(ctx context.Context, checks []check) (findings []cli.Finding, err error
 	return findings, nil
 }
 
-// address adds to a finding's advice which role must follow it, and in which database.
+// address makes a finding's advice say which role must follow the advice, and in which database.
 func (e *Examination) address(f *cli.Finding) {
 	var by []string
 	if e.Server.Standby {
@@ -170,7 +170,7 @@ func (e *Examination) address(f *cli.Finding) {
 	f.Do = e.AsOwner(f.Do)
 }
 
-// AsOwner makes migration commands in a text run as the tables' owner, if this role may act as the owner.
+// AsOwner changes migration commands in a text to run as the tables' owner, if this role may act as the owner.
 func (e *Examination) AsOwner(text string) string {
 	if owner := e.Server.OwnerSQL; owner != "" && owner != e.Server.Role && !strings.Contains(owner, `"`) {
 		return strings.ReplaceAll(text, "`pgratelimit migrate", "`PGOPTIONS='-c role="+owner+"' pgratelimit migrate")
@@ -178,7 +178,7 @@ func (e *Examination) AsOwner(text string) string {
 	return text
 }
 
-// could turns a database error of a check into a finding, because the other checks may succeed.
+// could puts a check's database error into the finding f, because the other checks may succeed.
 func could(err error, f *cli.Finding) error {
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
 		do := "mend what the other checks find, and run this again"

@@ -26,11 +26,11 @@ var (
 	versionHomeSQL string
 )
 
-// mostRounds is how often fix repeats its checks. A round may need the results of the previous round.
+// mostRounds is how often fix may repeat its checks. A round may need the results of the previous round.
 const mostRounds = 6
 
-// definitions returns statements of the migrations up to a version: the statements that create each object, by the
-// object's name, and the statements that set rights and search_path.
+// definitions returns statements of the migrations up to a version. The first result has the statements that create
+// each object, by the object's name. The second result has the statements that set rights and search_path.
 func definitions(version int64) (of map[string][]string, settle []string) {
 	of = map[string][]string{}
 	head := regexp.MustCompile(`^(CREATE (?:TABLE|UNLOGGED TABLE|FUNCTION|TYPE)|CREATE INDEX \w+ ON|` +
@@ -65,7 +65,7 @@ func definitions(version int64) (of map[string][]string, settle []string) {
 	return of, settle
 }
 
-// InPlace tells whether fix can remove the difference in an object of the migrations.
+// InPlace tells whether fix can remove a difference from an object that the migrations make.
 func InPlace(d catalog.Difference, made catalog.Catalog) bool {
 	object, expected := made[d.Object]
 	kind, _, _ := strings.Cut(d.Object, " ")
@@ -80,7 +80,7 @@ func InPlace(d catalog.Difference, made catalog.Catalog) bool {
 	return object.Aspects[d.Aspect] != ""
 }
 
-// emptied returns the tables that fix must create again without rows, because a column is missing that is NOT NULL and
+// emptied returns the tables that fix must create again without rows. Such a table lacks a column that is NOT NULL and
 // has no default.
 func emptied(differences []catalog.Difference, made, found catalog.Catalog) (tables []string) {
 	for _, d := range differences {
@@ -96,9 +96,9 @@ func emptied(differences []catalog.Difference, made, found catalog.Catalog) (tab
 	return tables
 }
 
-// renamed maps each missing column of a table to an unknown column that may be the missing column with another name.
+// renamed maps each missing column of a table to an unknown column, which may be the missing column under another name.
 func renamed(object string, made, found catalog.Catalog) map[string]string {
-	names := map[string]string{} // by the name that the column should have
+	names := map[string]string{} // the keys are the names that the columns should have
 	for _, is := range slices.Sorted(maps.Keys(found[object].Aspects)) {
 		if !strings.HasPrefix(is, "column ") || made[object].Aspects[is] != "" {
 			continue
@@ -128,7 +128,7 @@ func isDivided(found catalog.Catalog) bool {
 // repairs returns statements that remove differences, or that prepare the next round.
 func repairs(differences []catalog.Difference, made, found catalog.Catalog, of map[string][]string) []string {
 	var types, tables, functions, rest []string
-	those := func(name, text string) []string { // the statements for an object that have a text
+	those := func(name, text string) []string { // the object's statements that contain the text
 		return slices.DeleteFunc(slices.Clone(of[name]), func(s string) bool { return !strings.Contains(s, text) })
 	}
 	counts := false
@@ -188,7 +188,7 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 			rest = append(rest, fmt.Sprintf("ALTER TABLE %s ADD CONSTRAINT %s %s", name, part, is))
 		case aspect == "index" && made[d.Object].Aspects["constraint "+part] == "":
 			rest = append(rest, "DROP INDEX IF EXISTS "+part, is)
-		case aspect == "index" && found[d.Object].Aspects["constraint "+part] != "": // it has changed
+		case aspect == "index" && found[d.Object].Aspects["constraint "+part] != "": // a constraint's index changed
 			rest = append(rest, fmt.Sprintf("ALTER TABLE %s DROP CONSTRAINT %s", name, part))
 		}
 		done[d.Object] = done[d.Object] || whole
@@ -203,8 +203,8 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 var columnText = regexp.MustCompile(
 	`^(.+?)( not null)?(?: default (.+?))?(?: collate (\S+))?(?: generated (\w+))? storage (\w)$`)
 
-// alterColumn returns the statements that repair a column. The statements in later may run triggers, so they run after
-// the functions are created. The table keeps its rows, and what others have added to it.
+// alterColumn returns the statements that repair a column. The statements in later may fire triggers, so fix runs them
+// after it has created the functions. The table keeps its rows and whatever others have added to it.
 func alterColumn(table, column, was, is string) (now, later []string) {
 	old, want := columnText.FindStringSubmatch(was), columnText.FindStringSubmatch(is)
 	if want == nil {
@@ -297,12 +297,12 @@ func mend(ctx context.Context, db cli.DB, yes bool) (mended []string, err error)
 	}
 	err = e.Transaction(ctx, pgx.ReadWrite, cli.AccessExclusive, true, func(qualified cli.Tx) error {
 		tx, schema, owner := qualified.Tx, qualified.Schema, e.Server.Owner
-		if e.Server.Tables == 0 { // no table shows the schema
+		if e.Server.Tables == 0 { // without tables, the schema is not known
 			if schema, owner, err = e.versionHome(ctx); err != nil {
 				return err
 			}
 		}
-		// The statements come from the migrations, and need search_path.
+		// The statements of the migrations name no schema, so they need search_path.
 		path := fmt.Sprintf("SET LOCAL search_path = %s, pg_temp", pgx.Identifier{schema}.Sanitize())
 		var grants []grant
 		for round := 0; ; round++ {
@@ -370,7 +370,7 @@ func mend(ctx context.Context, db cli.DB, yes bool) (mended []string, err error)
 // grant is a row of grantsSQL: the name of a table, sequence or function, and the statement that grants a right on it.
 type grant struct{ Object, Statement string }
 
-// grantAgain grants the rights on the objects that are there.
+// grantAgain repeats the grants on those objects that exist.
 func grantAgain(ctx context.Context, tx pgx.Tx, grants []grant) error {
 	for _, g := range grants {
 		there, find := false, "to_regclass"

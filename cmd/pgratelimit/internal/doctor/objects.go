@@ -104,7 +104,7 @@ func (e *Examination) CheckMigrations(ctx context.Context) (cli.Finding, error) 
 	return cli.OK("up to date, at version %d in schema %s", e.Applied, e.Server.Schema), nil
 }
 
-// elsewhere returns a finding that the tables are in another schema.
+// elsewhere returns a finding which says that the tables are in another schema.
 func (e *Examination) elsewhere(found string) cli.Finding {
 	switch {
 	case len(e.Server.UsableIn) > 0:
@@ -119,7 +119,7 @@ func (e *Examination) elsewhere(found string) cli.Finding {
 	return cli.Problem.Finding("run "+e.Command("migrate up")+", or say with --schema where they are", "%s", found)
 }
 
-// checkObjects compares the objects with those that the migrations make.
+// checkObjects compares the objects in the schema with the objects that the migrations make.
 func (e *Examination) checkObjects(context.Context) (cli.Finding, error) {
 	if !e.told {
 		return cli.Warning.Finding("mend what keeps the migrations from being looked at",
@@ -132,8 +132,8 @@ func (e *Examination) checkObjects(context.Context) (cli.Finding, error) {
 	return e.judgeObjects(made), nil
 }
 
-// judgeObjects returns a finding about the objects. judgeObjects leaves out differences that the checks of the tables
-// report.
+// judgeObjects returns a finding about the objects. judgeObjects leaves out a difference if a check of the tables
+// reports it.
 func (e *Examination) judgeObjects(made catalog.Catalog) cli.Finding {
 	var wrong, mend, drop, dropTables []string
 	inside, gone, how := false, false, cli.Warning
@@ -153,7 +153,7 @@ func (e *Examination) judgeObjects(made catalog.Catalog) cli.Finding {
 		case !expected:
 			kind, signature, _ := strings.Cut(d.Object, " ")
 			statement := fmt.Sprintf("`DROP %s %s`", strings.ToUpper(kind), e.Server.name(signature))
-			if kind == "table" { // before functions, because the table's triggers may use them
+			if kind == "table" { // drop tables before functions, because their triggers may use the functions
 				dropTables = append(dropTables, statement+", which loses its rows")
 			} else {
 				drop = append(drop, statement)
@@ -173,11 +173,11 @@ func (e *Examination) judgeObjects(made catalog.Catalog) cli.Finding {
 					mend = append(mend, alter+"NO FORCE ROW LEVEL SECURITY`")
 				}
 			}
-		case !extra: // it belongs to another role
+		case !extra: // the object belongs to another role
 			mend = append(mend, alter+"OWNER TO "+e.Server.OwnerSQL+"`, if you have made it")
 		case aspect == "column" && slices.Contains(
 			slices.Collect(maps.Values(renamed(d.Object, made, e.Found))), d.Aspect):
-			// The column will be renamed.
+			// The advice is to rename this column, not to drop it.
 		case aspect == "column":
 			mend = append(mend, alter+"DROP COLUMN "+pgx.Identifier{part}.Sanitize()+"`, which loses what is in it")
 		case aspect == "constraint":

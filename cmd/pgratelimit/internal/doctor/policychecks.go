@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// MostPolicies is how many policies a process holds at most. A process ignores all further policies.
+// MostPolicies is the largest number of policies that a process holds. The process ignores all further policies.
 const MostPolicies = 200_000
 
 var (
@@ -27,7 +27,7 @@ var (
 	enforcedSQL string
 )
 
-// FoundPolicies is a row of policiesSQL. FoundPolicies describes rows of rate_limit_policy that are equal.
+// FoundPolicies is a row of policiesSQL. It describes all rows of rate_limit_policy that have one mode and policy.
 type FoundPolicies struct {
 	Mode, Policy       *string
 	Count, Live, Ended int64   // numbers of all rows, of rows that have not ended, and of ended rows that people wrote
@@ -87,7 +87,7 @@ type enforcedPolicy struct {
 	IDs             []int64
 }
 
-// judgeKinds returns a warning if limiters seem to ignore policies, or else f.
+// judgeKinds returns a warning if limiters seem to ignore policies. Otherwise it returns the finding f.
 func (s Server) judgeKinds(f cli.Finding, all []enforcedPolicy, kinds policies.Kinds) cli.Finding {
 	var passed, ids []string
 	for _, p := range all {
@@ -124,7 +124,7 @@ type wrongTrigger struct {
 	Always bool   // whether the trigger also runs for replicated rows
 }
 
-// without says what does not work without a trigger.
+// without maps a trigger's name to what does not work if the trigger is missing.
 var without = map[string]string{
 	checkTrigger:             "nothing checks what is written",
 	"rate_limit_policy_keep": "TRUNCATE is not refused, and no process learns of it at once",
@@ -132,7 +132,7 @@ var without = map[string]string{
 	"rate_limit_policy_note": "no process learns of changes at once, and the history has none of them",
 }
 
-// checkTrigger is the trigger that checks policies. Without any other trigger, processes do not learn of all changes.
+// checkTrigger checks policies. If one of the other triggers is missing, processes do not learn of all changes.
 const checkTrigger = "rate_limit_policy_check"
 
 func (s Server) JudgePolicies(found []FoundPolicies, triggers []wrongTrigger) cli.Finding {

@@ -168,8 +168,8 @@ func (e *proxyExamination) checkPLProxy(ctx context.Context) (cli.Finding, error
 	return e.checkRecorded(ctx, statements, cli.OK("version %s, with a role for its connections", version))
 }
 
-// checkRecorded looks for the shards' password in pg_stat_statements. If there is no password, checkRecorded returns
-// the finding otherwise.
+// checkRecorded looks for the shards' password in pg_stat_statements. If it finds no password, checkRecorded returns
+// the finding in the argument otherwise.
 func (e *proxyExamination) checkRecorded(
 	ctx context.Context, schema string, otherwise cli.Finding,
 ) (cli.Finding, error) {
@@ -248,7 +248,7 @@ var (
 	functionLanguage = regexp.MustCompile(`LANGUAGE (\w+)`)
 )
 
-// functionsIn returns the functions that the text of an SQL script creates, by name.
+// functionsIn returns, by name, the functions that an SQL script creates.
 func functionsIn(text string) map[string]proxyFunction {
 	all := map[string]proxyFunction{}
 	for _, part := range strings.Split(text, "\nCREATE OR REPLACE FUNCTION ")[1:] {

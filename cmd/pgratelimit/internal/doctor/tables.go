@@ -63,7 +63,7 @@ func (e *Examination) checkTables(ctx context.Context) ([]cli.Finding, error) {
 		t.sql, t.sweep = e.Server.name(t.Name), e.Command("sweep")
 		add := func(check string, f cli.Finding) { findings = append(findings, f.Of(t.Name+": "+check)) }
 		add("kind", t.judgeKind())
-		if e.Server.Standby { // it has no statistics, and cannot read rate_limit_ephemeral
+		if e.Server.Standby { // a standby has no statistics, and cannot read rate_limit_ephemeral
 			continue
 		}
 		add("HOT updates", t.JudgeHOT())
@@ -107,7 +107,7 @@ func (t TableHealth) judgeKind() cli.Finding {
 		return cli.Warning.Finding(fmt.Sprintf("`ALTER TABLE %s SET %s`", t.sql, strings.ToUpper(kinds[want])),
 			"it is %s, and the migrations made it %s", kinds[t.Persistence], kinds[want])
 	case len(t.OtherIndexes) > 0:
-		drop := "`DROP INDEX CONCURRENTLY " // the statement repairs one index
+		drop := "`DROP INDEX CONCURRENTLY " // each index needs a statement of its own
 		return cli.Warning.Finding(drop+strings.Join(t.OtherIndexes, "`, "+drop)+"`",
 			"it has an index besides its primary key, so updates that change "+
 				"the index's columns are not HOT, and the table bloats")

@@ -11,7 +11,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// These cases would take too long in a real database.
+// In a real database, it would take too long to create these cases.
 func TestDoctorsThresholds(t *testing.T) {
 	t.Parallel()
 

@@ -26,7 +26,7 @@ type Explanation struct {
 	Decides *policies.PolicyRow  `json:"decides"` // null if the policy in the code decides
 	Shadow  *policies.PolicyRow  `json:"shadow"`  // null if there is no shadow policy
 	Bans    []policies.PolicyRow `json:"bans"`    // the bans for the key, for one of its prefixes, or for all keys
-	// Limiters ignore these rows, because the rows cannot be read or have another kind of policy than --policy.
+	// Limiters ignore these rows. They cannot read the rows, or the rows have another kind of policy than --policy.
 	PassedOver []policies.PolicyRow `json:"passed_over"`
 	Code       *string              `json:"code"` // the policy in the code, which --policy gives
 	Table      string               `json:"table"`
@@ -35,7 +35,7 @@ type Explanation struct {
 	Warning    string               `json:"warning,omitempty"`
 }
 
-// ruleState is what a key has left under one of the policies that decide.
+// ruleState is what a key has left under one part of a policy.
 type ruleState struct {
 	Policy string `json:"policy"`
 	keyState
@@ -80,7 +80,7 @@ is no row, the policy in the code is in force.`,
 			}
 			switch {
 			case counts != nil:
-				if err := a.WithPool(ctx, func(db cli.DB) error { // this database may have no policies
+				if err := a.WithPool(ctx, func(db cli.DB) error { // the database of the policies may be another one
 					return e.readState(ctx, db, *counts, durable)
 				}); err != nil {
 					return err
@@ -99,8 +99,8 @@ is no row, the policy in the code is in force.`,
 	return a.Finish(cmd)
 }
 
-// judge sets the policy in force. all are the rows for the key in order of precedence. code is the policy in the code,
-// or nil if it is not known.
+// judge sets the policy in force. The argument all has the rows for the key in order of precedence. The argument code
+// is the policy in the code, or nil if it is not known.
 func (e *Explanation) judge(all []policies.PolicyRow, at time.Time, code ratelimit.Policy) {
 	var rows []policies.PolicyRow // the rows that the limiter obeys
 	for _, r := range all {

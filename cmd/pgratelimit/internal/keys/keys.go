@@ -102,7 +102,7 @@ type Decision struct {
 	RetryAfterUS int64 `json:"retry_after_us"`
 }
 
-// decided returns the Answer of a command that decides.
+// decided returns the Answer of a command that makes a decision.
 func decided(r ratelimit.Result, err error) (Answer, error) {
 	word := "denied"
 	if r.Allowed {
@@ -143,8 +143,8 @@ type question struct {
 	dry     bool // whether the context has already ended, so that only errors in the command line are found
 }
 
-// askCommand returns a command for one key. A command that writes refuses a policy or table that the limiter does not
-// seem to use.
+// askCommand returns a command for one key. If the command writes, it refuses a policy or table that the limiter does
+// not seem to use.
 func askCommand(a *cli.App, writes bool, ask func(context.Context, question) (Answer, error)) *cobra.Command {
 	var policy ratelimit.Policy
 	var durable, force bool
@@ -201,8 +201,8 @@ func newLimiter(db cli.DB, config ratelimit.Config, schema string) (*ratelimit.L
 	return client.Limiter(config)
 }
 
-// tell announces to other processes that a key has got units. A failure is only a warning. After an error, users would
-// run the command again, and give the units twice.
+// tell announces to other processes that a key has got units. If that fails, tell only prints a warning. After an
+// error, users would run the command again, and give the units twice.
 func tell(ctx context.Context, db cli.DB, limiter, key string) {
 	if err := db.Call(ctx, func(tx cli.Tx) error { return announce(ctx, tx, limiter, key) }); err != nil {
 		fmt.Fprintf(db.Stderr, "warning: it is given, but other processes may deny the key for another second, "+

@@ -33,7 +33,7 @@ type LimiterRows struct {
 	Estimated    bool       `json:"estimated"`  // whether the numbers are estimated from a sample
 	DeniedNow    *DeniedNow `json:"denied_now"` // null if no policy was given
 	Warning      string     `json:"warning,omitempty"`
-	wroteRows    int64      // the algorithms as a sum of 1 << code
+	wroteRows    int64      // the algorithms that wrote the rows, as a sum of 1 << code
 }
 
 // DeniedNow is the number of keys that have no room for a cost of 1.

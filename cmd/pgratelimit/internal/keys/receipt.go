@@ -105,7 +105,7 @@ func writeReceipt(file *os.File, text string) error {
 	return errors.Join(err, file.Close())
 }
 
-// take takes, and writes a receipt if the request is allowed and path is not "".
+// take requests cost units. If the request is allowed and path is not "", take writes a receipt.
 func (q question) take(ctx context.Context, cost int64, path string) (ratelimit.Result, error) {
 	if path == "" || q.dry {
 		return q.limiter.AllowN(ctx, q.key, cost)

@@ -28,7 +28,7 @@ var (
 	countSQL string
 )
 
-// BatchSize is how many keys a statement resets at most.
+// BatchSize is the largest number of keys that one statement resets.
 const BatchSize = 1000
 
 func ResetCommand(a *cli.App) *cobra.Command {
@@ -99,8 +99,8 @@ func resetNames(ctx context.Context, db cli.DB, names []string, durable bool) (t
 	return total, err
 }
 
-// resetKeys resets keys, and returns how many rows it removed. A key has a row for each policy of its limiter. If waits
-// is false, resetKeys fails if a row is locked.
+// resetKeys resets keys, and returns how many rows it removed. A key has a row for each policy of its limiter. If the
+// argument waits is false, resetKeys fails when a row is locked.
 func resetKeys(ctx context.Context, db cli.DB, names, keys []string, durable, waits bool) (n int64, err error) {
 	var lockTimeout *int // in milliseconds
 	if !waits {
@@ -115,7 +115,7 @@ func resetKeys(ctx context.Context, db cli.DB, names, keys []string, durable, wa
 	return n, err
 }
 
-// announce tells processes, when the transaction commits, that keys have got units.
+// announce tells processes that keys have got units. Processes hear of this when the transaction commits.
 func announce(ctx context.Context, tx cli.Tx, limiter string, keys ...string) error {
 	hashes := map[string]bool{}
 	for _, key := range keys {
@@ -129,7 +129,7 @@ func announce(ctx context.Context, tx cli.Tx, limiter string, keys ...string) er
 	return nil
 }
 
-// ResetAll resets all keys that have rows with a name, in the order of the keys. Keys that are added meanwhile may
+// ResetAll resets all keys that have rows with a name, in the order of the keys. If keys are added meanwhile, they may
 // remain.
 //
 // ResetAll cannot deadlock, because it does not wait for locks while it holds row locks. If a row of a batch is locked,
@@ -194,12 +194,12 @@ func ResetAll(ctx context.Context, db, proxy cli.DB, name string, durable bool) 
 	return total, nil
 }
 
-// inTable replaces rate_limit_ephemeral in a query by rate_limit_durable if durable is true.
+// inTable makes a query read rate_limit_durable instead of rate_limit_ephemeral if durable is true.
 func inTable(sql string, durable bool) string {
 	return strings.ReplaceAll(sql, cli.Table(false), cli.Table(durable))
 }
 
-// nextKeys returns the next keys of a limiter after the key after, in order, and at most limit keys.
+// nextKeys returns, in order, at most limit keys of a limiter that follow the key in the argument after.
 func nextKeys(ctx context.Context, tx cli.Tx, name, after string, limit int64, durable bool) ([]string, error) {
 	rows, _ := tx.Query(ctx, inTable(nextKeysSQL, durable), name, after, limit) // rows may contain an error
 	return pgx.CollectRows(rows, pgx.RowTo[string])

@@ -110,7 +110,7 @@ func addMaxRows(cmd *cobra.Command, maxRows *int64) {
 		"look at no more than so many rows of a limiter in each shard, at random; 100,000 take some seconds")
 }
 
-// Closest compares keys: the key that has less left comes first, then the key that must wait longer.
+// Closest compares keys. The key with less left comes first, and among equals the key that must wait longer.
 func Closest(a, b keyState) int {
 	return cmp.Or(cmp.Compare(a.Remaining, b.Remaining), cmp.Compare(b.RetryAfterUS, a.RetryAfterUS),
 		cmp.Compare(b.ResetAfterUS, a.ResetAfterUS), cmp.Compare(a.Key, b.Key))
@@ -150,8 +150,8 @@ type sample struct {
 	at    time.Time // the database's time when the keys were read
 }
 
-// peekAll reads the states of a limiter's keys at one moment, in batches with a transaction each. If there are more
-// than maxRows keys, peekAll reads a sample.
+// peekAll reads the states that a limiter's keys have at one moment. Each batch of keys has its own transaction. If
+// there are more than maxRows keys, peekAll reads a sample.
 func peekAll(
 	ctx context.Context, db cli.DB, of ratelimit.Config, maxRows int64,
 ) (states []keyState, s sample, err error) {
@@ -189,7 +189,7 @@ func sampleKeys(ctx context.Context, db cli.DB, of ratelimit.Config, maxRows int
 		if err != nil {
 			return err
 		}
-		// By default, a sample has about as many rows as defaultMaxRows.
+		// Without --max-rows, a sample has about defaultMaxRows rows.
 		s.share = min(1, percent[cli.Table(of.Durable)]/100*max(1, float64(maxRows)/defaultMaxRows))
 		s.keys = nil
 		// rows may contain an error
@@ -200,7 +200,7 @@ func sampleKeys(ctx context.Context, db cli.DB, of ratelimit.Config, maxRows int
 			s.keys = append(s.keys, key)
 			return nil
 		})
-		slices.Sort(s.keys) // keys of a batch are then neighbors in the index
+		slices.Sort(s.keys) // so that the keys of a batch are neighbors in the index
 		if from > 0 {
 			s.share *= float64(len(s.keys)) / float64(from)
 		}

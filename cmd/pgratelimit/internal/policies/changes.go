@@ -22,7 +22,7 @@ type PolicyChange struct {
 	DryRun  bool        `json:"dry_run"`
 	Removed []PolicyRow `json:"removed"`
 	Added   *PolicyRow  `json:"added"` // null if no row was added
-	// Overrides is the row for the same target that the added row overrides. The overridden row remains in the table.
+	// Overrides is the row that the added row overrides. It has the same target, and remains in the table.
 	Overrides *PolicyRow `json:"overrides"`
 	Lowers    bool       `json:"lowers"` // whether the change may lower the limit, so that it needs --force
 	at        time.Time
@@ -33,8 +33,8 @@ type PolicyChange struct {
 	none           string // the output if nothing changes
 }
 
-// carryOut changes policies and prints the changes. decide gets the rows for the target and sets the changes. No other
-// session can change policies meanwhile.
+// carryOut changes policies and prints the changes. The function decide gets the rows for the target, and sets the
+// changes. Meanwhile, no other session can change policies.
 func (c *PolicyChange) carryOut(
 	ctx context.Context, a *cli.App, name string, target PolicyTarget, decide func(rows []PolicyRow) error,
 ) error {
@@ -265,7 +265,7 @@ func addDryRun(cmd *cobra.Command, dry *bool) {
 	cmd.Flags().BoolVar(dry, "dry-run", false, "only show what would change")
 }
 
-// begin sets the beginning and the end of a row. now is the database's time.
+// begin sets the beginning and the end of a row. The argument now is the database's time.
 func (r *PolicyRow) begin(from, until *moment, now time.Time) error {
 	begins := now
 	if from != nil {
@@ -286,7 +286,7 @@ func (r *PolicyRow) begin(from, until *moment, now time.Time) error {
 	return nil
 }
 
-// compare checks whether the added row lowers the limit. rows are the rows for the same target.
+// compare checks whether the added row lowers the limit. The argument rows has the rows for the same target.
 func (c *PolicyChange) compare(rows []PolicyRow) {
 	if c.Added.shadow() || c.Added.Mode == ModeOff {
 		return
@@ -297,7 +297,7 @@ func (c *PolicyChange) compare(rows []PolicyRow) {
 	}
 	for i := range others {
 		switch r := &others[i]; {
-		case !r.readable(): // but limiters of a newer release may obey it
+		case !r.readable(): // limiters of a newer release may obey this row
 			c.because = fmt.Sprintf("replaces %s, which this release cannot read", r.Decides())
 		case isLower(c.Added, r):
 			c.because = fmt.Sprintf("lowers the limit, from %s to %s", r.Decides(), c.Added.Decides())
@@ -309,7 +309,7 @@ func (c *PolicyChange) compare(rows []PolicyRow) {
 	}
 }
 
-// isLower tells whether a row allows less than another row, at once or in the long run.
+// isLower tells whether row r allows less than the other row, either at once or in the long run.
 func isLower(r, than *PolicyRow) bool {
 	switch {
 	case than.Mode == ModeDeny:

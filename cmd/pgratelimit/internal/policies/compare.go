@@ -82,7 +82,7 @@ func printComparisons(w io.Writer, all []Comparison) {
 	}
 }
 
-// share formats a number with its percentage of all.
+// share formats the number n, and its percentage of the number all.
 func share(n, all int64) string {
 	if all == 0 {
 		return "0"

@@ -24,7 +24,7 @@ var (
 	keyKindsSQL string
 )
 
-// Kinds maps the rows of a name in a table to the algorithms that wrote them, as a sum of 1 << code. Expired rows add 1
+// Kinds has, for each name in each table, the algorithms that wrote the rows, as a sum of 1 << code. Expired rows add 1
 // to the sum.
 type Kinds map[rowsOf]int64
 
@@ -35,8 +35,8 @@ type rowsOf struct {
 
 func (k Kinds) Either(name string) int64 { return k[rowsOf{name, false}] | k[rowsOf{name, true}] }
 
-// Elsewhere tells whether a limiter seems to use the other table, because only that table has live rows, or because
-// only that table has rows.
+// Elsewhere tells whether a limiter seems to use the other table. It does if only that table has live rows, or if only
+// that table has any rows.
 func (k Kinds) Elsewhere(name string, durable bool) bool {
 	return min(k[rowsOf{name, !durable}], 2) > min(k[rowsOf{name, durable}], 2)
 }
@@ -82,14 +82,14 @@ func KindsOf(ctx context.Context, a *cli.App, limiter string, key *string) (Kind
 	return found, err
 }
 
-// PrintWarning prints a warning of Misled, if there is one.
+// PrintWarning prints a warning that Misled returned, unless it is "".
 func PrintWarning(w io.Writer, warning string) {
 	if warning != "" {
 		fmt.Fprintf(w, "warning: %s\n", warning)
 	}
 }
 
-// Misled returns a warning if the rows of a limiter or key are in the other table, or of another kind than the policy.
+// Misled returns a warning if a limiter's or key's rows are in the other table, or are of another kind than the policy.
 // Misled returns "" if this role may not read the tables.
 func Misled(ctx context.Context, a *cli.App, limiter string, key *string, policy string, durable bool) string {
 	found, err := KindsOf(ctx, a, limiter, key)
@@ -99,7 +99,7 @@ func Misled(ctx context.Context, a *cli.App, limiter string, key *string, policy
 	if found.Elsewhere(limiter, durable) {
 		return Elsewhere(limiter, durable)
 	}
-	numbers, _ := algorithm.Parse(policy) // it was parsed before
+	numbers, _ := algorithm.Parse(policy) // the text was parsed before
 	for i, p := range numbers {
 		name := algorithm.RowName(limiter, i)
 		if own, others := OtherKinds(p.String(), found[rowsOf{name, durable}]); others != "" {
@@ -109,7 +109,7 @@ func Misled(ctx context.Context, a *cli.App, limiter string, key *string, policy
 	return ""
 }
 
-// Elsewhere returns a text that says that a limiter has its rows in the other table.
+// Elsewhere returns a text which says that a limiter's rows are in the other table.
 func Elsewhere(limiter string, durable bool) string {
 	do := "give --durable"
 	if durable {
@@ -119,15 +119,15 @@ func Elsewhere(limiter string, durable bool) string {
 		cli.Printable(limiter), cli.Table(!durable), cli.Table(durable), do)
 }
 
-// OfAnotherKind returns a text that says that a policy is of another kind than the rows of a name.
+// OfAnotherKind returns a text which says that a policy is of another kind than a limiter's rows.
 func OfAnotherKind(own, name, others string) string {
 	return fmt.Sprintf("this policy is of the kind %s, and the rows of %s are of the kind %s, so it does not "+
 		"count them: give the application's policy", own, cli.Printable(name), others)
 }
 
-// OtherKinds returns the word for a policy's algorithm, and the words for the algorithms that wrote the rows.
-// OtherKinds returns "" and "" if the policy's algorithm wrote some of the rows. OtherKinds looks at the policy's first
-// part only, because the policy in the code may have only one part.
+// OtherKinds returns the word for a policy's algorithm, and the words for the algorithms that wrote the rows. Both
+// results are "" if the policy's algorithm wrote some of the rows. OtherKinds looks at the policy's first part only,
+// because the policy in the code may have only one part.
 func OtherKinds(policy string, bits int64) (own, others string) {
 	numbers, err := algorithm.Parse(policy)
 	if err != nil || bits>>numbers[0].Algorithm&1 == 1 {

@@ -91,12 +91,12 @@ func (r *PolicyRow) shadow() bool         { return r.Mode == ModeShadow }
 
 func (r *PolicyRow) begun(at time.Time) bool { return r.ValidFrom == nil || !r.ValidFrom.After(at) }
 
-// Counts tells whether a row has begun and has not ended.
+// Counts tells whether a row has begun, but has not ended.
 func (r *PolicyRow) Counts(at time.Time) bool {
 	return r.begun(at) && (r.ValidUntil == nil || r.ValidUntil.After(at))
 }
 
-// Decides returns the policy of a row, or "off" or "deny".
+// Decides returns the policy of a row. If the row has no policy, Decides returns its mode "off" or "deny".
 func (r *PolicyRow) Decides() string {
 	if r.Policy != nil {
 		return cli.Printable(*r.Policy)
@@ -205,7 +205,7 @@ func readList(ctx context.Context, tx cli.Tx, name *string, bans bool) (list pol
 		return list, err
 	}
 	rows, err := cli.Rows[PolicyRow](ctx, tx, listSQL, name, bans)
-	for from, to := 0, 0; from < len(rows); from = to { // the rows from from to to are for the same target
+	for from, to := 0, 0; from < len(rows); from = to { // all rows in rows[from:to] are for one target
 		for to < len(rows) && rows[to].Limiter == rows[from].Limiter && rows[to].Target().is(rows[from].Target()) {
 			to++
 		}
@@ -215,7 +215,7 @@ func readList(ctx context.Context, tx cli.Tx, name *string, bans bool) (list pol
 	return list, err
 }
 
-// show reads in the database that has the policies, and prints what it has read.
+// show reads from the database that has the policies, and prints the result.
 func show[T any](
 	ctx context.Context, a *cli.App, read func(tx cli.Tx) (T, error), write func(w io.Writer, value T),
 ) error {
@@ -256,7 +256,7 @@ a key, the command shows the policies for everybody.`,
 	})
 }
 
-// printPolicies prints rows as a table, or the text none if there are no rows.
+// printPolicies prints rows as a table, or the argument none if there are no rows.
 func printPolicies(w io.Writer, rows []PolicyRow, none string) {
 	if len(rows) == 0 {
 		fmt.Fprintln(w, none)
@@ -271,7 +271,7 @@ func printPolicies(w io.Writer, rows []PolicyRow, none string) {
 // The comment is the last column, because it may be long.
 const header = "LIMITER\tFOR\tMODE\tPOLICY\tFROM\tUNTIL\tBY\tCOMMENT"
 
-// line returns a row as a line of a table with this header.
+// line returns a row as a line of the table whose heading is header.
 func (r *PolicyRow) line() string {
 	from, until, policy, by := "always", "", "", cli.Printable(r.ChangedBy)
 	if r.ValidFrom != nil {
@@ -322,7 +322,7 @@ func CheckPolicyTarget(name string, t PolicyTarget) error {
 // readable tells whether limiters can read a row. Limiters cannot read some rows of newer releases.
 func (r *PolicyRow) readable() bool { return r.ObeyedBy(nil) }
 
-// ObeyedBy tells whether a limiter obeys a row. code is the policy in the application's code, or nil.
+// ObeyedBy tells whether a limiter obeys a row. The argument code is the policy in the application's code, or nil.
 func (r *PolicyRow) ObeyedBy(code ratelimit.Policy) bool {
 	switch r.Mode {
 	case ModeOff, ModeDeny:

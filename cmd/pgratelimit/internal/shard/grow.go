@@ -54,7 +54,7 @@ proxy, except for standbys of this proxy.`,
 	return a.Finish(cmd)
 }
 
-// growing is the state of growShards.
+// growing is the state of a call of growShards.
 type growing struct {
 	proxies []*cli.App
 	owners  []string       // the owners of the proxies' functions
@@ -138,7 +138,7 @@ func growShards(ctx context.Context, a *cli.App, more, others []string, undo, ye
 	return nil
 }
 
-// own returns a connection whose role is set to role.
+// own returns a connection that has switched to a role.
 func own(ctx context.Context, a *cli.App, role string) (*pgx.Conn, error) {
 	config, err := a.Config()
 	if err != nil {
@@ -214,7 +214,7 @@ func (g *growing) readStores(ctx context.Context, stores []*cli.App) error {
 	return ctx.Err()
 }
 
-// growsBy returns the connection strings of the new shards: more, or the new shards of an interrupted call.
+// growsBy returns the connection strings of the new shards, from the argument more or from an interrupted call.
 func (t *Target) growsBy(more []string, undo bool) ([]string, error) {
 	switch {
 	case undo && t.growth == nil:
@@ -227,7 +227,7 @@ func (t *Target) growsBy(more []string, undo bool) ([]string, error) {
 	return t.growth.By, nil
 }
 
-// grows returns an error if the proxy cannot begin to grow by these databases, and has not begun.
+// grows returns an error if the proxy has not begun to grow by these databases, and cannot begin.
 func (t *Target) grows(more []string) error {
 	n, has := len(more), len(t.Connections)
 	begun := has == 2*n
@@ -266,7 +266,7 @@ func (g *growing) question(undo bool) string {
 
 var errTried = errors.New("all works")
 
-// try makes each proxy query all shards through PL/Proxy, in a transaction that is rolled back.
+// try queries all shards from each proxy through PL/Proxy, in a transaction that it rolls back.
 func (g *growing) try(ctx context.Context, old *pgx.Conn) error {
 	schema := g.proxies[0].Schema
 	source, err := shards.Read(ctx, old, schema)

@@ -18,7 +18,7 @@ import (
 // wantedShard is the state that a database must have to become a shard.
 type wantedShard struct {
 	is     Identity
-	fresh  bool // whether the database may not know its place yet
+	fresh  bool // whether it is allowed that the database does not know its place yet
 	counts bool // whether the database may already have counts
 	copies bool // whether the database may be the new shard of a division
 	had    bool // whether the proxy already has the database in this place
@@ -65,7 +65,7 @@ func readNewShards(ctx context.Context, stores []*cli.App, want func(s *State, n
 	return states, errors.Join(wrong...)
 }
 
-// readNew reads a database that will become a shard. Read does not read everything that matters for a new shard.
+// readNew reads a database that will become a shard. It reads more than Read, because more matters for a new shard.
 func (s *State) readNew(ctx context.Context, tx cli.Tx, token int32, version int64) error {
 	if err := tx.QueryRow(ctx, twinSQL, token, s.Place).Scan(&s.twin); err != nil {
 		return err
@@ -109,8 +109,8 @@ func (s *State) judgeNew(all []*State, w wantedShard) {
 	}
 }
 
-// tryShards queries each shard through PL/Proxy, in the transaction that makes the proxy. owned tells whether the
-// shards already know their places.
+// tryShards queries each shard through PL/Proxy, in the transaction that makes the proxy. The argument owned tells
+// whether the shards already know their places.
 func tryShards(ctx context.Context, tx cli.Tx, states []*State, source shards.Source, owner string, owned bool) error {
 	schema := pgx.Identifier{tx.Schema}.Sanitize()
 	condition := "true"

@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// PasswordVariable has the password of PL/Proxy's role on the shards, because other users could see an argument.
+// PasswordVariable has the password of PL/Proxy's role on the shards. Other users could see it in an argument.
 const PasswordVariable = "PGRATELIMIT_SHARD_PASSWORD"
 
 var (
@@ -95,7 +95,7 @@ func setShards(ctx context.Context, db cli.DB, config shards.Config, yes bool) e
 	if err != nil {
 		return err
 	}
-	// Intend allows the same command to continue after an interruption.
+	// After an interruption, Intend's record allows the same command to continue.
 	for _, s := range states {
 		if s.Is == nil {
 			if err := s.asOwner(ctx, func(conn *pgx.Conn) error {
@@ -214,7 +214,7 @@ func (t *Target) want(s *State, n int) wantedShard {
 	return w
 }
 
-// keepsGrowing tells whether the new shards that still lead to their old shards would be the same ones.
+// keepsGrowing tells whether, with these connection strings, the same new places would still lead to their old shards.
 func (t *Target) keepsGrowing(connections []string) bool {
 	half := len(t.Connections) / 2
 	for i := range half {
@@ -268,8 +268,8 @@ func (t *Target) refuse(config shards.Config) error {
 }
 
 // cluster returns the name of the cluster, which is new if only fresh databases become shards. A fresh database may
-// only replace a shard if this proxy has all other shards, because another proxy may still use the replaced shard.
-// After an interrupted 'shard set', the mark of [shards.Intend] shows that no proxy uses it.
+// replace a shard only if this proxy has all other shards. Otherwise, another proxy may still use the replaced shard.
+// After an interrupted 'shard set', a database with the mark of [shards.Intend] is not fresh.
 func (t *Target) cluster(states []*State) (string, error) {
 	name := clusterOf(states)
 	var others, fresh *State

@@ -89,7 +89,7 @@ type ProxyState struct {
 	Growth  *shards.Growth // nil if the shards are not being divided
 }
 
-// NewState returns the state of a shard before Read.
+// NewState returns the state of a shard that has not been read yet.
 func NewState(a *cli.App) *State {
 	return &State{Place: a.Place, Connection: a.Connection, Wrong: []cli.Finding{}, Store: a, Name: a.ShardName()}
 }
@@ -152,7 +152,7 @@ func (s *State) cannotBeRead(err error) {
 		"rights of this role", "cannot be reached: %s", cli.OneLine(err))
 }
 
-// judge finds a shard's problems. version is the proxy's version. A fresh shard need not know its place.
+// judge finds a shard's problems. The argument version is the proxy's version. A fresh shard need not know its place.
 func (s *State) judge(want Identity, version int64, fresh bool) {
 	if !s.Reached {
 		return
@@ -198,7 +198,7 @@ func (s *State) judge(want Identity, version int64, fresh bool) {
 	}
 }
 
-// become returns the statement that makes a database the shard that it was before.
+// become returns the statement that turns a database back into the shard that it was.
 func (s *State) become(is Identity) string {
 	return fmt.Sprintf("`INSERT INTO %s.rate_limit_shard (place, shards, cluster) VALUES (%d, %d, '%s')`",
 		pgx.Identifier{s.Store.Schema}.Sanitize(), is.Place, is.Shards, strings.ReplaceAll(is.Cluster, "'", "''"))

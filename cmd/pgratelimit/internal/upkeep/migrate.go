@@ -73,7 +73,7 @@ func migrateUp(ctx context.Context, db cli.DB) error {
 	}
 	type owners struct{ Me, Schema, Owner string }
 	var found []owners
-	// Migrations only change rows of the version table as this role.
+	// As this role, migrations change rows only in the version table.
 	err = db.Transaction(ctx, pgx.ReadOnly, cli.AccessShare, true, func(tx cli.Tx) (err error) {
 		found, err = cli.Rows[owners](ctx, tx, ownerSQL)
 		return err
