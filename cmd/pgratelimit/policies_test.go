@@ -181,8 +181,7 @@ func TestPolicySetLowersOnlyByForce(t *testing.T) {
 	} {
 		require.Equal(t, lowers, changed(t, db.URL, "policy", "set", "api", target, "sliding 60/1m", why, "--dry-run").Lowers, target)
 	}
-	// For a replaced ban, the new policy is compared with the row that the ban overrides. No policy is lower than a
-	// ban.
+	// If a ban is replaced, the new policy is compared with what the ban overrides. No policy is lower than a ban.
 	changed(t, db.URL, "policy", "set", "api", "--key", "c", "sliding 100/1m", why)
 	changed(t, db.URL, "ban", "api", "c", "--for", "1h", why)
 	changed(t, db.URL, "ban", "api", "d", "--for", "1h", why)

@@ -68,7 +68,7 @@ type bar struct {
 }
 
 // chart draws the decisions per second of this library, of redis_rate and of a plain UPDATE. In the upper panels, one
-// statement has many calls of one process. The lower panels show single calls and new keys.
+// statement decides many calls of one process. The lower panels show single calls and new keys.
 func (r *report) chart() ([]byte, error) {
 	c := chart{
 		Left: svg.Left, Width: 2*svg.Left + panelsInRow*panelWidth + (panelsInRow-1)*svg.Gap,

@@ -46,8 +46,8 @@ func (a *arena) costsOf(c *contender, run func()) costs {
 	return spent
 }
 
-// postgresCosts reads the costs, and uses no transaction id itself. It reads the insertion position of the WAL. A
-// commit that does not wait is in the WAL at that position, but perhaps not on disk yet.
+// postgresCosts reads the costs, and uses no transaction id itself. It reads the insertion position of the WAL. Up to
+// that position, the WAL also has commits that do not wait, although they may not be on disk yet.
 func (a *arena) postgresCosts(c *contender) (now postgresCosts) {
 	a.b.Helper()
 	if c.pool == nil {
@@ -63,7 +63,7 @@ func (a *arena) postgresCosts(c *contender) (now postgresCosts) {
 	return now
 }
 
-// flushStatistics makes a pool's sessions report their statistics now. Without it, they report a second later.
+// flushStatistics makes a pool's sessions report their statistics now. Without it, the sessions report a second later.
 func (a *arena) flushStatistics(pool *pgxpool.Pool) {
 	a.b.Helper()
 	conns := pool.AcquireAllIdle(a.ctx())

@@ -14,12 +14,12 @@ import (
 // farAway is the round trip to a server in another data centre nearby, or in the same data centre over a busy network.
 const farAway = time.Millisecond
 
-// startDelayProxy returns an address that leads to the server at target with a longer round trip. Each answer is
-// delayed by delay, and requests pass immediately. A client cannot tell this from half the delay in each direction. On
-// Linux, Go rounds timers up to milliseconds when the process is idle, so two half delays would take one and a half
-// times as long.
+// startDelayProxy returns an address that leads to the server at target with a longer round trip. Each answer is late
+// by the argument delay, and requests pass immediately. A client cannot tell this from half the delay in each
+// direction. On Linux, Go rounds timers up to milliseconds when the process is idle, so two half delays would take one
+// and a half times as long as one whole delay.
 //
-// The proxy keeps the order, and its buffer never fills. So it limits no throughput.
+// The proxy keeps the order of the data, and its buffer never fills. So it limits no throughput.
 func startDelayProxy(tb testing.TB, target string, delay time.Duration) (address string) {
 	tb.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")

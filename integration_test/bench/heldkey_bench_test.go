@@ -17,9 +17,9 @@ import (
 )
 
 // BenchmarkHeldKey measures calls for 200 shared keys. There are six limiters with eight callers and a pool each. One
-// request in 50 is for one more key. In turn, nobody holds that key, a transaction holds it all the time, a transaction
-// holds it for 20 ms again and again, or it is a new row that is not committed. If nobody holds it, another transaction
-// stays open, because a holder also keeps dead rows from being pruned.
+// request in 50 is for one more key. The cases alternate: nobody holds that key, a transaction holds it all the time, a
+// transaction holds it for 20 ms again and again, or its row is new and not committed. If nobody holds it, another
+// transaction stays open. Like a holder, it keeps dead rows from being pruned.
 func BenchmarkHeldKey(b *testing.B) {
 	kinds := []string{"by nobody", "for good", "by turns", "a new row"}
 	heldKeyRounds(b, 6, 50, kinds, func(ctx context.Context, l *ratelimit.Limiter, key string) error {
@@ -28,8 +28,8 @@ func BenchmarkHeldKey(b *testing.B) {
 	})
 }
 
-// BenchmarkHeldPart is BenchmarkHeldKey for AllowAll with a user's key and a shared key, in four limiters. One request
-// in 20 is for the user whose key is held.
+// BenchmarkHeldPart is like BenchmarkHeldKey, but for AllowAll with a user's key and a shared key, in four limiters.
+// One request in 20 is for the user whose key is held.
 func BenchmarkHeldPart(b *testing.B) {
 	kinds := []string{"by nobody", "for good", "a new row"}
 	heldKeyRounds(b, 4, 20, kinds, func(ctx context.Context, l *ratelimit.Limiter, key string) error {

@@ -21,8 +21,8 @@ import (
 )
 
 // BenchmarkManyLimiters measures 20 limiters of a process, with one client for all limiters and with a client for each,
-// under many callers and under few. Rounds take turns. For each figure it reports both variants, and the ratio of the
-// first to the second:
+// under many callers and under few. The rounds of both variants alternate. For each figure it reports both variants,
+// and the ratio of the first to the second:
 //
 //	go test -run '^$' -bench '^BenchmarkManyLimiters$' -benchtime 1x ./bench
 func BenchmarkManyLimiters(b *testing.B) {
@@ -116,7 +116,7 @@ func (a *arena) limitersRound(oneClient bool, callers int, seed uint64) figures 
 	seen := figures{
 		"decisions/s": float64(inTime) / elapsed,
 		"p99-µs":      float64(testkit.Quantile(latencies, 0.99).Microseconds()),
-		// The pool opens a connection only if all open ones are in use, and keeps it.
+		// The pool opens a new connection only if all open ones are in use, and keeps the new one.
 		"connections":        float64(pool.Stat().TotalConns()),
 		"server-µs/decision": float64((cpuTime(a.postgresPIDs()...) - before).Microseconds()) / float64(total),
 	}

@@ -66,9 +66,9 @@ func startLoad(ctx context.Context, take take, keys keySource, options loadOptio
 	return l
 }
 
-// call runs one caller. Reading the clock twice costs nothing compared with a round trip, but it does when a thousand
-// callers share a few cores. So only one call in options.timed is timed. Callers take turns, so that not all callers of
-// one batch are timed.
+// call runs one caller. Compared with a round trip, reading the clock twice costs nothing, except when a thousand
+// callers share a few cores. So only one call in options.timed is timed. Each caller times other calls, so that not all
+// calls of one batch are timed.
 func (l *load) call(ctx context.Context, caller int64, next func() string) (t tally, err error) {
 	due, release := l.pacemaker(caller)
 	defer release()

@@ -21,15 +21,15 @@ import (
 // same size.
 const cachedKeys = 2 * 8192
 
-// BenchmarkDenialCache compares this library's cache of denials with otter, a cache library that stores the same. Both
-// caches are in front of a database that denies everything immediately, as in a limiter.
+// BenchmarkDenialCache compares this library's cache of denials with otter, a cache library that stores the same data.
+// Both caches are in front of a database that denies everything immediately, as in a limiter.
 //
 //	hit     requests for a denied key. For this library that is the whole Allow, including the decision. For otter it is
 //	        only the look-up and the checks that every caller needs, so otter is favoured.
 //	insert  requests for new keys, which the database denies and the cache remembers, at most 16,384 keys. Nearly all of
 //	        the time is the round trip to the database, so compare with "insert/none", which remembers nothing. When
-//	        this library's cache is full, it adds nothing until its denials are too old (therefore 1s, the default, and
-//	        10ms, which is soon). otter evicts for each new key.
+//	        this library's cache is full, it adds nothing until its denials are too old. So there are runs with
+//	        1s, the default, and with 10ms. otter evicts an old key for each new key.
 func BenchmarkDenialCache(b *testing.B) {
 	ctx := b.Context()
 	for _, width := range []struct {
@@ -113,7 +113,7 @@ func BenchmarkDenialCache(b *testing.B) {
 	})
 }
 
-// single runs one caller, and parallel one for each core. A call returns whether it succeeded.
+// single runs one caller, and parallel runs one caller for each core. A call returns whether it succeeded.
 func single(b *testing.B, call func(i int) bool) {
 	b.Helper()
 	b.ReportAllocs()

@@ -20,8 +20,8 @@ import (
 )
 
 // BenchmarkPolicies measures the server's cost of 50 processes with Policies, at rest and with 100 changes a second. It
-// also measures how long it takes until all 50 processes know the last of 1,000 changes. A last measurement is of a
-// change just after all listening connections were killed.
+// also measures how long it takes until all 50 processes know the last of 1,000 changes. Finally, it measures a change
+// just after all listening connections were killed.
 //
 //	go test -run '^$' -bench '^BenchmarkPolicies$' -benchtime 1x ./bench
 func BenchmarkPolicies(b *testing.B) {
@@ -119,8 +119,8 @@ func BenchmarkPoliciesLoad(b *testing.B) {
 				running.Go(func() { p.Run(ctx) })
 				testkit.WaitUntil(b, func() bool { return p.Status().Rows > 0 })
 				b.ReportMetric(time.Since(began).Seconds(), "s-to-load")
-				// The process keeps the first answer until the next one arrives, with all rows, even those without
-				// room. Age is 0 before the next answer.
+				// The process keeps the first answer until the next one arrives. The first answer has all rows, even
+				// rows without room in the process. Age is 0 before the next answer.
 				loaded := time.Now()
 				testkit.WaitUntil(b, func() bool {
 					age := p.Status().Age

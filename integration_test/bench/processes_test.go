@@ -45,8 +45,8 @@ type outcome struct {
 	CPU       time.Duration   `json:"cpu"`
 }
 
-// process is another process of this program. It does jobs until its standard input ends. The operating system ends its
-// standard input when this process ends in any way.
+// process is another process of this program. It does jobs until its standard input ends. When this process ends in any
+// way, the operating system ends that standard input.
 type process struct {
 	*exec.Cmd
 	stdin   io.WriteCloser
@@ -102,7 +102,7 @@ func (a *arena) endProcesses() {
 	clear(a.processes)
 }
 
-// inProcesses is measure with several processes that begin at the same time.
+// inProcesses is like measure, but with several processes that begin at the same time.
 func (a *arena) inProcesses(w workload, s *subject, c *contender, seed uint64) (all tally, spent costs) {
 	a.b.Helper()
 	processes := a.startProcesses(w.Processes)
@@ -174,8 +174,8 @@ func workInProcess(b *testing.B, plan plan, text string) {
 	}
 }
 
-// attach returns a subject that another process has opened, with enough connections for all callers. first is true for
-// the first job with this subject.
+// attach returns a subject that another process has opened, with enough connections for all callers. The result first
+// is true for the first job with this subject.
 func (a *arena) attach(plan plan, next job) (w workload, c *contender, first bool) {
 	a.b.Helper()
 	workloads := slices.Concat(plan.groups...)

@@ -110,7 +110,7 @@ func (r *report) finish(begun time.Time) {
 	r.judge()
 }
 
-// against adds the ratio of row's throughput to other's, for each round, and the median of the ratios.
+// against adds, for each round, the ratio of the row's throughput to the other row's, and the median of the ratios.
 func (row *row) against(other *row, name string) {
 	for i, round := range row.Rounds {
 		if value, ok := ratioIn(i, row, other); ok {
@@ -135,7 +135,7 @@ func ratios(row, other *row) (all []float64) {
 	return all
 }
 
-// ratioIn returns the ratio in one round. ok is false if the other row is missing or its figure is 0.
+// ratioIn returns the ratio in one round. The result ok is false if the other row is missing or its figure is 0.
 func ratioIn(round int, row, other *row) (value float64, ok bool) {
 	if other == nil || len(other.Rounds) <= round || other.Rounds[round][perSecond] == 0 {
 		return 0, false
@@ -143,7 +143,7 @@ func ratioIn(round int, row, other *row) (value float64, ok bool) {
 	return row.Rounds[round][perSecond] / other.Rounds[round][perSecond], true
 }
 
-// all returns one figure of all rounds. It returns nothing if the row is missing.
+// all returns the values of one figure in all rounds. It returns nothing if the row is missing.
 func (row *row) all(name string) (values []float64) {
 	if row == nil {
 		return nil
@@ -171,7 +171,7 @@ func median(rounds []figures) figures {
 	return medians
 }
 
-// middle returns the median of values, or 0 of an empty list.
+// middle returns the median of values, or 0 for an empty list.
 func middle(values []float64) float64 {
 	sorted := slices.Sorted(slices.Values(values))
 	n := len(sorted)
@@ -199,7 +199,7 @@ func (r *result) find(s *subject) *row {
 	return nil
 }
 
-// redis returns the row of redis_rate on the plain client, with the faster of its two pools. It can be nil.
+// redis returns the row of redis_rate on the plain client, with the faster of its two pools. The result can be nil.
 func (r *result) redis() *row {
 	pool16, stock := r.find(redisPool16), r.find(redisStock)
 	if stock != nil && (pool16 == nil || stock.Median[perSecond] > pool16.Median[perSecond]) {

@@ -62,7 +62,7 @@ type cachedDenialResult struct {
 	Allocations float64   `json:"allocations"`
 }
 
-// cachedDenial does not use testing.Benchmark, which would wait until the running benchmark ends.
+// cachedDenial does not use testing.Benchmark, because that would wait until the running benchmark ends.
 func (a *arena) cachedDenial(plan plan) (result cachedDenialResult) {
 	a.b.Helper()
 	a.progress("a cached denial")
@@ -163,14 +163,14 @@ func (a *arena) memory(plan plan) (result memoryResult) {
 		}
 		grown := heap() - before
 		runtime.KeepAlive(limiter)
-		runtime.KeepAlive(data) // before includes the memory of data
+		runtime.KeepAlive(data) // the figure in before includes the memory of data
 		return float64(grown)
 	}
 	result.DeniedKeys = plan.deniedKeys
 	result.Denied = denied("short", newDataset("", "user:", plan.deniedKeys, 1))
 	result.LongKeys = plan.deniedKeys / 10
 	result.DeniedLong = denied("long", newDataset("", strings.Repeat("k", 506), result.LongKeys, 1))
-	runtime.KeepAlive(idle) // keeps the memory of idle while the denials are measured
+	runtime.KeepAlive(idle) // nothing frees the memory of idle while the denials are measured
 	return result
 }
 

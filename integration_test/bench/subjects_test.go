@@ -19,7 +19,7 @@ import (
 )
 
 // window is the window of every limit. It is so long that nothing refills during the benchmark, so the rows must have
-// all units taken.
+// all the units that callers took.
 const window = 12 * time.Hour
 
 // patience is the timeout of this library's calls. A busy machine should not fail the run.
@@ -101,7 +101,7 @@ func (a *arena) missing(s *subject, w workload) string {
 	return a.stores[contenderID{subject: s, data: w.data.title}].missing
 }
 
-// fill takes once from each key, so that later calls find their rows. It does nothing if open has created the keys.
+// fill takes once from each key, so that later calls find the rows. It does nothing if the keys already have rows.
 func (a *arena) fill(s *store) {
 	a.b.Helper()
 	if s.missing != "" {
@@ -135,7 +135,7 @@ func (a *arena) fill(s *store) {
 }
 
 // These are the rivals. Three of them use Redis: with as many connections as the other subjects, with the driver's
-// default, and with a new kind of client that also coalesces commands.
+// default number, and with a new kind of client that also coalesces commands.
 var (
 	redisPool16 = redisRate("redis_rate, pool of 16", 0, redis.Options{PoolSize: poolSize}, false)
 	redisStock  = redisRate("redis_rate, go-redis's default pool", 1, redis.Options{}, false)
@@ -194,7 +194,7 @@ var (
 	}
 )
 
-// standstill is the clock of token buckets. It does not move, because a refill would hide units taken.
+// standstill is the clock of token buckets. It does not move, because a refill would hide how much was taken.
 func standstill() time.Time { return time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC) }
 
 // library returns a limiter of this library as a subject. Its store has a schema of its own.
@@ -336,8 +336,8 @@ func (a *arena) insertRows(table, name string, data dataset) {
 		name, data.prefix, data.size, window.Microseconds())
 }
 
-// openFiveRoundTrips opens this library's first design: a transaction that is sent step by step. The row stays locked
-// while the client computes.
+// openFiveRoundTrips opens this library's first design: a transaction whose statements are sent one by one. The row
+// stays locked while the client computes.
 func openFiveRoundTrips(a *arena, data dataset) *store {
 	table := a.plainTable(data)
 	insert := "INSERT INTO " + table + " (key) VALUES ($1) ON CONFLICT DO NOTHING"
@@ -376,7 +376,7 @@ func openFiveRoundTrips(a *arena, data dataset) *store {
 }
 
 // openPlainUpdate opens the minimum for any limiter on Postgres: each call is one statement that counts in a row of
-// this library's table. It decides nothing. A new key needs an INSERT first.
+// this library's table. The statement decides nothing. A new key needs an INSERT first.
 func openPlainUpdate(a *arena, data dataset) *store {
 	data.limit = ample // so that no request is denied
 	schema := a.migratedSchema()
@@ -396,7 +396,7 @@ func openPlainUpdate(a *arena, data dataset) *store {
 	})
 }
 
-// openSelectOne opens the shortest possible round trip to Postgres.
+// openSelectOne opens a subject with the shortest possible round trip to Postgres.
 func openSelectOne(a *arena, data dataset) *store {
 	s := a.plainStore(data, "", func(pool *pgxpool.Pool) take {
 		return func(ctx context.Context, _ string) (bool, error) {

@@ -82,7 +82,7 @@ func (a *arena) of(b *testing.B) *arena {
 	return &part
 }
 
-// sweepOnce measures one pass over a table. One row in every has expired; if every is 0, no row has expired.
+// sweepOnce measures one pass over a table. The argument every is the number of rows per expired row; 0 means none.
 func (a *arena) sweepOnce(b *testing.B, table string, rows, every int, share float64) {
 	b.Helper()
 	sweeper, err := cleanup.New(a.near, cleanup.Config{Share: share, MaxDuration: time.Hour})

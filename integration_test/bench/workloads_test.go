@@ -37,7 +37,7 @@ type dataset struct {
 	key    func(i int) string
 }
 
-// ample is a limit that is never reached. ample times the window in microseconds is just below 2^62, the maximum.
+// ample is a limit that is never reached. Its product with the window in microseconds is just below 2^62, the maximum.
 const ample = 100_000_000
 
 func newDataset(title, prefix string, size int, limit int64) dataset {

@@ -152,7 +152,7 @@ func TestCopiesOfTheDatabase(t *testing.T) {
 	rows, history = old.policies(t)
 	same(green)
 
-	// A trigger that runs for replicated rows stops the replication until it is disabled for these rows.
+	// If a trigger runs for replicated rows, the replication stops until the trigger is disabled for these rows.
 	pgtest.Exec(t, green, "ALTER TABLE rate_limit_policy ENABLE ALWAYS TRIGGER rate_limit_policy_note")
 	pgtest.Exec(t, old, add, "e")
 	testkit.WaitUntil(t, func() bool {
@@ -163,7 +163,7 @@ func TestCopiesOfTheDatabase(t *testing.T) {
 	pgtest.Exec(t, green, "ALTER TABLE rate_limit_policy ENABLE TRIGGER rate_limit_policy_note") // the command that doctor prints
 	testkit.WaitUntil(t, func() bool { return banned("e") })
 
-	// Without rate_limit_policy_history, a process learns of a change when it reads all rows again.
+	// Without rate_limit_policy_history, a process learns of a change only when it reads all rows again.
 	pgtest.Exec(t, old, "ALTER PUBLICATION limits DROP TABLE rate_limit_policy_history")
 	pgtest.Exec(t, old, add, "f")
 	testkit.WaitUntil(t, func() bool { return banned("f") })

@@ -46,7 +46,7 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 			blocks = append(blocks, shellAndSQL(t, filepath.Join("docs", name))...)
 		}
 	}
-	// block removes the block that contains this text from the list, and returns the block.
+	// block finds the block that contains this text, removes it from the list, and returns it.
 	block := func(t *testing.T, has string) string {
 		t.Helper()
 		for i, block := range blocks {
@@ -200,7 +200,7 @@ func buildApplication(t *testing.T, shell func(dir, script string, environment .
 	library, err := filepath.Abs(repository)
 	require.NoError(t, err)
 	replace := "go mod edit -replace 'github.com/pgratelimit/ratelimit=" + library + "'\n"
-	// This loads go.mod files that go get reads, but that this repository's build does not need.
+	// go get reads some go.mod files that this repository's build does not need. This command loads them.
 	shell(t.TempDir(), "go mod init example.com/graph\n"+replace+"go get github.com/pgratelimit/ratelimit@v0.0.0")
 	dir := t.TempDir()
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "main.go"), program[1], 0o600))

@@ -26,8 +26,7 @@ const (
 	patience = 3 * time.Minute
 )
 
-// building is locked during a build. A first build fills Go's cache, which takes minutes, and later builds use the
-// cache.
+// building is locked during a build. The first build takes minutes to fill Go's cache, and later builds use the cache.
 var building sync.Mutex
 
 // buildCommand builds the command with the line in deploy/Dockerfile, and returns its path.

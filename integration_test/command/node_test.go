@@ -65,8 +65,8 @@ func TestNodeOfTheCookbook(t *testing.T) {
 	}
 	status, _ := ask()
 	require.Equal(t, http.StatusOK, status)
-	// This moves a full window so that it begins in an hour. A request pulls it back to now, so a slow machine stays
-	// within it.
+	// This moves a full window so that it begins in an hour. A request makes the window begin now, so that even a slow
+	// machine stays within the window.
 	pgtest.Exec(t, db.Pool, `UPDATE rate_limit_ephemeral SET count = 10, window_start = window_start + 3600000000,
 		expires_at = expires_at + 3600000000`)
 	status, retryAfter := ask()

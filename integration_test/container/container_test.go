@@ -55,8 +55,8 @@ func TestInContainer(t *testing.T) {
 	url, err := container.ConnectionString(ctx, "sslmode=disable")
 	require.NoError(t, err)
 
-	// A given server differs in the way to reach it, and in its users. Tests with these names depend on that: logins,
-	// notifications of policies, and concurrent statements. Other tests do not depend on it.
+	// A server that the tests did not start is reached in another way, and has other users. Tests with these names
+	// depend on that: logins, notifications of policies, and concurrent statements. Other tests do not.
 	suite := exec.CommandContext(ctx, "go", "test", "-count=1", "-timeout=20m",
 		"-run=Policies|Connection|Lease|Equal|ManyAtOnce|OwnDatabase", ".", "./migrations", "./internal/pgtest")
 	suite.Dir = "../.."
@@ -67,7 +67,7 @@ func TestInContainer(t *testing.T) {
 	require.NoError(t, err, strings.Join(failed, "\n"))
 }
 
-// A server that pgserver runs in Docker can do the same as a server from installed programs, and ends with its owner.
+// If pgserver runs a server in Docker, it can do the same as a server from installed programs, and ends with its owner.
 //
 //nolint:paralleltest // other tests must not run beside TestInContainer
 func TestThrowawayServerInDocker(t *testing.T) {

@@ -85,7 +85,7 @@ func mount(t testing.TB, dir, options string) {
 	require.NoError(t, err, string(output))
 }
 
-// give makes the user of a server the owner of a folder.
+// give hands a folder over to the user that runs a server.
 func give(t testing.TB, server *pgserver.Server, dir string) {
 	t.Helper()
 	output, err := exec.CommandContext(t.Context(), "chown", "--reference="+server.DataDir(), dir).CombinedOutput()
@@ -103,8 +103,8 @@ func askUntilError(limiter *ratelimit.Limiter) (granted int, err error) {
 	}
 }
 
-// When the tables' disk is full, new keys cannot be counted, and their callers get an error. No request is granted
-// without being counted, known keys are still denied, and everything works again once there is room.
+// When the tables' disk is full, new keys cannot be counted, and their callers get an error. Every granted request is
+// counted, known keys are still denied, and everything works again once there is room.
 func TestFullDisk(t *testing.T) {
 	t.Parallel()
 

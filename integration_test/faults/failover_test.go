@@ -85,7 +85,7 @@ func requireReplayed(t *testing.T, primary, standby *pgxpool.Pool) {
 	})
 }
 
-// bothHosts returns a connection string that leads to the one of two servers that accepts writes.
+// bothHosts returns a connection string for two servers. It leads to the server that accepts writes.
 func bothHosts(t *testing.T, a, b *pgserver.Server) string {
 	t.Helper()
 	first, err := url.Parse(a.URL())

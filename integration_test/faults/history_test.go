@@ -81,7 +81,7 @@ func (w workload) policy() ratelimit.Policy {
 	return nil
 }
 
-// run does the work and returns the history. Once all limiters are connected it calls ready, and begins when ready
+// run does the work and returns the history. It calls ready once all limiters are connected, and begins when ready
 // returns.
 func (w workload) run(ctx context.Context, ready func() error) ([]operation, error) {
 	limiters := make([]*ratelimit.Limiter, w.Limiters)
@@ -200,7 +200,7 @@ func (op *operation) make(
 	case errors.Is(err, ratelimit.ErrOutcomeUnknown), leaves && errors.Is(err, callCtx.Err()):
 		op.Unknown = true
 		return op.Cost != 0, nil
-	case errors.Is(err, ratelimit.ErrUnavailable), errors.Is(err, ratelimit.ErrTimeout): // it was never sent
+	case errors.Is(err, ratelimit.ErrUnavailable), errors.Is(err, ratelimit.ErrTimeout): // the call was never sent
 		return false, nil
 	}
 	return false, err

@@ -55,7 +55,7 @@ func (j leaseJudge) judge(uses []leaseUse) error {
 	return nil
 }
 
-// judgeTimes checks that each decision has the time of its call, or an earlier time by at most the length of a lease.
+// judgeTimes checks that each decision has the time of its call, or a time that is earlier by at most a lease's length.
 func (j leaseJudge) judgeTimes(policy ratelimit.Policy, uses []leaseUse) error {
 	longest := j.Window.Microseconds() / 8
 	switch p := policy.(type) {
@@ -170,7 +170,7 @@ func judgeBucket(bucket ratelimit.TokenBucket, uses []leaseUse) error {
 	return nil
 }
 
-// judgeSteps is judge for a clock that a test has set. Each decision belongs to the window in its result. The
+// judgeSteps is like judge, but for a clock that a test has set. Each decision belongs to the window in its result. The
 // windows and the refill of a bucket must fit into the time by which the clock went forward.
 func (j leaseJudge) judgeSteps(policy ratelimit.Policy, part int, uses []leaseUse) error {
 	limit, total := limitOf(policy), int64(0)

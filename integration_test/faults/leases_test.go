@@ -124,7 +124,7 @@ func (c *leaseChild) end() error {
 	return c.Wait()
 }
 
-// freeze stops a process for the time d.
+// freeze stops a process for a time, and then lets it go on.
 func (c *leaseChild) freeze(ctx context.Context, d time.Duration) error {
 	if err := c.Process.Signal(syscall.SIGSTOP); err != nil {
 		return err
@@ -146,7 +146,7 @@ const (
 	away          misfortune = "the database is away for a while"
 )
 
-// live runs processes one after another, which reach the database through a proxy. All misfortunes happen to them, in
+// live runs processes one after another. They reach the database through a proxy. All misfortunes happen to them, in
 // random order.
 func (f *leaseFleet) live(random *rand.Rand, proxy *wireProxy, misfortunes []misfortune) error {
 	ctx := f.t.Context()
@@ -271,8 +271,8 @@ func (f *leaseFleet) requireBalance(end leaseUse) {
 	require.Equal(f.t, end.Lease.Taken, spent+end.Lease.Returned+end.Lease.Stranded)
 }
 
-// A bucket can fill up while a process holds a lease of it. If the lease is spent, and then the whole bucket, no more
-// is allowed than the bucket holds.
+// A bucket can fill up while a process holds a lease of it. Even if callers spend first the lease and then the whole
+// bucket, they get no more than the bucket holds.
 func TestLeasesOfABucketThatFillsUp(t *testing.T) {
 	t.Parallel()
 
@@ -313,7 +313,7 @@ func TestLeasesOfABucketThatFillsUp(t *testing.T) {
 	}
 }
 
-// Processes freeze now and then, and end. Then the rows equal the units that the processes allowed, exactly.
+// Processes freeze now and then, and end. In the end, the rows have exactly the units that the processes allowed.
 func TestLeasesOfProcessesAddUp(t *testing.T) {
 	t.Parallel()
 

@@ -196,8 +196,8 @@ func leaseFails(err error) bool {
 		errors.Is(err, ratelimit.ErrKeyHeld)
 }
 
-// draw returns a policy's name. Most calls use one of two names. The two names change after a while, so that there is
-// room again when they return.
+// draw returns a policy's name. Most calls use one of two names. The two names change after a while, so that their keys
+// have room again when the names return.
 func (p *leaseProcess) draw(random *rand.Rand, now int64) string {
 	names := int64(len(p.Names))
 	if random.IntN(5) == 0 {
@@ -253,7 +253,7 @@ func (p *leaseProcess) report(use leaseUse, result ratelimit.Result) (id int64, 
 	return use.ID, p.tell.Encode(use)
 }
 
-// mistake is report for a process that keeps leased units longer than it may.
+// mistake is like report, but for a process that keeps leased units longer than it may.
 func (p *leaseProcess) mistake(use leaseUse) error {
 	now := time.UnixMicro(use.Return)
 	frozen := now.Sub(p.awake) > p.Pace/2
@@ -287,7 +287,7 @@ func (p *leaseProcess) mistake(use leaseUse) error {
 	return p.tell.Encode(use)
 }
 
-// refund refunds a take. It tells the parent first, because this process may be killed before it can.
+// refund refunds a take. It tells the parent first, because this process may be killed right after the refund.
 func (p *leaseProcess) refund(limiter *ratelimit.Limiter, result ratelimit.Result, id int64) error {
 	p.mu.Lock()
 	p.ids++

@@ -24,7 +24,7 @@ import (
 )
 
 // judge checks whether sequential calls can explain a history of concurrent calls. For each call there must be a moment
-// between its begin and its end at which rule gives the same decision, by the database time in the result.
+// between its beginning and its end when the rule gives the same decision, by the database time in the result.
 type judge struct {
 	rule
 	// If cache is set, denials may come from a cache. Then judge computes them from the remembered state.
@@ -38,7 +38,7 @@ type judge struct {
 func (j judge) step(a account, op operation) []any {
 	switch {
 	case op.Reset:
-		// No call can have waited for the lock of a new row, so the row's time may be when the statement began.
+		// A call that creates the row anew waits for no lock, so the row's time may be when the call's statement began.
 		return []any{account{}}
 	case op.Unknown:
 		// The time of this decision is unknown too. The policies of these histories do not depend on it.
@@ -76,7 +76,7 @@ func (j judge) step(a account, op operation) []any {
 		return nil
 	case at < max(op.Call, a.clock) || !same(want, op.Result):
 		return nil // the clock advances under a row's lock
-	case op.Cost == 0, op.Of != nil && unchanged: // a refund of nothing locks no missing row
+	case op.Cost == 0, op.Of != nil && unchanged: // a refund that gives back nothing locks no missing row
 		return []any{a}
 	}
 	return []any{next}
@@ -88,7 +88,7 @@ func (j judge) mayBeCached(op operation) bool {
 
 // interval returns the time in which an operation may have taken effect. If a history has only takes, each take holds
 // the row's lock when it reads the clock. So it took effect at that time. (Calls of one statement have the same time,
-// in any order.)
+// and any order.)
 func (j judge) interval(history []operation, op operation, staleness time.Duration, allTake bool) (from, to int64) {
 	at := op.Result.DecidedAt.UnixMicro()
 	switch {
@@ -105,8 +105,8 @@ func (j judge) interval(history []operation, op operation, staleness time.Durati
 	case allTake:
 		return at, at
 	}
-	// Other calls see the effect after the commit. Operations that need the row's lock cannot see it earlier. A Peek
-	// can, and so can a reset if there was no row.
+	// Other calls see the effect after the commit. Until then, operations that need the row's lock wait. A Peek does
+	// not wait, and a reset does not if there was no row.
 	return at, op.Return
 }
 
@@ -201,7 +201,7 @@ func (j judge) locks(op operation) bool {
 }
 
 // locksBefore returns how many operations locked the same row before op. A row's clock never goes back, so all of them
-// come before op, and the search need not try op earlier. If a row can be created again, it returns 0.
+// come before op, and the search need not try op earlier. If a row can be created again, locksBefore returns 0.
 func (j judge) locksBefore(history []operation, op operation) (n int) {
 	if !j.locks(op) || slices.ContainsFunc(history, func(op operation) bool { return op.Reset || op.Unknown }) {
 		return 0
@@ -232,8 +232,8 @@ func explain(
 	return result, file.Name()
 }
 
-// staleSince returns the earliest time that a remembered denial may describe. A limiter may not know of another
-// limiter's reset for the time staleness. It knows of its own resets at once.
+// staleSince returns the earliest time that a remembered denial may describe. A limiter may learn of another limiter's
+// reset as late as staleness allows. It knows of its own resets at once.
 func staleSince(history []operation, denial operation, staleness time.Duration) int64 {
 	since := denial.Call - staleness.Microseconds()
 	for _, op := range history {
@@ -407,7 +407,7 @@ func TestJudgeCatches(t *testing.T) {
 			}
 		}},
 		"rows that are read without a lock": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			// The statements for ordinary takes always lock, so the test leaves everything to rate_limit_all.
+			// The statements for ordinary takes always lock, so this test lets rate_limit_all decide all takes.
 			pgtest.LeaveToAll(t, pool, takesSliding)
 			pgtest.Rewrite(t, pool, "rate_limit_all", "FOR UPDATE SKIP LOCKED", "OFFSET 0")
 			pgtest.Rewrite(t, pool, "rate_limit_all", "FOR UPDATE", "OFFSET 0")

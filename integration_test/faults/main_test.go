@@ -46,8 +46,8 @@ func random(t *testing.T) *rand.Rand {
 	return rand.New(rand.NewPCG(testkit.Seed(t, "SEED"), 0))
 }
 
-// withMonths returns a database whose calendar months last for the time month, so that many months end during a
-// history. It replaces only the function for the end of a month, which other tests check.
+// withMonths returns a database whose calendar months last as long as the argument month, so that many months end
+// during a history. It replaces only the function for the end of a month, which other tests check.
 func withMonths(t *testing.T, month time.Duration) *pgtest.DB {
 	t.Helper()
 	db := pgtest.New(t)

@@ -191,9 +191,9 @@ const (
 	holdsBriefly = 20 * time.Millisecond
 )
 
-// hold adds a caller that takes from keys of space 0 in transactions that stay open. It does so until the returned
-// function is called. The first transaction takes from all keys, and stays open until a call got ErrKeyHeld. The later
-// transactions take from one key each, and are short.
+// hold adds a caller that takes from keys of space 0 in transactions that stay open. The returned function stops the
+// caller. The first transaction takes from all keys, and stays open until a call got ErrKeyHeld. The later transactions
+// take from one key each, and are short.
 func (m mix) hold(
 	t *testing.T,
 	db *pgtest.DB,
@@ -289,7 +289,7 @@ func (m mix) draw(random *rand.Rand) mixedOperation {
 	return op
 }
 
-// takes returns the refunds that a worker may make of a call's takes.
+// takes returns the refunds with which a worker may give back a call's takes.
 func (op mixedOperation) takes() []mixedOperation {
 	if op.kind == rolledBack || op.kind == reset || !op.results.Allowed {
 		return nil
@@ -442,7 +442,7 @@ func mixes(span time.Duration) map[string]mix {
 			limits: limits, apart: true,
 			calls: []kind{allowAllTx, rolledBack, allow, allow, allow, peek, wait, refund, grant, reset},
 		},
-		// A reset deletes only one of two rows.
+		// In this mix, a reset deletes only one of two rows.
 		"refunds of what is made anew": {
 			limits: []limit{{"address", false, 1, slices.Concat(one(sliding), several, several)}, limits[3]},
 			calls:  []kind{allow, allow, allowAll, refund, refund, reset},
@@ -455,7 +455,7 @@ func mixes(span time.Duration) map[string]mix {
 			reset,
 		}, crowd: true},
 	}
-	if pgtest.Shards() > 0 { // these calls run in no transaction of the caller
+	if pgtest.Shards() > 0 { // on shards, no call runs in a transaction of the caller
 		delete(all, "transactions")
 	}
 	for name, m := range all {
@@ -497,8 +497,8 @@ func TestMixesAreLinearizable(t *testing.T) {
 	}
 }
 
-// attack makes a role that can only create in the schema create decoys of everything that the functions and the
-// limiters' statements call. A decoy that runs fails the call.
+// attack creates decoys of everything that the functions and the limiters' statements call, as a role that may only
+// create objects in the schema. If a decoy runs, the call fails.
 func attack(t *testing.T, db *pgtest.DB) {
 	t.Helper()
 	for _, db := range append(db.Shards, db) {

@@ -114,9 +114,9 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 	return want.Allowed == op.results.Allowed && want.RetryAfter == op.results.RetryAfter, after
 }
 
-// isFollowedBy tells whether op is a Wait that was allowed together with next, which took after op. Both calls get the
-// ResetAfter of next. The ResetAfter of next may be shorter, because next may have spent the last credit, which lasts
-// longer than ordinary units.
+// isFollowedBy tells whether op is a Wait that was allowed together with the call next, and took before next. Both
+// calls get the ResetAfter of next. The ResetAfter of next may be shorter, because next may have spent the last credit,
+// which lasts longer than ordinary units.
 func (op mixedOperation) isFollowedBy(next mixedOperation) bool {
 	if op.kind != wait || next.kind != wait || op.space != next.space {
 		return false
@@ -127,7 +127,7 @@ func (op mixedOperation) isFollowedBy(next mixedOperation) bool {
 		one.ResetAfter == other.ResetAfter && one.Remaining > other.Remaining
 }
 
-// combine merges the answers of several policies. one is the answer of the next policy.
+// combine merges the answers of several policies. The argument one is the answer of the next policy.
 func combine(r, one ratelimit.Result, first bool) ratelimit.Result {
 	if first {
 		return one

@@ -29,8 +29,8 @@ type account struct {
 }
 
 // rule is an algorithm as documented, implemented a second time. It only knows how time changes an account, and how
-// much room there is at a time. A search finds RetryAfter and ResetAfter: the first time at which the request fits, and
-// the first time at which everything fits.
+// much room the account has at a time. A search finds RetryAfter and ResetAfter: the first time at which the request
+// fits, and the first time at which everything fits.
 type rule struct {
 	kind    string
 	limit   int64
@@ -38,9 +38,9 @@ type rule struct {
 	roll    func(a account, t int64) account
 	room    func(a account, t int64) int64 // for an account rolled forward to t
 	take    func(a account, t, n int64) account
-	// back returns the account a after a refund of n ordinary units of a take. rolled is a, rolled forward to t. Only
-	// units that rolled still counts go back. back does not roll a forward, because other policies may still count more
-	// of it.
+	// back returns what account a becomes after a refund of n ordinary units of a take. The argument rolled is the
+	// account brought forward to time t. Only units that rolled still counts go back. The result is not brought
+	// forward, because other policies may still count more of it.
 	back func(a, rolled account, t, n int64, of portion) account
 	life int64 // microseconds until a take or a grant is over; credit lasts that long
 }
@@ -103,7 +103,7 @@ func ruleOf(policy ratelimit.Policy, month time.Duration) rule {
 				if of.Since != rolled.since || of.In > t {
 					return a
 				}
-				// At most at.At - n - returned tokens stood before the take.
+				// This assumes that all refunds since the take gave back units of earlier takes.
 				left := max(of.At-a.back, n*every) - (t-of.In)*p.Refill
 				given := max(0, min(left, n*every, rolled.count))
 				a.count, a.back = a.count-given, a.back+given
@@ -204,7 +204,7 @@ func ruleOf(policy ratelimit.Policy, month time.Duration) rule {
 	return rule{}
 }
 
-// unlessNew returns the since of an account without usage. Without credit too, the account is as good as new.
+// unlessNew returns what since becomes in an account without usage. If there is no credit either, that is 0.
 func (a account) unlessNew() int64 {
 	if a.credit == 0 {
 		return 0
@@ -229,7 +229,7 @@ func partsOf(result ratelimit.Result) []portion {
 	return parts
 }
 
-// count returns the take function of algorithms that only count. unit is the amount for a cost of 1.
+// count returns the take function of algorithms that only count. The argument unit is the amount for a cost of 1.
 func count(unit int64) func(a account, t, n int64) account {
 	return func(a account, _, n int64) account {
 		a.count += n * unit

@@ -23,7 +23,7 @@ func throughProxy(t *testing.T, mode pgx.QueryExecMode) (*wireProxy, *pgtest.DB,
 	proxy := newWireProxy(t, db.URL)
 	return proxy, db, newPool(t, proxy.url, func(config *pgxpool.Config) {
 		config.ConnConfig.DefaultQueryExecMode = mode
-		// The pool's ping would be the next statement.
+		// Without this, a ping of the pool would be the next statement.
 		config.ShouldPing = func(context.Context, pgxpool.ShouldPingParams) bool { return false }
 	})
 }
@@ -170,8 +170,8 @@ func TestBrokenConnectionOfABatch(t *testing.T) {
 			limiter := limitertest.New(t, pool, ratelimit.Config{
 				Name: "test", Policy: ratelimit.FixedWindow{Limit: 1000, Window: year},
 			}, ratelimit.ClientConfig{MaxInFlight: 1})
-			// While the reply to the first call is delayed, all other calls queue. One statement sends them, and
-			// breaks.
+			// While the reply to the first call is delayed, all other calls queue. One statement sends them all, and
+			// its connection breaks.
 			release := make(chan struct{})
 			proxy.fail(&fault{reply: anyReply, then: late, until: release}, &c.fault)
 			const callers = 40

@@ -55,7 +55,7 @@ func (l *ledger) count() int {
 	return len(l.entries)
 }
 
-// sums adds up the costs of each key: those acknowledged before until, and all that may have been taken.
+// sums adds up the costs of each key: those acknowledged before the time until, and all that may have been taken.
 func (e entries) sums(until time.Time) (acknowledged, atMost map[string]int64) {
 	acknowledged, atMost = map[string]int64{}, map[string]int64{}
 	for _, entry := range e {
@@ -77,8 +77,8 @@ func forgotten(acknowledged, table map[string]int64) string {
 	return ""
 }
 
-// requireTable checks that the table has everything that was acknowledged before until, and nothing that was not
-// requested. It also checks that no key got more than the limit.
+// requireTable checks that the table has everything that was acknowledged before the time until, and nothing that was
+// not requested. It also checks that no key got more than the limit.
 func (e entries) requireTable(t *testing.T, table map[string]int64, limit int64, until time.Time) {
 	t.Helper()
 	acknowledged, atMost := e.sums(until)

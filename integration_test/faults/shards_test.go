@@ -93,7 +93,7 @@ func (l *shardLoad) add(limiter *ratelimit.Limiter, c shardCall) {
 	l.calls = append(l.calls, c)
 }
 
-// count returns how many calls for a shard's keys were answered by a source.
+// count returns how many calls for a shard's keys a source has answered.
 func (l *shardLoad) count(shard int, source ratelimit.Source) (n int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -143,7 +143,7 @@ func (l *shardLoad) requireOthersUntouched(t *testing.T, failed int) {
 // failing is the shard that fails.
 const failing = 2
 
-// fleetThatFails starts shards, one of which will fail. If its disk should become full, the disk has this many MiB.
+// fleetThatFails starts shards, one of which will fail. If its disk is to become full, disk is the disk's size in MiB.
 func fleetThatFails(t testing.TB, how string, disk int) (fleet *pgtest.Fleet, begin, end func()) {
 	t.Helper()
 	dir := ""
@@ -155,7 +155,7 @@ func fleetThatFails(t testing.TB, how string, disk int) (fleet *pgtest.Fleet, be
 	return fleet, begin, end
 }
 
-// shardFaults returns the possible faults of a shard. dir is a small disk.
+// shardFaults returns the possible faults of a shard. The argument dir is a folder on a small disk.
 func shardFaults() map[string]func(t testing.TB, fleet *pgtest.Fleet, dir string) (begin, end func()) {
 	return map[string]func(t testing.TB, fleet *pgtest.Fleet, dir string) (begin, end func()){
 		"killed": func(t testing.TB, fleet *pgtest.Fleet, _ string) (begin, end func()) {
@@ -299,7 +299,7 @@ func TestPgBouncerAsDocumented(t *testing.T) {
 	testkit.WaitUntil(t, func() bool { return ask(1) == nil })
 }
 
-// The proxy cannot end a call to a frozen shard. Such a call uses no pool connection that calls for other shards need.
+// The proxy cannot end a call to a frozen shard. Such a call uses no pool connection that other shards' calls need.
 func TestFrozenShardLeavesThePool(t *testing.T) {
 	t.Parallel()
 

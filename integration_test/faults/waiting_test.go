@@ -182,7 +182,7 @@ func TestLongForeignTransaction(t *testing.T) {
 		require.NoError(t, err)
 		pgtest.Exec(t, foreign, "SELECT FROM pg_class")
 		grown := take()
-		require.Greater(t, grown, int64(10)) // without growth, the transaction held nothing back
+		require.Greater(t, grown, int64(10)) // if nothing grew, the transaction held nothing back
 		require.NoError(t, foreign.Rollback(t.Context()))
 
 		require.LessOrEqual(t, take(), int64(2))

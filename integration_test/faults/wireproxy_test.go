@@ -26,10 +26,10 @@ type wireProxy struct {
 
 // fault is a failure of a statement.
 type fault struct {
-	// From the first message for which request returns true, the proxy forwards no more requests.
+	// The proxy does not forward the first message for which request returns true, nor any later request.
 	request func(pgproto3.FrontendMessage) bool
-	// From the first message for which reply returns true, the proxy holds replies back. The fault happens when the
-	// reply is complete, so the database has committed.
+	// The proxy holds back the first message for which reply returns true, and all later replies. The fault happens
+	// when the reply is complete, so the database has committed.
 	reply func(pgproto3.BackendMessage) bool
 	then  outcome
 	until <-chan struct{} // a late reply is forwarded when this is closed

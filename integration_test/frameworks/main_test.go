@@ -46,7 +46,7 @@ func retryAfter(result ratelimit.Result) string {
 	return strconv.Itoa(int(math.Ceil(result.RetryAfter.Seconds())))
 }
 
-// These are the handlers by path. Each handler has its own limit, and they fail in all ways that the framework
+// These are the handlers by path. Each handler has its own limit, and the handlers fail in all ways that the framework
 // supports.
 const (
 	good    = "/good"    // writes a response
@@ -145,7 +145,7 @@ func status(t *testing.T, request *http.Request, do func(*http.Request) (*http.R
 	return response.StatusCode
 }
 
-// This test runs all frameworks, by the way in which the limit is mounted.
+// This test has a case for each way in which a framework can mount the limit.
 func TestFailuresAreCharged(t *testing.T) {
 	t.Parallel()
 

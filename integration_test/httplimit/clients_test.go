@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/httplimit"
 )
 
-// A client that waits for Retry-After gets through. A second earlier it would be denied. The test tries every
+// A client that waits for Retry-After gets through. A second earlier, the client would be denied. The test tries every
 // algorithm.
 func TestClientThatObeysRetryAfter(t *testing.T) {
 	t.Parallel()

@@ -25,7 +25,7 @@ import (
 	"github.com/pgratelimit/ratelimit/otelratelimit"
 )
 
-// newClient returns a client whose metrics mux serves. docs/operating.md shows this code.
+// newClient returns a client, and lets mux serve its metrics. docs/operating.md shows this code.
 func newClient(pool *pgxpool.Pool, mux *http.ServeMux) (*ratelimit.Client, error) {
 	exporter, err := prometheus.New()
 	if err != nil {
@@ -107,7 +107,7 @@ func (a *application) run() (end func()) {
 	}
 }
 
-// hold makes a transaction hold a key that callers use, until end is called.
+// hold begins a transaction that holds a key that callers use, until end is called.
 func (a *application) hold(t *testing.T) (end func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())

@@ -51,8 +51,8 @@ func readDashboard(t *testing.T) (d dashboard) {
 	return d
 }
 
-// query returns an expression of the dashboard with values for Grafana's variables. On a busy machine, Prometheus may
-// miss a scrape.
+// query returns an expression of the dashboard with values for Grafana's variables. The interval is long enough for a
+// busy machine, on which Prometheus may miss a scrape.
 func query(expr string) string {
 	interval := time.Minute
 	if drawing() {

@@ -119,7 +119,7 @@ func (p *point) UnmarshalJSON(text []byte) error {
 	return err
 }
 
-// over evaluates a query at to, and at each scrape between from and to.
+// over evaluates a query at the time to, and at each scrape between the times from and to.
 func (p *promServer) over(t *testing.T, query string, from, to time.Time) []series {
 	t.Helper()
 	var found struct{ Result []series }

@@ -14,7 +14,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// soakAccount is a key whose window outlasts the soak, and its callers' knowledge of it. Its row always has to agree:
+// soakAccount is a key whose window outlasts the soak, with what its callers know. Its row must always agree with that:
 //
 //	durable, synchronous commit   acknowledged ≤ row ≤ acknowledged + unknown
 //	durable                       the same, but a crash may have taken what was acknowledged before it
@@ -188,7 +188,7 @@ func isStoreError(err error) bool {
 	return ok
 }
 
-// note records the outcome of a call for n. from and to are the server's lives when the call began and ended.
+// note records the outcome of a call for n units, which began in the server's life from and ended in its life to.
 func (a *soakAccount) note(outcome soakOutcome, n, from, to int64) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -208,7 +208,7 @@ func (a *soakAccount) note(outcome soakOutcome, n, from, to int64) {
 	}
 }
 
-// audit compares an account with its row while nobody uses it, and resets it.
+// audit compares an account with its row while nobody uses the account, and then resets the account.
 func (s *soak) audit(ctx context.Context, a *soakAccount) {
 	a.use.Lock()
 	defer a.use.Unlock()

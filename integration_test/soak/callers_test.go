@@ -80,7 +80,7 @@ func (s *soak) useAccount(ctx context.Context, pool int, rng *rand.Rand) {
 	}
 }
 
-// ask makes a request for an account in use, and returns whether the request was denied.
+// ask makes a request for an account that is in use, and returns whether the request was denied.
 func (s *soak) ask(ctx context.Context, a *soakAccount, pool int, rng *rand.Rand) (denied bool) {
 	limiter, n := a.of.limiters[pool], soakCost(rng)
 	from := s.life.Load()
@@ -127,7 +127,7 @@ func (s *soak) ask(ctx context.Context, a *soakAccount, pool int, rng *rand.Rand
 	return err == nil && !result.Allowed
 }
 
-// giveBack refunds a take from an account in use, or a part of a take.
+// giveBack refunds a take, or a part of a take, from an account that is in use.
 func (s *soak) giveBack(ctx context.Context, a *soakAccount, rng *rand.Rand) {
 	a.mu.Lock()
 	if len(a.takes) == 0 {

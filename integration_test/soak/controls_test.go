@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// These tests show that the soak finds faults: each test runs it on something that is broken on purpose.
+// These tests show that the soak finds faults: each test runs the soak on something that is broken on purpose.
 
 // If a row is read without a lock, the units that other calls take at the same time are lost.
 func TestSoakFindsLostUpdates(t *testing.T) {
@@ -44,7 +44,7 @@ func TestSoakFindsForgottenGrants(t *testing.T) {
 			}
 		}
 	}
-	s.waitUntil("a grant is forgotten", func() bool { // repeats until the log was not written in time
+	s.waitUntil("a grant is forgotten", func() bool { // repeats until a crash comes before the log is written
 		each(func(a *soakAccount) { s.ask(t.Context(), a, 0, rng) })
 		require.NoError(t, s.restart(true, s.server.Kill))
 		each(func(a *soakAccount) { s.audit(t.Context(), a) })
@@ -285,8 +285,8 @@ func soakFunctions() []string {
 	}
 }
 
-// lockNothing makes rate_limit_all decide without locking rows. beforeWriting is a statement that runs before it writes
-// the rows.
+// lockNothing makes rate_limit_all decide without locking rows. The statement beforeWriting runs before the rows are
+// written.
 func (s *soak) lockNothing(beforeWriting string) {
 	s.t.Helper()
 	for _, function := range soakFunctions() {

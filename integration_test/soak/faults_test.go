@@ -14,7 +14,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// soakFault is a fault that the soak causes. happen ends what it begins, even if the context ends.
+// soakFault is a fault that the soak causes. The function happen ends what it begins, even if the context ends.
 type soakFault struct {
 	name   string
 	crash  bool // whether the server loses unwritten data
@@ -162,7 +162,7 @@ func (s *soak) foreignTransaction(ctx context.Context, rng *rand.Rand) error {
 	return nil
 }
 
-// holdHotRows makes callers' transactions hold hot rows longer than other callers wait for the rows.
+// holdHotRows holds hot rows in callers' transactions, for longer than other callers wait for the rows.
 func (s *soak) holdHotRows(ctx context.Context, rng *rand.Rand) error {
 	var holders sync.WaitGroup
 	for pool := range s.pools {
@@ -186,7 +186,7 @@ func (s *soak) holdHotRows(ctx context.Context, rng *rand.Rand) error {
 	return nil
 }
 
-// holdRows makes callers' transactions hold rows that only this fault uses. The transactions have just created some of
+// holdRows holds rows that only this fault uses, in callers' transactions. The transactions have just created some of
 // the rows. Some rows are held briefly, and some until every caller has an answer.
 func (s *soak) holdRows(ctx context.Context, rng *rand.Rand) error {
 	ctx = context.WithoutCancel(ctx)
@@ -242,7 +242,7 @@ func (s *soak) holdRow(ctx context.Context, a *soakAccount, pool int, rng *rand.
 	s.audit(ctx, a)
 }
 
-// waitFor retries until try returns true. It fails if that takes too long.
+// waitFor repeats the function try until it returns true. It fails if that takes too long.
 func (s *soak) waitFor(ctx context.Context, what string, try func() bool) {
 	for deadline := time.Now().Add(time.Minute); !try(); soakWait(ctx, 20*time.Millisecond) {
 		if time.Now().After(deadline) {
@@ -252,8 +252,8 @@ func (s *soak) waitFor(ctx context.Context, what string, try func() bool) {
 	}
 }
 
-// attack makes a role that can only create in the schema create decoys of everything that the functions, the limiters'
-// statements and the sweeper's statements call. A decoy that runs fails, and no fault explains its error.
+// attack creates decoys of everything that the functions, the limiters' statements and the sweeper's statements call,
+// as a role that may only create objects in the schema. If a decoy runs, it fails, and no fault explains its error.
 func (s *soak) attack() {
 	s.t.Helper()
 	db := &pgtest.DB{Pool: s.extra, URL: s.server.URL()}
@@ -290,7 +290,7 @@ func (s *soak) impatientCallers(ctx context.Context, rng *rand.Rand) error {
 	return nil
 }
 
-// eventually retries until the database answers.
+// eventually repeats the function try until the database answers.
 func (s *soak) eventually(ctx context.Context, try func(ctx context.Context) error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Minute)
 	defer cancel()

@@ -116,7 +116,7 @@ type soak struct {
 	mu         sync.Mutex
 	stop       context.CancelFunc // ends the run
 	violations []string
-	archived   map[soakRowID]int64 // by key that is no longer used, the units that late calls may still take
+	archived   map[soakRowID]int64 // for each key that is no longer used, the units that late calls may still take
 	events     []soakEvent
 	samples    []soakSample
 	began      time.Time
@@ -259,7 +259,7 @@ func (s *soak) run(length time.Duration, faults []soakFault) {
 }
 
 // sweep sweeps until the context ends. It deletes rows as soon as they expire, so that callers and sweepers meet more
-// often. (rate_limit_sweep keeps rows for another minute.) Server and callers have the same clock.
+// often. (rate_limit_sweep keeps rows for another minute.) The server and the callers have the same clock.
 func (s *soak) sweep(ctx context.Context, pool int) {
 	sweeper, err := cleanup.New(
 		s.pools[pool],

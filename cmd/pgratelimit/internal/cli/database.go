@@ -87,8 +87,8 @@ func (a *App) Open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pg
 	return pgxpool.NewWithConfig(ctx, config)
 }
 
-// checkSearchPath returns an error if search_path names another schema before pg_catalog. That schema may have other
-// roles' functions.
+// checkSearchPath returns an error if search_path names a schema, perhaps with other roles' functions, before
+// pg_catalog.
 func checkSearchPath(ctx context.Context, conn *pgx.Conn) error {
 	var path string
 	if err := conn.QueryRow(ctx, "SHOW search_path").Scan(&path); err != nil {
@@ -170,7 +170,7 @@ func (db DB) Transaction(
 	return refusedText(pgx.BeginTxFunc(ctx, db.Pool, pgx.TxOptions{
 		IsoLevel: pgx.ReadCommitted, AccessMode: mode,
 	}, func(tx pgx.Tx) error {
-		// With enable_nestloop off, Postgres overestimates the cost of catalog queries, and JIT compiles them for
+		// With enable_nestloop off, Postgres overestimates catalog queries' costs, and JIT would compile them for
 		// seconds.
 		if _, err := tx.Exec(ctx, "SET LOCAL jit = off"); err != nil {
 			return err
