@@ -87,8 +87,7 @@ func (a *App) Open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pg
 	return pgxpool.NewWithConfig(ctx, config)
 }
 
-// checkSearchPath returns an error if search_path names a schema, perhaps with other roles' functions, before
-// pg_catalog.
+// checkSearchPath returns an error if search_path has another schema before pg_catalog, perhaps with foreign functions.
 func checkSearchPath(ctx context.Context, conn *pgx.Conn) error {
 	var path string
 	if err := conn.QueryRow(ctx, "SHOW search_path").Scan(&path); err != nil {
@@ -170,8 +169,7 @@ func (db DB) Transaction(
 	return refusedText(pgx.BeginTxFunc(ctx, db.Pool, pgx.TxOptions{
 		IsoLevel: pgx.ReadCommitted, AccessMode: mode,
 	}, func(tx pgx.Tx) error {
-		// With enable_nestloop off, Postgres overestimates catalog queries' costs, and JIT would compile them for
-		// seconds.
+		// With enable_nestloop off, Postgres overestimates the cost of catalog queries, and JIT would take seconds.
 		if _, err := tx.Exec(ctx, "SET LOCAL jit = off"); err != nil {
 			return err
 		}
