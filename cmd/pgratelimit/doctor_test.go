@@ -489,7 +489,7 @@ func TestDoctorFindsAnOwnerWithoutRights(t *testing.T) {
 	require.Equal(t, cli.Fine, examined(t, db.URL)["rights"].Level)
 }
 
-// doctor reports a problem if a role lacks rights. It does not report the rights that a role should have.
+// doctor reports a problem if a role lacks rights. doctor does not report the rights that a role should have.
 func TestDoctorOfRoles(t *testing.T) {
 	t.Parallel()
 
@@ -569,7 +569,7 @@ func TestDoctorsAdviceNamesTheSchema(t *testing.T) {
 	}
 }
 
-// If another role created a function, doctor's advice gives that role no rights, and does not change the owner.
+// If another role created a function, doctor's advice gives that role no rights, and keeps the function's owner.
 func TestDoctorHelpsNoStranger(t *testing.T) {
 	t.Parallel()
 
@@ -638,7 +638,7 @@ func TestDoctorOfADatabaseThatIsBehind(t *testing.T) {
 	require.Regexp(t, `(?m)^problem +migrations +ratelimit/migrations: status: no schema`, o.stdout)
 }
 
-// A recreated object has the same rights as before.
+// Roles have the same rights on a recreated object as before.
 func TestDoctorFixKeepsRights(t *testing.T) {
 	t.Parallel()
 
@@ -678,7 +678,7 @@ func TestDoctorFixKeepsRights(t *testing.T) {
 	require.Equal(t, before, rights())
 }
 
-// migrate up finds a missing object even if no migration is pending.
+// 'migrate up' finds a missing object even if no migration is pending.
 func TestMigrateUpFindsWhatIsMissing(t *testing.T) {
 	t.Parallel()
 

@@ -59,7 +59,7 @@ func TestMigrateUpAndDown(t *testing.T) {
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 }
 
-// If another tool runs the output of migrate print, the effect is the same as with migrate up.
+// If another tool runs the output of 'migrate print', the effect is the same as that of 'migrate up'.
 func TestMigratePrint(t *testing.T) {
 	t.Parallel()
 
@@ -89,7 +89,7 @@ func TestMigratePrint(t *testing.T) {
 	apply("--down")
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 
-	// migrate up adopts printed migrations at every version, and rolls them back. status, doctor and the tables agree.
+	// At every version, 'migrate up' adopts printed migrations, and 'down' rolls back. status, doctor and tables agree.
 	for _, migration := range all {
 		apply(fmt.Sprint(migration.Version))
 		listed := decode[[]upkeep.MigrationStatus](t, invoke(t, db.URL, "migrate", "up", "--json"))

@@ -126,7 +126,7 @@ func TestPolicySetForAWhile(t *testing.T) {
 	require.Len(t, gets(t, db.URL, "a"), 4)
 }
 
-// Without --force, policy set does not lower a limit at once or in the long run. policy set compares the new policy
+// Without --force, 'policy set' does not lower a limit at once or in the long run. The command compares the new policy
 // with the replaced row, or with the row that would be in force.
 func TestPolicySetLowersOnlyByForce(t *testing.T) {
 	t.Parallel()
@@ -197,7 +197,7 @@ func TestPolicySetLowersOnlyByForce(t *testing.T) {
 	require.False(t, changed(t, db.URL, "policy", "set", "api", "--key", "c", "--off", why, "--dry-run").Lowers)
 }
 
-// policy set prints a warning if the policy is of another kind than all rows of the limiter.
+// 'policy set' prints a warning if the policy is of another kind than all rows of the limiter.
 func TestPolicySetOfAnotherKind(t *testing.T) {
 	t.Parallel()
 
@@ -228,7 +228,7 @@ func TestPolicySetOfAnotherKind(t *testing.T) {
 	require.Empty(t, o.stderr)
 }
 
-// A dry run prints the same as the command, and changes nothing. A dry run needs no right to change the table.
+// A dry run prints what the command would print, and changes nothing. A dry run needs no right to change the table.
 func TestPolicyDryRun(t *testing.T) {
 	t.Parallel()
 
@@ -520,7 +520,7 @@ func TestBanAndUnban(t *testing.T) {
 	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, mode, valid_from, valid_until, comment, automatic)
 		VALUES ('api', 'd', 'deny', now() - interval '2 hours', now() - interval '1 hour', 'why', true)`)
 	require.Len(t, changed(t, db.URL, "unban", "api", "d").Removed, 1)
-	// policy set replaces a ban, and prints it.
+	// 'policy set' replaces a ban, and prints the ban.
 	require.Equal(t, policies.ModeDeny, changed(t, db.URL, "policy", "set", "api", "--key", "c", "sliding 1/1m", why).Removed[0].Mode)
 }
 

@@ -12,7 +12,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// policy compare shows the reports for each shadow policy, with the keys that it would have denied most often.
+// 'policy compare' shows the reports for each shadow policy, with the keys that the policy would deny most often.
 func TestPolicyCompare(t *testing.T) {
 	t.Parallel()
 

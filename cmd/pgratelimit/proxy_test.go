@@ -83,7 +83,7 @@ func TestShardSet(t *testing.T) {
 	}
 }
 
-// shard set reports problems before it changes anything, and names the shard.
+// 'shard set' reports problems before it changes anything, and names the shard.
 func TestShardSetRefuses(t *testing.T) {
 	t.Parallel()
 

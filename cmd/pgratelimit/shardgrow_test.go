@@ -207,8 +207,8 @@ func TestInterruptedGrowth(t *testing.T) {
 	}
 }
 
-// Another proxy of the same shards gives the same advice, whether --proxy named it or not. The advice is not to repeat
-// a command that still runs.
+// Another proxy of the same shards gives the same advice, whether --proxy named that proxy or not. The advice is not to
+// repeat a command that still runs.
 func TestInterruptedGrowthOfSeveralProxies(t *testing.T) {
 	t.Parallel()
 

@@ -45,7 +45,7 @@ type arena struct {
 }
 
 // BenchmarkSideBySide compares this library with other limiters: see `make bench`. It writes its results to a report,
-// not to the output of package testing. So one iteration is enough: -benchtime 1x.
+// not to the output of package testing. So one iteration is enough, which is -benchtime 1x.
 func BenchmarkSideBySide(b *testing.B) {
 	plan, out := planOf(b), ""
 	if text := os.Getenv(processVariable); text != "" {
@@ -165,7 +165,7 @@ func (a *arena) pool(far bool) *pgxpool.Pool {
 	return a.near
 }
 
-// postgresPIDs returns the server's processes. It returns none if the server runs in a container.
+// postgresPIDs returns the server's processes. It returns no processes if the server runs in a container.
 func (a *arena) postgresPIDs() []int {
 	a.b.Helper()
 	pids, err := a.server.PIDs()
@@ -173,7 +173,7 @@ func (a *arena) postgresPIDs() []int {
 	return pids
 }
 
-// ctx returns a context that can be cancelled, like a request's context. So a driver has to watch it.
+// ctx returns a context that can be cancelled, like a request's context. So a driver has to watch the context.
 func (a *arena) ctx() context.Context { return a.b.Context() }
 
 func (a *arena) exec(sql string, args ...any) {

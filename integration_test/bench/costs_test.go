@@ -81,8 +81,8 @@ func (a *arena) flushStatistics(pool *pgxpool.Pool) {
 	}
 }
 
-// cpuTime returns the CPU time of processes. It includes their threads, exactly, from the scheduler's accounting. It
-// also includes their ended children, in hundredths of a second.
+// cpuTime returns the CPU time of processes, including ended children. The time of threads is exact, from the
+// scheduler's accounting. The time of ended children is in hundredths of a second.
 func cpuTime(pids ...int) (total time.Duration) {
 	for _, pid := range pids {
 		threads, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", pid))

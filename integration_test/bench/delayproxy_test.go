@@ -19,7 +19,7 @@ const farAway = time.Millisecond
 // direction. On Linux, Go rounds timers up to milliseconds when the process is idle, so two half delays would take one
 // and a half times as long as one whole delay.
 //
-// The proxy keeps the order of the data, and its buffer never fills. So it limits no throughput.
+// The proxy keeps the order of the data, and its buffer never fills. So the proxy limits no throughput.
 func startDelayProxy(tb testing.TB, target string, delay time.Duration) (address string) {
 	tb.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")

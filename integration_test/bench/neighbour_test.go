@@ -37,8 +37,8 @@ type neighbourResult struct {
 	Decisions []float64 `json:"decisions_per_second,omitempty"`
 }
 
-// neighbour runs an application: pgbench's TPC-B-like transactions. Busy limiters run beside it, on the same server or
-// only on the same machine.
+// neighbour runs an application: pgbench's TPC-B-like transactions. Busy limiters run beside the application, on the
+// same server or only on the same machine.
 func (a *arena) neighbour(plan plan) []*neighbourResult {
 	a.b.Helper()
 	pgbench := a.pgbenchProgram()

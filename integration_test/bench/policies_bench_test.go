@@ -86,7 +86,7 @@ func BenchmarkPolicies(b *testing.B) {
 }
 
 // BenchmarkPoliciesLoad measures how long a process takes to read 100,000 rows. It also measures the reading of a
-// million rows, of which the process may keep 200,000. It reports the memory, and the slowest decision meanwhile.
+// million rows, of which the process may keep 200,000. It reports memory, and the slowest decision while reading.
 //
 //	go test -run '^$' -bench '^BenchmarkPoliciesLoad$' -benchtime 1x ./bench
 func BenchmarkPoliciesLoad(b *testing.B) {

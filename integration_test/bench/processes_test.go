@@ -55,8 +55,8 @@ type process struct {
 	output  bytes.Buffer
 }
 
-// startProcesses returns n processes. They run until endProcesses, because starting a process takes longer than a
-// round.
+// startProcesses returns n processes. The processes run until endProcesses, because starting a process takes longer
+// than a round.
 func (a *arena) startProcesses(n int) []*process {
 	a.b.Helper()
 	if started := a.processes[n]; started != nil {

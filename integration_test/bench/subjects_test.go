@@ -18,8 +18,8 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// window is the window of every limit. It is so long that nothing refills during the benchmark, so the rows must have
-// all the units that callers took.
+// window is the window of every limit. The window is so long that nothing refills during the benchmark, so the rows
+// must have all the units that callers took.
 const window = 12 * time.Hour
 
 // patience is the timeout of this library's calls. A busy machine should not fail the run.
@@ -194,7 +194,7 @@ var (
 	}
 )
 
-// standstill is the clock of token buckets. It does not move, because a refill would hide how much was taken.
+// standstill is the clock of token buckets. This clock does not move, because a refill would hide how much was taken.
 func standstill() time.Time { return time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC) }
 
 // library returns a limiter of this library as a subject. Its store has a schema of its own.
@@ -315,8 +315,8 @@ func inSchema(name string) func(*pgxpool.Config) {
 	return func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = name }
 }
 
-// fillBySQL creates many million rows a minute. It prevents autovacuum and its statistics, which would disturb the
-// measurement at random times.
+// fillBySQL creates many million rows a minute. It turns autovacuum off, because autovacuum and its statistics would
+// disturb the measurement at random times.
 func (a *arena) fillBySQL(table, name string, data dataset) {
 	a.b.Helper()
 	a.exec("ALTER TABLE " + table + " SET (autovacuum_enabled = false)")
@@ -441,7 +441,7 @@ func (a *arena) plainStore(data dataset, table string, open func(pool *pgxpool.P
 	}
 }
 
-// openInProcess opens a limiter in one process for each key. It does not limit several processes together.
+// openInProcess opens a limiter in one process for each key. Such a limiter does not limit several processes together.
 func openInProcess(_ *arena, data dataset) *store {
 	var limiters sync.Map
 	c := &contender{pids: func() []int { return nil }, take: func(_ context.Context, key string) (bool, error) {

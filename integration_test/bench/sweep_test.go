@@ -26,9 +26,9 @@ import (
 //
 //	go test -run '^$' -bench '^BenchmarkSweep$' -benchtime 1x -timeout 60m .
 //
-// These environment variables make it smaller. BENCH_SWEEP_ROWS is the number of rows, half of them expired (2,000,000
-// by default). A table without expired rows has five times as many rows. BENCH_SWEEP_ROUND is the length of a round
-// (10s by default).
+// These environment variables make the benchmark smaller. BENCH_SWEEP_ROWS is the number of rows, half of them expired
+// (2,000,000 by default). A table without expired rows has five times as many rows. BENCH_SWEEP_ROUND is the length of
+// a round (10s by default).
 func BenchmarkSweep(b *testing.B) {
 	rows, round := 2_000_000, 10*time.Second
 	var err error

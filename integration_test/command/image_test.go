@@ -13,8 +13,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// The program built by deploy/Dockerfile works in an empty image, without any other file. It runs as a user who is not
-// in /etc/passwd.
+// The program built by deploy/Dockerfile works in an empty image, without any other file. The program runs as a user
+// who is not in /etc/passwd.
 func TestBinaryNeedsNothing(t *testing.T) {
 	t.Parallel()
 

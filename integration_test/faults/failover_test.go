@@ -140,8 +140,8 @@ func TestFailoverToASynchronousStandby(t *testing.T) {
 	requireHealed(t, limiter)
 }
 
-// A standby that is behind the primary is promoted. It has the data that it received, and no rows of the unlogged
-// table.
+// A standby that is behind the primary is promoted. The standby has the data that it received, and no rows of the
+// unlogged table.
 func TestFailoverToAnAsynchronousStandby(t *testing.T) {
 	t.Parallel()
 

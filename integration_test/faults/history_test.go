@@ -210,7 +210,7 @@ func (op *operation) make(
 const workVariable = "RATELIMIT_TEST_WORK"
 
 // workInChild does the work of a child process. It prints that it is ready, waits for a line on stdin, and writes its
-// history to stdout. It does not use JSON, which would not restore the history exactly. It returns the exit code.
+// history to stdout. The output is not JSON, which would not restore the history exactly. It returns the exit code.
 func workInChild(work string) int {
 	var w workload
 	err := json.Unmarshal([]byte(work), &w)

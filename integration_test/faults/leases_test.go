@@ -241,7 +241,7 @@ func TestLeasesOfUnluckyProcesses(t *testing.T) {
 
 	random := random(t)
 	for range testkit.Rounds(t, "ROUNDS", 1) {
-		// A busy machine makes few calls within a span, so the span doubles until there was a lease.
+		// A busy machine makes few calls within a span, so the span doubles until a lease is granted.
 		for span, leased := 1200*time.Millisecond, int64(0); leased == 0; span *= 2 {
 			require.Less(t, span, 20*time.Second, "nothing is leased")
 			w := leasesAtWork(span)
@@ -271,8 +271,8 @@ func (f *leaseFleet) requireBalance(end leaseUse) {
 	require.Equal(f.t, end.Lease.Taken, spent+end.Lease.Returned+end.Lease.Stranded)
 }
 
-// A bucket can fill up while a process holds a lease of it. Even if callers spend first the lease and then the whole
-// bucket, they get no more than the bucket holds.
+// A bucket can fill up while a process holds a lease of this bucket. Even if callers spend first the lease and then the
+// whole bucket, they get no more than the bucket holds.
 func TestLeasesOfABucketThatFillsUp(t *testing.T) {
 	t.Parallel()
 
@@ -319,7 +319,7 @@ func TestLeasesOfProcessesAddUp(t *testing.T) {
 
 	random := random(t)
 	for range testkit.Rounds(t, "ROUNDS", 1) {
-		// A busy machine makes few calls within a span, so the span doubles until there was a lease.
+		// A busy machine makes few calls within a span, so the span doubles until a lease is granted.
 		for span, leased := 700*time.Millisecond, int64(0); leased == 0; span *= 2 {
 			require.Less(t, span, 20*time.Second, "nothing is leased")
 			w := leasesAtWork(day)
@@ -379,7 +379,7 @@ func TestLeasesUnderAClockThatIsSet(t *testing.T) {
 
 	random := random(t)
 	for range testkit.Rounds(t, "ROUNDS", 1) {
-		// A busy machine makes few calls within a span, so the span doubles until there was a lease.
+		// A busy machine makes few calls within a span, so the span doubles until a lease is granted.
 		for span, leased := time.Second, int64(0); leased == 0; span *= 2 {
 			require.Less(t, span, 20*time.Second, "nothing is leased")
 			w := leasesAtWork(span)

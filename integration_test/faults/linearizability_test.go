@@ -27,7 +27,7 @@ import (
 // between its beginning and its end when the rule gives the same decision, by the database time in the result.
 type judge struct {
 	rule
-	// If cache is set, denials may come from a cache. Then judge computes them from the remembered state.
+	// If cache is set, denials may come from a cache. Then judge computes denials from the remembered state.
 	cache bool
 	// If untimed is set, judge does not compare RetryAfter and ResetAfter. After refunds and grants they depend on the
 	// times of calls with unknown outcomes.
@@ -87,8 +87,8 @@ func (j judge) mayBeCached(op operation) bool {
 }
 
 // interval returns the time in which an operation may have taken effect. If a history has only takes, each take holds
-// the row's lock when it reads the clock. So it took effect at that time. (Calls of one statement have the same time,
-// and any order.)
+// the row's lock when it reads the clock. So it took effect at that time. (Calls of one statement have one time, and
+// any order.)
 func (j judge) interval(history []operation, op operation, staleness time.Duration, allTake bool) (from, to int64) {
 	at := op.Result.DecidedAt.UnixMicro()
 	switch {
@@ -106,7 +106,7 @@ func (j judge) interval(history []operation, op operation, staleness time.Durati
 		return at, at
 	}
 	// Other calls see the effect after the commit. Until then, operations that need the row's lock wait. A Peek does
-	// not wait, and a reset does not if there was no row.
+	// not wait, and neither does a reset if there was no row.
 	return at, op.Return
 }
 
@@ -200,8 +200,8 @@ func (j judge) locks(op operation) bool {
 	return op.Cost != 0 && op.Of == nil && !op.Reset && !op.Unknown && !j.mayBeCached(op)
 }
 
-// locksBefore returns how many operations locked the same row before op. A row's clock never goes back, so all of them
-// come before op, and the search need not try op earlier. If a row can be created again, locksBefore returns 0.
+// locksBefore returns how many operations locked the same row before op. A row's clock never goes back, so these
+// operations come before op, and the search need not try op earlier. If a row can be created again, the result is 0.
 func (j judge) locksBefore(history []operation, op operation) (n int) {
 	if !j.locks(op) || slices.ContainsFunc(history, func(op operation) bool { return op.Reset || op.Unknown }) {
 		return 0
@@ -233,7 +233,7 @@ func explain(
 }
 
 // staleSince returns the earliest time that a remembered denial may describe. A limiter may learn of another limiter's
-// reset as late as staleness allows. It knows of its own resets at once.
+// reset as late as staleness allows. A limiter knows of its own resets at once.
 func staleSince(history []operation, denial operation, staleness time.Duration) int64 {
 	since := denial.Call - staleness.Microseconds()
 	for _, op := range history {
@@ -262,8 +262,8 @@ func histories(algorithm string) map[string]workload {
 	cachedResets.Cache, cachedResets.Resets, cachedResets.DenialMaxAge, cachedResets.Callers = true, 5, 5*time.Millisecond, 3
 	// This workload creates and deletes one row again and again.
 	reset.Keys, reset.Resets, reset.Callers, reset.Gap = 1, 30, 4, 0
-	// These are waves of equal requests for one key, which coalescing merges. There are no Peeks, because the search
-	// could take for ever with them.
+	// These are waves of equal requests for one key. Coalescing merges the requests. There are no Peeks, because the
+	// search could take for ever with them.
 	hot.Keys, hot.MaxCost, hot.Callers, hot.Calls, hot.Gap, hot.Looks = 1, 1, 24, 10, 0, 0
 	// The queue has so many keys that one statement decides all of them.
 	many.Keys, many.Callers, many.Gap = 12, 30, 0
@@ -364,7 +364,7 @@ func TestLinearizableWithUnknownOutcomes(t *testing.T) {
 		if algorithm == "sliding log" {
 			continue // the time of this call shows when it was decided
 		}
-		// A session has to end while it decides, which happens by chance.
+		// Only by chance does a session end while it decides.
 		for round := 0; round < testkit.Rounds(t, "ROUNDS", 2) || unknown == 0; round++ {
 			require.Less(t, round, 100)
 			w := uncertainWorkload(algorithm)
@@ -390,7 +390,7 @@ func TestLinearizableWithUnknownOutcomes(t *testing.T) {
 
 const takesSliding = "rate_limit_take_sliding_window"
 
-// This is a negative control: the judge finds the faults of broken variants, in the same kinds of histories.
+// This is a negative control: the judge finds the faults of broken variants in the same kinds of histories.
 func TestJudgeCatches(t *testing.T) {
 	t.Parallel()
 

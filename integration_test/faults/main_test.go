@@ -40,14 +40,14 @@ const (
 	year = 365 * day
 )
 
-// random returns the source of a test's random numbers. The variable SEED repeats them.
+// random returns the source of a test's random numbers. With the same SEED, the numbers are the same.
 func random(t *testing.T) *rand.Rand {
 	t.Helper()
 	return rand.New(rand.NewPCG(testkit.Seed(t, "SEED"), 0))
 }
 
 // withMonths returns a database whose calendar months last as long as the argument month, so that many months end
-// during a history. It replaces only the function for the end of a month, which other tests check.
+// during a history. It replaces only the function for the end of a month. Other tests check that function.
 func withMonths(t *testing.T, month time.Duration) *pgtest.DB {
 	t.Helper()
 	db := pgtest.New(t)

@@ -112,7 +112,7 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 					if with, err := limiters[0].With(limit.Policy); err == nil {
 						limiters = append(limiters, with)
 						continue
-					} // the second limiter of a name that has another algorithm
+					} // another algorithm needs a second limiter of the name
 				}
 				if m.apart {
 					limiters = append(limiters, limitertest.New(t, workers[i].pool, limit, config))
@@ -479,7 +479,7 @@ func TestMixesAreLinearizable(t *testing.T) {
 	for name := range mixes(briefly) {
 		for round := range testkit.Rounds(t, "ROUNDS", 1) {
 			// A busy machine makes few calls within a span and denies none of them. So the span grows until every kind
-			// of call and outcome has occurred.
+			// of call and every outcome has occurred.
 			var seen outcomes
 			for span := briefly; !seen.all(mixes(span)[name]); span *= 2 {
 				require.Less(t, span, time.Minute, "%s: not varied enough: %+v", name, seen)

@@ -62,7 +62,7 @@ func TestJudgeOfMixesKnowsWhoWaitedTogether(t *testing.T) {
 	}
 }
 
-// This is a negative control: the judge finds the faults of broken variants, in the same kinds of histories.
+// This is a negative control: the judge finds the faults of broken variants in the same kinds of histories.
 func TestJudgeOfMixesCatches(t *testing.T) {
 	t.Parallel()
 

@@ -8,7 +8,7 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// account is the oracle's state of a key. The zero account is a new key. It keeps expired usage.
+// account is the oracle's state of a key. The zero account is a new key. An account keeps expired usage.
 type account struct {
 	kind  string // the algorithm of the last write
 	clock int64  // time of the last decision under the row's lock, in microseconds since 1970
@@ -28,7 +28,7 @@ type account struct {
 	locked  int                       // how many operations have locked the row
 }
 
-// rule is an algorithm as documented, implemented a second time. It only knows how time changes an account, and how
+// rule is an algorithm as documented, implemented a second time. A rule only knows how time changes an account, and how
 // much room the account has at a time. A search finds RetryAfter and ResetAfter: the first time at which the request
 // fits, and the first time at which everything fits.
 type rule struct {
@@ -40,7 +40,7 @@ type rule struct {
 	take    func(a account, t, n int64) account
 	// back returns what account a becomes after a refund of n ordinary units of a take. The argument rolled is the
 	// account brought forward to time t. Only units that rolled still counts go back. The result is not brought
-	// forward, because other policies may still count more of it.
+	// forward, because other policies may still count more of the usage.
 	back func(a, rolled account, t, n int64, of portion) account
 	life int64 // microseconds until a take or a grant is over; credit lasts that long
 }

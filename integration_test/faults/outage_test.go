@@ -219,7 +219,7 @@ func TestOutageUnderLoad(t *testing.T) {
 }
 
 // If the network drops packets, a new connection hangs for the pool's connect_timeout, even after the network is back.
-// Such a connection uses one of the pool's places. The limiter works again anyway. It does not wait for pgx's default
+// Such a connection uses one of the pool's places. Even so, the limiter works again. It does not wait for pgx's default
 // of two minutes.
 func TestOutageThatSwallowsConnections(t *testing.T) {
 	t.Parallel()

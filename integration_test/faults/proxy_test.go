@@ -135,7 +135,7 @@ func TestBrokenConnectionWhilePreparing(t *testing.T) {
 	}
 }
 
-// This is a negative control: if a client repeats uncertain statements, the proxy and the table show it.
+// This is a negative control: if a client repeats uncertain statements, the proxy and the table show the repetition.
 func TestBlindRetryIsCaught(t *testing.T) {
 	t.Parallel()
 
@@ -272,7 +272,7 @@ func TestBrokenConnectionOfATransaction(t *testing.T) {
 	}
 }
 
-// If the reply to a reset is lost, the key is reset anyway, and its remembered denials are dropped.
+// If the reply to a reset is lost, the key is reset nevertheless, and its remembered denials are dropped.
 func TestBrokenConnectionOfAReset(t *testing.T) {
 	t.Parallel()
 

@@ -67,7 +67,7 @@ func (e entries) sums(until time.Time) (acknowledged, atMost map[string]int64) {
 	return acknowledged, atMost
 }
 
-// forgotten returns a key with less in the table than was acknowledged. It returns "" if there is none.
+// forgotten returns a key with less in the table than was acknowledged. It returns "" if there is no such key.
 func forgotten(acknowledged, table map[string]int64) string {
 	for key, sum := range acknowledged {
 		if table[key] < sum {
@@ -92,8 +92,8 @@ func (e entries) requireTable(t *testing.T, table map[string]int64, limit int64,
 	}
 }
 
-// load makes calls until the server is gone, and records them in the ledger. Then errors must say that the server is
-// gone, and whether the request may have counted.
+// load makes calls until the server is gone, and records them in the ledger. Then each error must say that the server
+// is gone, and whether the request may have counted.
 func (l *ledger) load(
 	t *testing.T,
 	limiter *ratelimit.Limiter,

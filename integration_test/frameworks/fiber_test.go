@@ -16,13 +16,13 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// With fiber's adaptor, the middleware returns before the handler begins. So it charges every request.
+// With fiber's adaptor, the middleware returns before the handler begins. So the middleware charges every request.
 func testFiberAdaptor(t *testing.T) {
 	requireCharges(t, fiberWith(t, adaptor.HTTPMiddleware(newLimit(t))), false, false)
 }
 
 // limitFiberThroughout charges failures. It takes first, runs fiber, and leaves a function that refunds a success.
-// settleFiber calls the function. Without settleFiber, every request stays charged.
+// settleFiber calls that function. Without settleFiber, every request stays charged.
 func limitFiberThroughout(limiter *ratelimit.Limiter, key func(*fiber.Ctx) string) fiber.Handler {
 	return func(c *fiber.Ctx) error {
 		key := utils.CopyString(key(c)) // fiber reuses the memory of its strings

@@ -12,8 +12,8 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// limitGinThroughout mounts middleware of net/http so that it sees everything that handlers write. So the fields of
-// Config.Headers are right.
+// limitGinThroughout mounts middleware of net/http so that it sees everything that handlers write. So the header fields
+// of Config.Headers are right.
 func limitGinThroughout(limit func(http.Handler) http.Handler) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		own, passed := c.Writer, false

@@ -1,5 +1,5 @@
-// Package frameworks tests charging by outcome behind web frameworks. It uses middleware of net/http in the usual way
-// of each framework. If the middleware cannot see the outcome, the test adds a few lines for the framework.
+// Package frameworks tests charging by outcome behind web frameworks. Each test uses middleware of net/http in the
+// usual way of its framework. If the middleware cannot see the outcome, the test adds a few lines for the framework.
 package frameworks
 
 import (
@@ -96,7 +96,7 @@ func newLimit(t *testing.T) func(http.Handler) http.Handler {
 }
 
 // requireCharges requests each path four times. Failures are charged with every framework. Successes are not charged if
-// the outcome is visible. A handler that writes nothing is charged, unless the framework knows that this means 200.
+// the middleware sees the outcome. A handler that writes nothing is charged, unless the framework takes this as 200.
 func requireCharges(t *testing.T, ask func(path string) int, goodIsSeen, nothingIsSeen bool) {
 	t.Helper()
 	charged := func(status int) []int { return []int{status, status, 429, 429} }

@@ -21,7 +21,7 @@ import (
 // promServer is a Prometheus with the configuration in deploy/.
 type promServer struct{ url string }
 
-// scrapes is the time between two scrapes. A short time makes the test short.
+// scrapes is the time between two scrapes. With a short time, the test is short, too.
 const scrapes = time.Second
 
 // startPrometheus starts a Prometheus that watches the application at an address.

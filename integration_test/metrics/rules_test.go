@@ -42,7 +42,7 @@ func TestRules(t *testing.T) {
 	}
 }
 
-// docs/operating.md explains each alert, and rules_test.yml makes it fire.
+// docs/operating.md explains each alert, and rules_test.yml makes each alert fire.
 func TestAlertsAreExplained(t *testing.T) {
 	t.Parallel()
 

@@ -48,7 +48,7 @@ type soakTake struct {
 }
 
 // soakTakings counts the units taken in one life of the server. If a call began in one life and was acknowledged in
-// another, its life is unknown. So its units are unknown in both lives.
+// another, its life is unknown. So the call's units are unknown in both lives.
 type soakTakings struct {
 	acknowledged, unknown int64
 	returned              int64 // by refunds acknowledged in this life; a crash may forget them

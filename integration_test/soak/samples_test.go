@@ -92,7 +92,7 @@ func (s *soak) take(ctx context.Context, now *soakSample) error {
 //
 // With a steady leak, the mean of the second half is 2.4 times the mean of the first half, because the middles of the
 // halves are at 0.775 and 0.325 of the time. Without a leak, the halves differ only by chance, because both have the
-// same faults. So the limit is a factor of 1.5. A difference below slack is too small to matter.
+// same faults. So soakLeaks allows a factor of 1.5. A difference below slack is too small to matter.
 func soakLeaks(samples []soakSample) (found []string) {
 	samples = samples[len(samples)/10:]
 	first, second := samples[:len(samples)/2], samples[len(samples)/2:]

@@ -31,7 +31,7 @@ const (
 	// soakRounds is how often a soak is repeated on a busy machine, until all counters are positive.
 	soakRounds = 6
 
-	// soakBrief is the length of the soak in `make test`. It is judged only by bounds.
+	// soakBrief is the length of the soak in `make test`. Such a short soak is judged only by bounds.
 	soakBrief = 10 * time.Second
 
 	// A soak of at least soakLong is also checked for leaks. Each half then has a dozen of each fault.
@@ -54,7 +54,7 @@ const (
 
 // TestSoak runs all kinds of calls against a server that keeps failing: all algorithms on both tables, hot and cold
 // keys, keys that are used once, rolled-back transactions, refunds, held rows, impatient callers, and sweepers. An
-// attacker's decoys are in the schema. It records the callers' answers. It fails when a row or a later answer
+// attacker's decoys are in the schema. It records the callers' answers. TestSoak fails when a row or a later answer
 // contradicts these records, or when rows or goroutines are left at the end.
 //
 // SOAK is the length of the soak; 10 s by default. SEED repeats the faults and the callers' choices of the run that
@@ -408,13 +408,13 @@ func (s *soak) totals() string {
 	return text.String()
 }
 
-// waitUntil waits until condition returns true, which is certain to happen.
+// waitUntil waits until the function condition returns true, which is certain to happen.
 func (s *soak) waitUntil(what string, condition func() bool) {
 	s.t.Helper()
 	testkit.WaitUntil(s.t, condition, "what does not happen: %s", what)
 }
 
-// soakWait waits for d, or until the context ends. It returns whether d has passed.
+// soakWait waits for the time d, or until the context ends. It returns whether this time has passed.
 func soakWait(ctx context.Context, d time.Duration) bool {
 	timer := time.NewTimer(d)
 	defer timer.Stop()

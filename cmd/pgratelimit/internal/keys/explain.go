@@ -26,7 +26,7 @@ type Explanation struct {
 	Decides *policies.PolicyRow  `json:"decides"` // null if the policy in the code decides
 	Shadow  *policies.PolicyRow  `json:"shadow"`  // null if there is no shadow policy
 	Bans    []policies.PolicyRow `json:"bans"`    // the bans for the key, for one of its prefixes, or for all keys
-	// Limiters ignore these rows. They cannot read the rows, or the rows have another kind of policy than --policy.
+	// Limiters ignore these rows, which are unreadable for limiters or have another kind of policy than --policy.
 	PassedOver []policies.PolicyRow `json:"passed_over"`
 	Code       *string              `json:"code"` // the policy in the code, which --policy gives
 	Table      string               `json:"table"`

@@ -22,7 +22,7 @@ type PolicyChange struct {
 	DryRun  bool        `json:"dry_run"`
 	Removed []PolicyRow `json:"removed"`
 	Added   *PolicyRow  `json:"added"` // null if no row was added
-	// Overrides is the row that the added row overrides. It has the same target, and remains in the table.
+	// Overrides is the row that the added row overrides. Both rows have the same target, and remain in the table.
 	Overrides *PolicyRow `json:"overrides"`
 	Lowers    bool       `json:"lowers"` // whether the change may lower the limit, so that it needs --force
 	at        time.Time

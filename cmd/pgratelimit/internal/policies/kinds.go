@@ -35,8 +35,8 @@ type rowsOf struct {
 
 func (k Kinds) Either(name string) int64 { return k[rowsOf{name, false}] | k[rowsOf{name, true}] }
 
-// Elsewhere tells whether a limiter seems to use the other table. It does if only that table has live rows, or if only
-// that table has any rows.
+// Elsewhere tells whether a limiter seems to use the other table. The limiter seems to do so if only that table has
+// live rows, or if only that table has any rows.
 func (k Kinds) Elsewhere(name string, durable bool) bool {
 	return min(k[rowsOf{name, !durable}], 2) > min(k[rowsOf{name, durable}], 2)
 }

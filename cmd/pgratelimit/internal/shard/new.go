@@ -65,7 +65,7 @@ func readNewShards(ctx context.Context, stores []*cli.App, want func(s *State, n
 	return states, errors.Join(wrong...)
 }
 
-// readNew reads a database that will become a shard. It reads more than Read, because more matters for a new shard.
+// readNew reads a database that will become a shard. For a new shard, more matters than what Read reads.
 func (s *State) readNew(ctx context.Context, tx cli.Tx, token int32, version int64) error {
 	if err := tx.QueryRow(ctx, twinSQL, token, s.Place).Scan(&s.twin); err != nil {
 		return err

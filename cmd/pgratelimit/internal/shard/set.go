@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// PasswordVariable has the password of PL/Proxy's role on the shards. Other users could see it in an argument.
+// PasswordVariable has the password of PL/Proxy's role on the shards. Other users could see a password in an argument.
 const PasswordVariable = "PGRATELIMIT_SHARD_PASSWORD"
 
 var (
