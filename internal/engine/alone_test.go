@@ -18,7 +18,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// hangs returns a statement that takes d, or until its context ends.
+// hangs returns a statement that ends after the time d, or when its context ends.
 func hangs(d time.Duration) func(context.Context) error {
 	return func(ctx context.Context) error {
 		select {
@@ -160,7 +160,7 @@ func TestLoneCallerWhoPanics(t *testing.T) {
 }
 
 // If a statement takes unusually long, the waiting requests are sent after TooLong in a second statement. If statements
-// are short, the waiting requests are sent in the next one.
+// are short, the waiting requests are sent in the next statement.
 func TestSecondStatementLeavesBesideASlowOne(t *testing.T) {
 	t.Parallel()
 	for took, atOnce := range map[time.Duration]int{engine.TooLong - 2*time.Millisecond: 1, 10 * engine.TooLong: 2} {
@@ -203,8 +203,8 @@ func TestSecondStatementLeavesBesideASlowOne(t *testing.T) {
 	}
 }
 
-// Many waiting requests are sent while another statement is under way. If they are for few keys, they wait, because
-// both statements would need the same rows.
+// Many waiting requests are sent while another statement is under way. Requests for few keys wait, because both
+// statements would need the same rows.
 func TestSecondStatementLeavesForManyKeys(t *testing.T) {
 	t.Parallel()
 	for keys, atOnce := range map[int]int{1: 1, 2: 1, 3 * engine.Enough: 2} {

@@ -77,8 +77,8 @@ func (e *Engine) Direct(ctx context.Context, tx pgx.Tx, a Ask) (Outcome, error) 
 	return e.decide(ctx, tx, e.Request(&a))
 }
 
-// Refund gives back the receipt's units in the range [from, to). space must have the same rows as the receipt's Space.
-// tx is the caller's transaction, or nil.
+// Refund gives back the receipt's units in the range [from, to). The argument space must have the same rows as the
+// receipt's Space. tx is the caller's transaction, or nil.
 func (e *Engine) Refund(
 	ctx context.Context, tx pgx.Tx, space *Space, receipt *Receipt, from, to int64,
 ) (Outcome, error) {
@@ -113,7 +113,7 @@ func (e *Engine) submit(ctx context.Context, tx pgx.Tx, r *Request) error {
 	return e.Queues.submit(ctx, r)
 }
 
-// FallBack decides an ask in this process, without the database, by a share of the policy's limit.
+// FallBack decides an ask in this process, without the database, as if the limit were only a share of the policy's.
 func (e *Engine) FallBack(a Ask, share float64) Outcome {
 	r := e.Request(&a)
 	e.Fallback.Take(r, sharesOf(a.Policy.Rules, share))
@@ -178,8 +178,8 @@ func (s *Set) Decide(ctx context.Context, tx pgx.Tx) ([]Outcome, error) {
 	return outcomes, nil
 }
 
-// Reset deletes the rows of a key. rows is the largest number of rules that a policy of the limiter has. Reset calls
-// then when the deletion has ended, even after an error, and even if ctx has ended before.
+// Reset deletes the rows of a key. The argument rows is the largest number of rules that a policy of the limiter has.
+// Reset calls the function then() after the deletion, even if the deletion has failed or ctx has ended.
 func (e *Engine) Reset(ctx context.Context, space *Space, key string, rows int, then func()) error {
 	d := e.Database
 	if !d.pooled() {
@@ -208,7 +208,7 @@ func (e *Engine) Reset(ctx context.Context, space *Space, key string, rows int, 
 	}
 }
 
-// ResetIn deletes the rows of a key in the caller's transaction. See Reset for rows.
+// ResetIn deletes the rows of a key in the caller's transaction. The argument rows is that of Reset.
 func (e *Engine) ResetIn(ctx context.Context, tx pgx.Tx, space *Space, key string, rows int) error {
 	mine := turn.Of(tx)
 	if err := mine.Take(ctx); err != nil {
@@ -229,7 +229,7 @@ func (e *Engine) reset(ctx context.Context, db pg.DB, space *Space, key string, 
 		names[i] = algorithm.RowName(space.Name, i)
 	}
 	err := e.Database.deleteRows(ctx, db, space, names, key, tx)
-	for tx.own() && pg.OtherShard(err) { // while the key's shard is being split
+	for tx.own() && pg.OtherShard(err) { // repeat while the key's shard is being split
 		timer := time.NewTimer(MapPause)
 		select {
 		case <-timer.C:
@@ -256,7 +256,7 @@ func (e *Engine) ReturnLeases(ctx context.Context) error {
 		return GaveUp(err)
 	}
 	mine := e.Leases.all()
-	all := e.Leases.onTheirWay() // before giveBack starts, because giveBack removes a giving that fails at once
+	all := e.Leases.onTheirWay() // read before giveBack starts, because giveBack removes each giving that fails at once
 	go e.giveBack(mine)
 	var errs []error
 	for _, back := range all {

@@ -14,17 +14,17 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/turn"
 )
 
-// Batcher sends batches of requests to the database. A batch is one statement, or several if rows are locked or keys
-// are refused.
+// Batcher sends batches of requests to the database. A batch needs one statement, or several if rows are locked or the
+// database refuses keys.
 //
 // Requests for other keys must not wait while a transaction keeps a row locked, for example after WithTx(tx).Allow. A
 // statement for several rows locks the rows one after the other, and holds all its locks until it ends. So a statement
 // waits at most rowWait for each row, and at most 25 * rowWait for all rows (see _rate_limit_late). A statement that
 // waits longer fails and takes nothing.
 //
-// The batcher then sends the same requests in a statement that skips locked rows, and returns which transaction has
-// locked each row. If a row was locked by another transaction before, its request has lost a race, and goes back to the
-// queue. If the same transaction still locks the row, the request goes to the lane for held keys.
+// The batcher then sends the same requests in a statement that skips locked rows and returns which transaction locks
+// each row. If this transaction is a new one, the request for the row has lost a race, and goes back to the queue. If
+// the same transaction still locks the row, the request goes to the lane for held keys.
 type Batcher struct {
 	queues   *queues // all queues of the client
 	Shard    int     // from 0
@@ -65,8 +65,9 @@ type Departure struct {
 	leaders  int             // how many requests the departure has after merging
 }
 
-// Send sends the requests of a departure to the database, and gives callers their decisions. held are the requests
-// whose keys another transaction keeps locked. lost are the requests that have lost a race for a row.
+// Send sends the requests of a departure to the database, and gives callers their decisions. The result held has the
+// requests whose keys another transaction keeps locked. The result lost has the requests that have lost a race for a
+// row.
 func (b *Batcher) Send(d *Departure) (held, lost []*Request) {
 	// End each request that has used 90 % of its timeout. Such a request would shorten the deadline of the whole batch.
 	now := time.Now()
@@ -107,13 +108,13 @@ func (b *Batcher) Send(d *Departure) (held, lost []*Request) {
 }
 
 // MergeAlike merges requests of one group that have the same key and cost, and returns the leader of each merged list.
-// With 64 callers of one key, merging makes 4.7 times as many decisions. MergeAlike does not merge two requests if a
-// request with the same key and another cost came between them. So the requests for a key are decided in the order of
-// their arrival.
+// With 64 callers of one key, merging multiplies the decisions per second by 4.7. MergeAlike does not merge two
+// requests if a request with the same key and another cost came between them. So the requests for a key are decided in
+// the order of their arrival.
 //
-// MergeAlike sorts the leaders into the lock order of their rows. With 64 callers of different keys, sorting makes 20 %
-// more decisions. MergeAlike merges neither requests of AllowAll nor refunds and grants. A full row takes back no more
-// units, so an answer to merged refunds would not show the effect of each.
+// MergeAlike sorts the leaders into the lock order of their rows. With 64 callers of different keys, sorting adds 20 %
+// to the decisions per second. MergeAlike merges neither requests of AllowAll nor refunds and grants. A full row takes
+// back no more units, so an answer to merged refunds would not show what each refund did.
 func MergeAlike(requests []*Request) (leaders []*Request) {
 	var last map[string]*Request // the last leader for each key
 	if len(requests) > 1 {
@@ -209,7 +210,7 @@ func (s *batch) ask(requests []*Request, skip bool, wait time.Duration) {
 	canceled := errors.Is(ctx.Err(), context.Canceled)
 	cancel()
 	s.observe(began, requests, err)
-	if canceled && err != nil { // the caller has left, which is not an outage
+	if canceled && err != nil { // a caller that has left is not an outage
 		requests[0].Finish(GaveUp(s.caller.Err()))
 		return
 	}
@@ -267,8 +268,8 @@ func severalGroups(requests []*Request) bool {
 	return slices.ContainsFunc(requests, func(r *Request) bool { return !r.sameGroup(requests[0]) })
 }
 
-// isOnesOwn returns whether the requests of a single group may have caused an error. This is so if the database has
-// answered, nothing was taken, and the error is not an outage.
+// isOnesOwn returns whether the requests of a single group may have caused an error. It returns true if the database
+// has answered, nothing was taken, and the error is not an outage.
 func (b *Batcher) isOnesOwn(err error) bool {
 	_, answered := errors.AsType[*pgconn.PgError](err)
 	_, ours := errors.AsType[*pg.Error](err)
@@ -386,8 +387,8 @@ func (b *Batcher) settleDenials(r *Request, err error, asked, told time.Duration
 	}
 }
 
-// forget forgets the denials of a request's keys if the request has changed their rows, or may have. since is the
-// snapshot of the request's statement. since is nil if no denials of this statement are remembered.
+// forget forgets the denials of a request's keys if the request may have changed their rows. The argument since is the
+// snapshot of the request's statement, or nil if no denials of this statement are remembered.
 func (b *Batcher) forget(r *Request, err error, since *Changes) {
 	if b.Denials == nil || r.Looks() || err == nil && r.Parts[0].Decision.Granted <= 0 {
 		return
@@ -408,7 +409,7 @@ func (b *Batcher) decideInTx(ctx context.Context, tx pgx.Tx, r *Request) error {
 }
 
 // decideAlone decides one request on a single connection, within b.timeout. It returns only when the connection is free
-// again, even if ctx ends before.
+// again, even if ctx ends earlier.
 func (b *Batcher) decideAlone(ctx context.Context, db pg.DB, r *Request) error {
 	if err := ctx.Err(); err != nil {
 		return GaveUp(err)
@@ -446,7 +447,7 @@ func (b *Batcher) heldOrAway(ctx context.Context, db pg.DB, requests []*Request,
 	return again
 }
 
-// appendAll appends requests to all. It appends each request of a merged list on its own.
+// appendAll appends requests to all. It appends the members of a merged list as separate requests.
 func appendAll(all, requests []*Request) []*Request {
 	for _, r := range requests {
 		for r != nil {

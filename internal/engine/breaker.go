@@ -10,14 +10,14 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// Breaker is a circuit breaker. It keeps calls from waiting for their Timeout during an outage. The breaker opens after
-// BreakerFailures failed statements in a row. A statement fails if Postgres is away or slow, or if the pool is
-// exhausted. An open breaker turns all calls away for BreakerPause. After the pause, it lets one call at a time ask the
-// database, as a probe. A failed probe begins another pause, and a successful probe closes the breaker. The breaker
+// Breaker is a circuit breaker. During an outage, it keeps calls from waiting until their Timeout ends. The breaker
+// opens after BreakerFailures failed statements in a row. A statement fails if Postgres is away or slow, or if the pool
+// is exhausted. An open breaker turns all calls away for BreakerPause. After the pause, it lets one call at a time ask
+// the database, as a probe. A failed probe begins another pause, and a successful probe closes the breaker. The breaker
 // counts statements, not calls, so a failed statement for 64 calls is one failure. A call whose caller has left is not
 // a failure.
 //
-// Each kind of request has a separate state.
+// The breaker has a separate state for each kind of request.
 //
 // The breaker never turns away requests of a limiter with ReturnsErrors. Callers of such a limiter could not
 // distinguish an error of the breaker from an error of Postgres. While the breaker is open, each of these requests is a
@@ -47,7 +47,7 @@ const (
 
 func (b *Breaker) clock() time.Duration { return time.Since(b.Begin) }
 
-// Admit returns whether a request may ask the database, and whether it is a probe. With asksAnyway, it may always ask.
+// Admit returns whether a request may ask the database (always if asksAnyway), and whether the request is a probe.
 func (b *Breaker) Admit(k kind, asksAnyway bool) (pass, probe bool) {
 	probeAt := &b.of[k].probeAt
 	at := probeAt.Load()
@@ -58,7 +58,7 @@ func (b *Breaker) Admit(k kind, asksAnyway bool) (pass, probe bool) {
 		return true, true
 	}
 	now := b.clock()
-	// If a caller gives up a probe before it is sent, Record is never called. So another probe may be sent at next.
+	// If a caller gives up a probe before it is sent, Record is never called. Another probe may be sent at time next.
 	next := now + b.Timeout + BreakerPause
 	probe = now >= time.Duration(at) && probeAt.CompareAndSwap(at, int64(next))
 	return probe, probe
@@ -83,8 +83,8 @@ func (b *Breaker) turnAway(requests []*Request) (others []*Request, probe bool) 
 	return others, len(others) > 0
 }
 
-// Record counts the result of a statement, and opens or closes the breaker. probe says whether one of the statement's
-// requests was a probe. Record returns true if it has just closed the breaker.
+// Record counts the result of a statement, and opens or closes the breaker. The argument probe says whether one of the
+// statement's requests was a probe. Record returns true if it has just closed the breaker.
 func (b *Breaker) Record(k kind, err error, probe bool) (closed bool) {
 	if _, ok := errors.AsType[*pg.Error](err); !ok && err != nil {
 		return false // no statement was sent

@@ -416,7 +416,7 @@ func TestOneOutageOpensOneBreaker(t *testing.T) {
 }
 
 // Calls of limiters that return errors ask the database even while the breaker is open. If such a call fails, another
-// pause begins. If it succeeds, the breaker closes for all limiters.
+// pause begins. If the call succeeds, the breaker closes for all limiters.
 func TestLimiterThatReturnsErrorsAsksWhileTheBreakerIsOpen(t *testing.T) {
 	t.Parallel()
 	setUp := func(t *testing.T, config ratelimit.ClientConfig) (db *limitertest.ModelDB, closed, one, two *ratelimit.Limiter) {

@@ -51,7 +51,7 @@ func TestCallerLeavesWhileTheRowIsHeld(t *testing.T) {
 		result, err := wait()
 		require.ErrorIs(t, err, context.Canceled, name)
 		require.Zero(t, result)
-		testkit.WaitUntil(t, func() bool { return pool.Stat().AcquiredConns() > 0 }) // the lane has none between two
+		testkit.WaitUntil(t, func() bool { return pool.Stat().AcquiredConns() > 0 }) // none between two statements
 
 		_, err = call(ctx) // a call whose context has ended sends nothing
 		require.ErrorIs(t, err, context.Canceled, name)

@@ -10,7 +10,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/turn"
 )
 
-// Database is the database as all statements of a client use it.
+// Database is the database to which a client sends its statements.
 type Database struct {
 	DB     pg.DB
 	memory *memdb.DB  // the same as DB, if DB is in memory; otherwise nil
@@ -22,10 +22,10 @@ type Database struct {
 	// keep their decisions.
 	sharded atomic.Bool
 	clock   func() time.Time // replaces the database's clock; may be nil
-	// ManyParts is the number of parts from which on rate_limit_take_all is faster than rate_limit_all. For one request
-	// with 3 parts, both functions take equally long.
+	// ManyParts is the smallest number of parts for which rate_limit_take_all is faster than rate_limit_all. For one
+	// request with 3 parts, both functions take equally long.
 	ManyParts int
-	// ShadowWait is how long a shadow waits for a locked row, in milliseconds, until it stays undecided.
+	// ShadowWait is how many milliseconds a shadow waits for a locked row. After that, the shadow stays undecided.
 	ShadowWait int32
 	attempts   attempts         // how the calls of rate_limit_take_all have ended
 	statements map[int16]string // the key is an algorithm's code, ofAll or takesOfAll
@@ -51,7 +51,7 @@ const (
 // pooled returns whether several goroutines can use the database at once, as with a pool.
 func (d *Database) pooled() bool { return d.Turn == nil }
 
-// now returns the time to use in place of the database's clock. It returns nil if the database's clock counts.
+// now returns the time to use in place of the database's clock. It returns nil if the database shall use its clock.
 func (d *Database) now() *time.Time {
 	if d.clock == nil {
 		return nil
@@ -63,11 +63,11 @@ func (d *Database) now() *time.Time {
 // Transaction has the settings for the transaction of a statement. The zero value changes no settings, as a single
 // connection needs it.
 type Transaction struct {
-	LockTimeout *int32 // milliseconds for a transaction of the engine; -1 in a caller's
+	LockTimeout *int32 // in milliseconds; -1 in a caller's transaction
 	SkipHeld    bool   // skip locked rows
 }
 
-// own returns whether the engine begins and ends the transaction, and not the caller.
+// own returns whether the engine, and not the caller, begins and ends the transaction.
 func (tx Transaction) own() bool { return tx.LockTimeout != nil && *tx.LockTimeout > 0 }
 
 // callersTransaction returns the settings for a statement on a single connection or in a caller's transaction.

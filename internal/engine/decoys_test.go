@@ -106,7 +106,7 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 	t.Helper()
 	const stories, stepsOf = 8, 25
 	seed := limitertest.Seed(t)
-	for story := range uint64(stories) { // for one key and for several, under all policies
+	for story := range uint64(stories) { // stories of one key or several keys, under all policies
 		steps, err := modeltest.NewStory(rand.New(rand.NewPCG(seed, story)), stepsOf)
 		require.NoError(t, err)
 		for _, step := range steps {
@@ -203,7 +203,7 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 			}
 		}
 	}
-	for i := range 2 { // to the end of two passes
+	for i := range 2 { // until two passes have ended
 		if _, err := owner.Exec(t.Context(), string(sweep), 10_000, 1000, []string{"none"}, "me", time.Microsecond, later.Add(time.Duration(i+1)*time.Second)); err != nil {
 			return err
 		}

@@ -25,7 +25,7 @@ import (
 )
 
 // elsewhere runs functions in goroutines outside of the test's synctest bubble. During a slow write, pgx starts a
-// goroutine that reads. A goroutine that was started in this way may not wake up a goroutine in a bubble.
+// goroutine that reads. That goroutine may not wake up a goroutine in a bubble.
 type elsewhere struct {
 	t     *testing.T // its context is not part of the bubble
 	calls chan func()
@@ -73,13 +73,13 @@ func (tx txElsewhere) Query(_ context.Context, sql string, args ...any) (pgx.Row
 	return s.rows, s.err
 }
 
-// underWay is a statement without an answer yet. The test uses it only while all other goroutines are blocked.
+// underWay is a statement that has no answer yet. The test uses it only while all other goroutines are blocked.
 type underWay struct {
 	sql      string
 	args     []any
 	answer   chan struct{}
 	executed bool
-	event    int // the number of the event in which it was executed
+	event    int // the number of the event in which the statement was executed
 	rows     pgx.Rows
 	err      error
 }
@@ -146,11 +146,11 @@ func (r *heldRows) Scan(targets ...any) error {
 	return nil
 }
 
-// A remembered denial is an answer that the database could have given at the same time. The order in which statements
-// are executed and answered, the methods, and the commits or rollbacks of transactions do not matter. The denial
-// includes all changes of the key that were answered. The denial includes the unanswered changes up to some time, and
-// no later changes. While a transaction has changed a key and is still open, no denial of the key is used, because the
-// database would wait.
+// A remembered denial is an answer that the database could have given at the same time. This holds for all methods, for
+// any order of executing and answering statements, and for commits and rollbacks. The denial includes all changes of
+// the key that were answered. Of the unanswered changes, the denial includes those up to some time, and no later ones.
+// While a transaction has changed a key and is still open, no denial of the key is used, because the database would
+// wait.
 func TestDenialsNeverChangeADecisionInAnyOrder(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -430,7 +430,7 @@ func (o *orders) answer() {
 	synctest.Wait()
 }
 
-// one returns the index of a random statement under way that was executed or not, as executed says, or -1.
+// one returns the index of a random statement under way with this value of executed, or -1.
 func (o *orders) one(executed bool) int {
 	var which []int
 	for i, s := range o.gate.waiting {

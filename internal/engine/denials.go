@@ -11,15 +11,15 @@ import (
 )
 
 // Denials is a cache of the database's denials in this process. Repeated calls for a denied key send no statements.
-// With 64 callers whose keys are all denied, the cache makes 60 times as many decisions.
+// With 64 callers whose keys are all denied, the cache multiplies the decisions per second by 60.
 //
 // For each denied key, Denials keeps the state of the row, and decides later requests by the policy's rules and this
-// state. Other processes may have taken more units since the denial, so a request that the rules deny would be denied
-// by the database too. But another process may have reset the key or given units to it, so a denial is remembered for
-// at most maxAge.
+// state. Other processes may have taken more units since the denial, so the database would deny every request that the
+// rules deny. But another process may have reset the key or given units to it, so a denial is remembered for at most
+// maxAge.
 //
 // Remaining and RetryAfter of a remembered denial are exact until a cost of 1 fits again, because nobody can take units
-// before. For larger costs, these numbers may leave out units that other processes have taken since.
+// until then. For larger costs, these numbers may leave out units that other processes have taken since the denial.
 //
 // When the answer to a take, refund, grant or reset arrives, the cache forgets the denials of the key. The cache also
 // increments the key's count of changes, with the stripe's mutex locked. A new denial is remembered only if this count
@@ -66,20 +66,20 @@ type DenialStripe struct {
 	changes [stripeCounts]atomic.Uint32
 }
 
-// Changes are the counts of changes at the time when a statement was sent, plus the changes by the statement itself.
+// Changes has the counts of changes at the time when a statement was sent, plus the changes by the statement itself.
 type Changes struct {
 	early uint32
 	Of    [DenialStripes * stripeCounts]uint32
 }
 
-// DenialKey is a key of a limiter. Limiters that With returns share the Space, and so the DenialKey.
+// DenialKey is a key of a limiter. A limiter and the limiters of its With have the same DenialKeys.
 type DenialKey struct {
 	Space *Space
 	Key   string
 }
 
-// denial is the state of a key's row when the database denied a request. A denial is never modified. asked and told are
-// when the statement was sent and answered, by the local clock.
+// denial is the state of a key's row when the database denied a request. A denial is never modified. The fields asked
+// and told are the times when the statement was sent and answered, by the local clock.
 type denial struct {
 	rules       model.Rules // the policy whose limit was reached; another policy may still have room
 	limit       int64       // the limit of rules
@@ -145,9 +145,9 @@ func (d *Denials) Lookup(space *Space, m model.Rules, key string, n int64, o *Ou
 	if age < 0 || age >= d.maxAge {
 		return false
 	}
-	// The database decided between asked and told. So the database's clock is now between earliest and latest. The
-	// result is computed for earliest, so that no caller retries too early. A denial is used only if it also denies at
-	// latest.
+	// The database decided between the times asked and told. So the database's clock is now between earliest and
+	// latest. The result is computed for the time earliest, so that no caller retries too early. A denial is used only
+	// if it also denies at the time latest.
 	latest := known.clock + model.MicrosUp(age)
 	earliest := latest - model.MicrosUp(known.told-known.asked)
 	remaining, retryAfter, resetAfter := int64(0), known.retryAt-earliest, known.resetAt-earliest
@@ -169,8 +169,8 @@ func (d *Denials) Lookup(space *Space, m model.Rules, key string, n int64, o *Ou
 	return true
 }
 
-// Remember adds a denial to the cache. The denial's statement was sent at asked, and answered at told. since is the
-// Snapshot from before the statement.
+// Remember adds a denial to the cache. The denial's statement was sent at the time asked, and answered at the time
+// told. The argument since is the Snapshot from before the statement.
 func (d *Denials) Remember(p *Part, asked, told time.Duration, since *Changes) {
 	denied := &p.Decision
 	clock := denied.DecidedAt.UnixMicro()
@@ -200,8 +200,8 @@ func (d *Denials) Remember(p *Part, asked, told time.Duration, since *Changes) {
 }
 
 // Forget removes the denials of a key whose row may have changed. It also keeps Remember from adding denials of
-// statements that are under way. since is the snapshot of the statement that made the change. Denials of this statement
-// can still be added. since is nil if no denial of this statement will be added.
+// statements that are under way. The argument since is the snapshot of the statement that made the change, so that
+// denials of this statement can still be added. It is nil if no denial of this statement will be added.
 func (d *Denials) Forget(space *Space, key string, since *Changes) {
 	if d.Stripes.Load() == nil {
 		d.early.Add(1)
@@ -223,7 +223,7 @@ func (d *Denials) Forget(space *Space, key string, since *Changes) {
 	delete(s.Old, DenialKey{space, key})
 }
 
-// ForgetIf removes the denials of all keys for which is returns true. It also keeps Remember from adding denials of
+// ForgetIf removes the denials of all keys for which is() returns true. It also keeps Remember from adding denials of
 // statements that are under way.
 func (d *Denials) ForgetIf(is func(DenialKey) bool) {
 	d.early.Add(1)

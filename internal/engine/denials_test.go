@@ -283,7 +283,7 @@ func TestDenialDecidedBeforeAResetIsNotRemembered(t *testing.T) {
 	require.False(t, ok)
 }
 
-// Two statements are under way. If a denial arrives after the answer to another change of the key, it is not
+// Two statements are under way. If a denial arrives after the answer to a change of the key, the denial is not
 // remembered, because it may have been decided before the change. A denial includes the grants of its own statement.
 // Changes of most other keys do not matter.
 func TestDenialThatComesBackLateIsNotRemembered(t *testing.T) {
@@ -346,7 +346,7 @@ func TestDenialsOfAnIdleLimiterAreSmall(t *testing.T) {
 	require.LessOrEqual(t, unsafe.Sizeof([engine.DenialStripes]engine.DenialStripe{}), uintptr(1024))
 }
 
-// The first denial arrives when there are no stripes yet that count changes.
+// When the first denial arrives, there are no stripes yet to count changes.
 func TestFirstDenial(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {

@@ -39,7 +39,7 @@ func TestKeyThatTheEncodingRefuses(t *testing.T) {
 			pgtest.Exec(t, db.Pool, fmt.Sprintf("CREATE DATABASE %s ENCODING WIN1252 LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0", other))
 			pool := db.OwnerPool(t, func(config *pgxpool.Config) {
 				config.ConnConfig.Database = other
-				// With another client_encoding, the key's bytes would be other valid characters, and no error.
+				// With another client_encoding, the key's bytes would be other valid characters, without an error.
 				config.ConnConfig.RuntimeParams["client_encoding"] = "UTF8"
 			})
 			t.Cleanup(func() {
@@ -109,8 +109,8 @@ func TestKeyThatTheEncodingRefuses(t *testing.T) {
 	}
 }
 
-// Every method returns another error for a refused name than for a refused key. A name is refused if the encoding does
-// not have its characters, or if it is too long in the encoding.
+// Every method returns different errors for a refused name and for a refused key. A name is refused if the encoding
+// does not have its characters, or if the encoding makes the name too long.
 func TestNameThatTheEncodingRefuses(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
@@ -122,8 +122,8 @@ func TestNameThatTheEncodingRefuses(t *testing.T) {
 			func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["client_encoding"] = encoding },
 		)
 	}
-	// A client in LATIN1 sends each byte of UTF-8 as a character, which has two bytes in the database unless it is
-	// ASCII.
+	// A client in LATIN1 sends each byte of UTF-8 as a character. In the database, a character outside of ASCII has two
+	// bytes.
 	eucJP, latin1 := open("EUC_JP"), open("LATIN1")
 	long := strings.Repeat("\u00E4", 256)
 	for _, c := range []struct {
@@ -178,7 +178,7 @@ func TestNameThatTheEncodingRefuses(t *testing.T) {
 }
 
 // One statement is for several limiters. The encoding refuses the name of one limiter, and one key of another limiter.
-// Only callers of this limiter and of this key get an error.
+// Only the callers of that name and of that key get an error.
 func TestMixedBatchWithARefusedName(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")

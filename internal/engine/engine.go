@@ -2,13 +2,13 @@
 // meaning in this package:
 //
 //   - An ask is a question about a key. A request is an ask with decisions. A part is one row of a request.
-//   - Requests take, look, give back or grant. A take is the units that a request takes from one row.
+//   - Requests take, look, give back or grant. A take describes the units that a request takes from one row.
 //   - A receipt has the takes of a decision or lease. A claim is the part of a receipt for one decision.
 //   - A queue holds waiting requests, in groups. One call of a function decides a group. Limiters take turns.
-//   - A batch is the requests that leave the queue together, in one statement or several.
+//   - A batch is a group of requests that leave the queue together, in one statement or several.
 //   - Requests for the same key and cost are merged. The first of them, the leader, is sent for all.
-//   - A held key is a key whose row another transaction keeps locked. Such requests wait in the lane.
-//   - A lease is units that this process has taken ahead. A giving returns unused units of leases.
+//   - A held key is a key whose row another transaction keeps locked. Requests for held keys wait in the lane.
+//   - A lease is a stock of units that this process has taken ahead. A giving is a return of unused units.
 //   - A kind says which table requests need, and whether commits wait for the WAL. Each kind has a breaker.
 //   - A shard is a database behind a proxy, with a separate queue. A stripe is a part of a map with a mutex.
 //
@@ -48,7 +48,7 @@ type Settings struct {
 	Hooks        Hooks
 }
 
-// Hooks are called after statements, uses of leases and changes of breakers. Each hook may be nil.
+// Hooks are functions to call after statements, uses of leases and changes of breakers. Each hook may be nil.
 type Hooks struct {
 	Statement func(Statement)
 	Lease     func(LeaseUse)
@@ -124,7 +124,7 @@ type Cache struct{ denials weak.Pointer[Denials] }
 // Cache returns a weak reference to the remembered denials of the engine.
 func (e *Engine) Cache() Cache { return Cache{weak.Make(e.Denials)} }
 
-// ForgetIf forgets the denials of all keys for which is returns true. It returns whether the engine is still in use.
+// ForgetIf forgets the denials of all keys for which is() returns true. It returns whether the engine is still in use.
 func (c Cache) ForgetIf(is func(limiter, key string) bool) (inUse bool) {
 	d := c.denials.Value()
 	if d != nil {

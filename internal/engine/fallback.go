@@ -32,11 +32,11 @@ type localState struct {
 
 // LocalMemory is how many bytes a fallback may use, enough for 65,536 keys. New keys never replace known keys. So a
 // client cannot reset its key by a flood of new keys. If the memory is full, all new keys share one state, and so the
-// limit of a single key, until other keys have expired. Each policy of an All has a shared state, on top of
+// limit of a single key, until other keys have expired. Each policy of an All has such a shared state, in addition to
 // LocalMemory.
 const LocalMemory = 18 << 20
 
-// LocalSize returns how many bytes a key needs at most under a policy.
+// LocalSize returns the largest number of bytes that a key can need under a policy.
 func LocalSize(m model.Rules) int {
 	if n := m.Numbers(); n.Algorithm == algorithm.SlidingLog {
 		return 288 + 8*int(n.Limit)
@@ -49,7 +49,7 @@ func NewFallback(clock func() time.Time) *Fallback {
 	return &Fallback{clock: clock, begin: time.Now(), seed: maphash.MakeSeed()}
 }
 
-// now returns the time, and the same time in microseconds, which never go back, even if the machine's clock is set.
+// now returns the time, also in microseconds. This time never goes back, even if the machine's clock is set back.
 func (f *Fallback) now() (time.Time, int64) {
 	if f.clock != nil {
 		now := f.clock()
@@ -59,7 +59,7 @@ func (f *Fallback) now() (time.Time, int64) {
 	return now, f.begin.UnixMicro() + now.Sub(f.begin).Microseconds()
 }
 
-// Take decides a request. shares are the rules of the request's parts, with reduced limits.
+// Take decides a request. The argument shares has the rules of the request's parts, with reduced limits.
 func (f *Fallback) Take(r *Request, shares []model.Rules) {
 	now, clock := f.now()
 	f.mu.Lock()
@@ -98,7 +98,7 @@ func (f *Fallback) Hash(p *Part) uint64 {
 	return h.Sum64()
 }
 
-// One decides a request for one key, by the i-th rules of a policy. keep says whether to store the new state.
+// One decides a request for one key, by the i-th rules of a policy. If keep is true, it stores the new state.
 func (f *Fallback) One(m model.Rules, hash, i uint64, n, clock int64, keep bool) model.Decision {
 	size := LocalSize(m)
 	hash = f.room(hash, i, size, clock)
@@ -121,7 +121,7 @@ func (f *Fallback) One(m model.Rules, hash, i uint64, n, clock int64, keep bool)
 	return d
 }
 
-// room returns the hash under which to store a key's state. If the memory is full, that is shared.
+// room returns the hash under which to store a key's state. If the memory is full, the result is the argument shared.
 func (f *Fallback) room(hash, shared uint64, size int, clock int64) uint64 {
 	fits := func() bool {
 		known := f.States[hash].Size
@@ -146,7 +146,7 @@ func (f *Fallback) room(hash, shared uint64, size int, clock int64) uint64 {
 	return shared
 }
 
-// sharesOf returns the same rules with limits reduced to a share. share is above 0 and at most 1.
+// sharesOf returns the same rules with limits reduced to a share. The argument share is above 0 and at most 1.
 func sharesOf(models []model.Rules, share float64) []model.Rules {
 	shares := make([]model.Rules, len(models))
 	for i, m := range models {

@@ -24,8 +24,8 @@ func keyHeld() error {
 
 var (
 	errStillHeld = errors.New("it was held each time that it was asked for, and nothing was taken")
-	// errOthersHeld is the error for a caller whose timeout has passed while statements waited for locks, either on
-	// rows of other callers, or on the caller's row by one transaction after the other.
+	// errOthersHeld is the error for a caller whose timeout has passed while statements waited for locks. The locked
+	// rows were those of other callers, or one transaction after the other locked the caller's row.
 	errOthersHeld error = pg.NewError(pg.ErrHeldUp, pg.ErrTimeout)
 )
 
@@ -37,6 +37,6 @@ var ErrNotTried error = pg.NewError(
 var errNotAsked error = pg.NewError(
 	errors.New("the statements before this one took that long; it was not asked"), pg.ErrTimeout)
 
-// ErrNoConnection is the error of a call that has waited too long because the pool had no connection for earlier ones.
+// ErrNoConnection is the error of a call that has waited too long because the pool had no connection for earlier calls.
 var ErrNoConnection error = pg.NewError(
 	errors.New("the statements before this one got none; it was not asked"), pg.ErrPoolExhausted, pg.ErrTimeout)

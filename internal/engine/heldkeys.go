@@ -20,8 +20,8 @@ type heldKeys struct {
 const (
 	maxHeldKeys = 1024
 
-	// MaxRowWait is the longest rowWait. Statements of other processes take a few milliseconds, so such a wait is long
-	// enough for them. MaxRowWait is short enough for a caller not to notice.
+	// MaxRowWait is the longest rowWait. Statements of other processes take a few milliseconds, so a wait of MaxRowWait
+	// is long enough for them. MaxRowWait is also so short that callers do not notice it.
 	MaxRowWait = 10 * time.Millisecond
 )
 
@@ -32,17 +32,17 @@ type HeldKey struct {
 }
 
 type heldRow struct {
-	by           int64 // the transaction that has locked it; 0 if the row is being inserted
+	by           int64 // the transaction that has locked the row; 0 if the row is being inserted
 	since, until time.Time
 	seen         time.Time // when the transaction was last found to lock the row
-	Sure         bool      // a transaction has kept it locked for longer than a statement of the engine
+	Sure         bool      // a transaction has kept the row locked for longer than the engine's statements do
 	waited       bool      // a statement for this key alone has waited for the transaction in vain
 }
 
 // Patience returns how long a call waits for a locked row, counted from the start of the call.
 func (h *heldKeys) Patience() time.Duration { return h.timeout / 4 }
 
-// long returns how long a row must be locked until it counts as surely held: longer than by the engine's statements.
+// long returns how long a row must be locked to count as surely held. The engine's statements lock rows for less time.
 func (h *heldKeys) long() time.Duration { return min(MaxRowWait, h.Patience()) }
 
 // Memory returns how long a key counts as held after it was found locked. The result is longer than the pause between
@@ -103,7 +103,7 @@ func (h *heldKeys) longHeld(r *Request) (row heldRow, long bool) {
 	return row, ok && row.seen.Sub(row.since) >= h.Patience()/2
 }
 
-// find returns the first row of a request that is surely held. The caller holds h.Mu.
+// find returns the first surely held row of a request. The caller holds h.Mu.
 func (h *heldKeys) find(r *Request) (row heldRow, ok bool) {
 	if len(h.Rows) == 0 || r.Looks() {
 		return heldRow{}, false
@@ -166,7 +166,7 @@ func (h *heldKeys) Found(r *Request, holders []int64) (sure bool) {
 		}
 		row, ok := h.Rows[key]
 		if !ok && len(h.Rows) >= maxHeldKeys {
-			sure = true // the map is full, so the request goes to the lane, where the row is found again
+			sure = true // the map is full, so the request goes to the lane, where its row is found locked again
 			continue
 		}
 		if ok && !now.Before(row.until) {
@@ -193,8 +193,8 @@ func (h *heldKeys) Found(r *Request, holders []int64) (sure bool) {
 	return sure
 }
 
-// Still makes a key count as held for another Memory. A statement for this key alone has waited for long(). inVain says
-// whether the key was still locked after this wait.
+// Still makes a key count as held for another Memory(). A statement for this key alone has just waited for long(). The
+// argument inVain says whether the key was still locked after this wait.
 func (h *heldKeys) Still(key HeldKey, inVain bool) {
 	h.Mu.Lock()
 	defer h.Mu.Unlock()

@@ -61,7 +61,7 @@ func eachTableAndRow(t *testing.T, test func(t *testing.T, durable, made bool)) 
 }
 
 // While some keys are held, calls for other keys are decided. Calls for held keys are decided as soon as the
-// transactions end. Nothing of this counts as an outage.
+// transactions end. A held key does not count as an outage.
 func TestHeldRowsHoldUpNobodyElse(t *testing.T) {
 	t.Parallel()
 
@@ -221,7 +221,7 @@ func TestLockedTable(t *testing.T) {
 			OnFailure: ratelimit.FailOpen(),
 		}
 		patient := limitertest.New(t, pool, config)
-		clientConfig := ratelimit.ClientConfig{Timeout: 3 * time.Second} // for busy machines, too
+		clientConfig := ratelimit.ClientConfig{Timeout: 3 * time.Second} // long enough for busy machines
 		open := limitertest.New(t, pool, config, clientConfig)
 		config.OnFailure = ratelimit.ReturnError()
 		strict := limitertest.New(t, pool, config, clientConfig)
@@ -267,7 +267,7 @@ func TestLockedTable(t *testing.T) {
 }
 
 // A statement that skips locked rows returns which transactions have locked them, and decides the other requests. For
-// rows that are just being made, it returns 0.
+// rows that are just being made, the statement returns 0.
 func TestHoldersOfSkippedRows(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
@@ -357,7 +357,7 @@ func TestRowsBeingMadeDelayNobody(t *testing.T) {
 }
 
 // If one transaction after the other holds a key of an AllowAll, the AllowAll loses races, but does not get ErrKeyHeld.
-// If a key of another AllowAll stays held, that does not delay the first one.
+// If a key of another AllowAll stays held, that key does not delay the first AllowAll.
 func TestSetsThatLoseRacesAreNotHeld(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")

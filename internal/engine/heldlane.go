@@ -43,8 +43,8 @@ func (h *heldLane) Add(requests []*Request) {
 	}
 }
 
-// serve sends statements until the lane is empty. By turns, it sends a statement for all requests that skips locked
-// rows, and a statement that waits for the row of the first request.
+// serve sends statements until the lane is empty. By turns, it sends one statement that skips locked rows for all
+// requests, and one statement that waits for the first request's row.
 func (h *heldLane) serve() {
 	var requests []*Request
 	for {
@@ -103,10 +103,10 @@ func (h *heldLane) ask(requests []*Request, skip bool, wait time.Duration) (held
 
 // GiveUp ends the requests that have waited for Patience, and returns the other requests.
 //
-// If a row is being inserted, no statement can see which transaction does so. Perhaps statements of the engine make the
-// row one after the other, and each is undone because it waits for another key. So a row that is being inserted counts
-// as held only after a statement for its key alone has waited in vain. For AllowAll, a row that is being inserted
-// counts as held at once, because no statement of AllowAll waits that long.
+// If a row is being inserted, no statement can see which transaction inserts it. Perhaps statements of the engine
+// insert the row one after the other, and each statement is undone because it waits for another key. So a row that is
+// being inserted counts as held only after a statement for its key alone has waited in vain. For AllowAll, a row that
+// is being inserted counts as held at once, because no statement of AllowAll waits that long.
 func (h *heldLane) GiveUp(requests []*Request) (others []*Request) {
 	known := h.batcher.Held
 	for _, r := range requests {
@@ -121,8 +121,8 @@ func (h *heldLane) GiveUp(requests []*Request) (others []*Request) {
 	return others
 }
 
-// waitForFirst waits for the row of the first request, in a statement for this key alone. It returns the undecided
-// requests, and puts the requests for this key last.
+// waitForFirst waits for the row of the first request, in a statement for the key of this row alone. It returns the
+// undecided requests, and puts the requests for this key last.
 func (h *heldLane) waitForFirst(requests []*Request) []*Request {
 	known, first := h.batcher.Held, requests[0]
 	oldest := first.Since

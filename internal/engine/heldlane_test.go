@@ -195,9 +195,9 @@ func TestWhatIsSurelyHeld(t *testing.T) {
 	})
 }
 
-// A row may be in the process of being made each time that a statement looks. Perhaps statements of other processes
-// make the row again and again, and each is undone because it also waits for another, held key. So the row counts as
-// held by a transaction only if a statement for this key alone has waited in vain.
+// Each time that a statement looks, another transaction may be making the row. Perhaps statements of other processes
+// make the row again and again, and each is undone because it also waits for a held key. So the row counts as held by a
+// transaction only if a statement for this key alone has waited in vain.
 func TestRowsThatAreMadeByTurnsAreNotHeldForLong(t *testing.T) {
 	t.Parallel()
 
@@ -335,8 +335,8 @@ func TestHeldKeysAndShortTimeouts(t *testing.T) {
 }
 
 // On a single connection, the session's lock_timeout or statement_timeout ends the wait for a held row or a locked
-// table. A held row is not an outage, and a locked table is one. Without these settings, a call waits for Timeout, and
-// does not know what it has waited for.
+// table. A held row is not an outage, and a locked table is an outage. Without these settings, a call waits until its
+// Timeout ends, and cannot tell what blocked it.
 func TestSingleConnectionTellsRowsFromTables(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")

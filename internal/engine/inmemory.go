@@ -17,7 +17,7 @@ type memoryRow struct {
 	State     model.State
 }
 
-// decideInMemory decides requests by package model, one after the other. The answers are those of a database.
+// decideInMemory decides requests by package model, one after the other. The answers are the same as those of Postgres.
 func (d *Database) decideInMemory(db pg.DB, requests []*Request) error {
 	if db != d.DB {
 		return ErrMemoryTx
@@ -93,8 +93,8 @@ func (r *Request) fitsIn(db *memdb.DB, clock int64) bool {
 	return true
 }
 
-// decide applies a request to a row's state s. A positive n takes units, and 0 looks. A negative n gives units back, or
-// grants units if p.Refund is nil.
+// decide applies a request to a row's state s. A positive n takes units, and an n of 0 looks. A negative n gives units
+// back, or grants units if p.Refund is nil.
 func (p *Part) decide(s model.State, clock, n int64) (model.State, model.Decision) {
 	switch {
 	case n >= 0:

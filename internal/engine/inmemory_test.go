@@ -42,8 +42,8 @@ type told struct {
 	err    error
 }
 
-// seen returns the fields of told that must be equal. Receipts are compared by refunds instead. Whether a denial is
-// remembered depends on a random hash.
+// seen returns the fields of w that must be equal for both limiters. Receipts are compared by refunds instead. Whether
+// a denial is remembered depends on a random hash.
 func (w told) seen() told {
 	if w.result.Source == ratelimit.SourceCachedDenial {
 		w.result.Source = ratelimit.SourceDatabase

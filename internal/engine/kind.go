@@ -1,7 +1,7 @@
 package engine
 
 // kind is what a request needs from the database: which table, and whether the commit waits for the WAL. One kind can
-// fail while other kinds work. A table may be locked or damaged, a disk full, or a commit waiting for a standby. So
+// fail while other kinds work. For example, a table is locked, a disk is full, or commits wait for a standby. So
 // requests of different kinds are sent in different statements, and the breaker has a state for each kind.
 type kind uint8
 

@@ -8,7 +8,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// rest is the unused units of a lease, which have to go back to the database.
+// rest describes the unused units of a lease. These units have to go back to the database.
 type rest struct {
 	space    *Space
 	receipt  *Receipt
@@ -91,8 +91,8 @@ func (ls *Leases) forget(space *Space, key string) {
 }
 
 // drop ends the lease of a key after a reset. It returns the unused units, and the time for wakeAt. The units go back,
-// because they may have been taken after the reset. If another lease of the key is still being taken, it will not be
-// spent.
+// because they may have been taken after the reset. If a statement is still taking another lease of the key, that lease
+// will not be spent.
 func (ls *Leases) drop(space *Space, key string, now instant) (back *giving, due time.Duration) {
 	s := ls.Make(key)
 	s.mu.Lock()
@@ -105,7 +105,7 @@ func (ls *Leases) drop(space *Space, key string, now instant) (back *giving, due
 	return back, e.due()
 }
 
-// wakeAt makes sure that the timer fires at the time at or earlier.
+// wakeAt makes the timer fire no later than the time in the argument at.
 func (ls *Leases) wakeAt(at, now time.Duration) {
 	ls.mu.Lock()
 	defer ls.mu.Unlock()
@@ -139,7 +139,7 @@ func (ls *Leases) tidy() {
 func (ls *Leases) outdated(now instant) (back *giving, next time.Duration) {
 	next = model.Never
 	back = ls.collect(func(e *Lease) (lapse, forget bool) {
-		// A lease that is due a little later ends now too, so that one statement is enough for both.
+		// Leases that are due a little later end now too, so that one statement is enough for all of them.
 		if e.next < e.end && (now.elapsed >= e.due()-e.lasts/16 || now.since(e.asked) >= e.lasts) {
 			next = min(next, e.known.asked.elapsed+e.memory)
 			return true, false
@@ -157,8 +157,8 @@ func (ls *Leases) all() *giving {
 	return ls.collect(func(*Lease) (lapse, forget bool) { return true, false })
 }
 
-// collect calls which for each entry. It ends the lease if lapse is true, and deletes the entry if forget is true. It
-// returns the unused units of the ended leases.
+// collect calls the function which() for each entry. It ends the lease if the result lapse is true, and deletes the
+// entry if the result forget is true. It returns the unused units of the ended leases.
 func (ls *Leases) collect(which func(*Lease) (lapse, forget bool)) *giving {
 	back := ls.begin()
 	stripes := ls.Stripes.Load()
@@ -183,7 +183,7 @@ func (ls *Leases) collect(which func(*Lease) (lapse, forget bool)) *giving {
 
 func (e *Engine) giveBack(back *giving) { e.sendBack(back)() }
 
-// sendBack puts requests that give unused units back into the queue. The function wait waits for their decisions.
+// sendBack queues the requests that return unused units. The function wait() waits until these requests are decided.
 func (e *Engine) sendBack(back *giving) (wait func()) {
 	requests := make([]*Request, len(back.rests))
 	for i, left := range back.rests {

@@ -78,7 +78,7 @@ func TestObserverOfStatementsThatLease(t *testing.T) {
 	})
 }
 
-// If unused units of leases go back, other processes are not notified, because that happens too often.
+// If unused units of leases go back, other processes are not notified, because units go back too often.
 func TestWhatGoesBackFromLeasesIsNotAnnounced(t *testing.T) {
 	t.Parallel()
 	withLeases(t, func(c *ratelimit.Config) {
@@ -99,13 +99,13 @@ func TestWhatGoesBackFromLeasesIsNotAnnounced(t *testing.T) {
 	})
 }
 
-// If a limiter has several policies, and its bucket has more tokens than the process knew, the process gives all units
-// taken ahead back. So no more is admitted than the bucket allows, and no units are lost.
+// If a limiter has several policies, and its bucket has more tokens than the process knew, the process gives back all
+// units taken ahead. So no more is admitted than the bucket allows, and no units are lost.
 func TestLeasesOfSeveralPoliciesFromAFullerBucket(t *testing.T) {
 	t.Parallel()
 	const limit = 2560
 	withLeases(t, func(c *ratelimit.Config) {
-		bucket := ratelimit.TokenBucket{Capacity: limit, Refill: 1, Every: time.Second} // leases 20 for 20 s
+		bucket := ratelimit.TokenBucket{Capacity: limit, Refill: 1, Every: time.Second} // a lease: 20 for 20 s
 		c.Policy, c.Lease = ratelimit.All(bucket, ratelimit.FixedWindow{Limit: 2 * limit, Window: time.Hour}), &ratelimit.Lease{MaxShare: 0.1}
 	}, func(t *testing.T, l *leaseTest) {
 		_, err := l.AllowN(t.Context(), "key", 1000)

@@ -44,7 +44,7 @@ type leaser struct {
 
 // leaseUse is a request that was allowed.
 type leaseUse struct {
-	at      int64 // when it was allowed, by the database's clock
+	at      int64 // when the request was allowed, by the database's clock
 	told    int64 // the result's DecidedAt
 	receipt *Receipt
 	first   int64 // the first of its units in the receipt

@@ -14,8 +14,9 @@ import (
 //
 // A lease may be spent only if it has surely not ended by the database's clock. The statement was sent before the
 // database decided. So the time since the statement was sent is at least the time since the decision. The process
-// measures by its monotonic clock, so nobody can make a lease longer by setting the wall clock. On some machines the
-// monotonic clock stops while the machine is suspended. So the process uses the clock that has advanced further.
+// measures this time by its monotonic clock, so nobody can make a lease longer by setting the wall clock. On some
+// machines the monotonic clock stops while the machine is suspended. So the process uses the clock that has advanced
+// further.
 //
 // Each key that a call has asked for has an entry, even without a lease. An entry is deleted if nobody asks for its key
 // during MaxLength. A timer runs only while there are entries.
@@ -37,7 +38,7 @@ type Leases struct {
 const (
 	leaseStripes = 16
 	MaxLeased    = 16384 // how many keys can have an entry
-	firstLease   = 4     // for how many calls the first lease of a key is enough, at most
+	firstLease   = 4     // the most calls for which the first lease of a key is enough
 	// ShortestLease is the shortest useful duration of a lease. It also bounds how often the timer fires.
 	ShortestLease = 10 * time.Millisecond
 	// If the last answer about a key is older than freshFor, a call takes at most staleUnits ahead, because other
@@ -58,7 +59,7 @@ type LeaseStripe struct {
 	_    [48]byte // keeps the mutexes of two stripes out of the same cache line
 }
 
-// Lease is the units of a key that this process has taken ahead, and what this process knows about the key.
+// Lease has the units of a key that this process has taken ahead, and what this process knows about the key.
 type Lease struct {
 	policy    *model.Policy
 	receipt   *Receipt // the receipt for the units taken ahead; nil without a lease
@@ -71,15 +72,15 @@ type Lease struct {
 
 	// known is what the latest answer has said about the key.
 	known struct {
-		Remaining int64         // the smallest number of all rows
+		Remaining int64         // the smallest Remaining of all rows
 		rows      []knownRow    // the rows of the key
 		States    []model.State // the states of these rows
 		decidedAt int64
 		asked     instant
 		lasts     time.Duration // how long a lease taken at decidedAt could last
 	}
-	asking time.Duration // another call takes ahead until this time
-	reset  time.Duration // when the key was last reset; a lease asked for before is not spent
+	asking time.Duration // until this time, another call is taking units ahead
+	reset  time.Duration // when the key was last reset; a lease requested before the reset is not spent
 	memory time.Duration // how long to keep the entry after the last answer
 }
 
@@ -135,7 +136,7 @@ func (e *Lease) left(now instant) int64 {
 }
 
 // spend takes n units from the lease of a key, and writes the decision to o. It returns false if the lease has fewer
-// than n units. With leases, 16 clients of 2 callers with 100 busy keys make 13 times as many decisions.
+// than n units. With 16 clients of 2 callers and 100 busy keys, leases multiply the decisions per second by 13.
 func (ls *Leases) spend(space *Space, policy *model.Policy, key string, n int64, o *Outcome) bool {
 	s := ls.stripe(key)
 	if s == nil {
@@ -158,7 +159,7 @@ func (ls *Leases) spend(space *Space, policy *model.Policy, key string, n int64,
 	return true
 }
 
-// outcome writes the decision of a call that spends units of the lease to o. clock is the time by the database's clock.
+// outcome writes to o the decision of a call that spends units of the lease. The argument clock is the database's time.
 func (e *Lease) outcome(clock int64, o *Outcome) {
 	if len(e.known.rows) == 1 {
 		e.outcomeOf(&e.known.rows[0], clock, o)
@@ -171,7 +172,7 @@ func (e *Lease) outcome(clock int64, o *Outcome) {
 	*o = outcomeOfAll(each)
 }
 
-// outcomeOf writes the decision for one row of the key to o.
+// outcomeOf writes to o the decision for one row of the key.
 func (e *Lease) outcomeOf(row *knownRow, clock int64, o *Outcome) {
 	*o = Outcome{
 		Allowed:    true,
@@ -222,7 +223,7 @@ func (ls *Leases) ahead(space *Space, policy *model.Policy, key string, n int64)
 		excess = max(excess, -spare)
 	}
 	switch {
-	case excess > 0 && len(policy.Rules) > 1: // room made in a bucket would cost the other policies units
+	case excess > 0 && len(policy.Rules) > 1: // making room in one bucket would cost the other policies units
 		return 0
 	case size+excess > staleUnits && now.since(e.known.asked) > freshFor:
 		return 0 // wait for the answer to this call, and let the next call take ahead
@@ -231,9 +232,9 @@ func (ls *Leases) ahead(space *Space, policy *model.Policy, key string, n int64)
 	return (size + excess) / n
 }
 
-// wants returns how many units to take ahead, according to demand. If the last lease is used up, outlived decides. If a
-// part of it is used, the result is that part. If no units were used, the result is enough for half of the calls that
-// come during a lease at the present rate, but for at most firstLease calls.
+// wants returns how many units to take ahead, according to demand. If the last lease is used up, the function outlived
+// decides. If calls have used only a part of the lease, the result is that part. If calls have used nothing, the result
+// is enough for half of the calls that come during a lease at the present rate, but for at most firstLease calls.
 func (e *Lease) wants(now instant, n int64) int64 {
 	if e.receipt != nil {
 		e.size = e.next
@@ -263,7 +264,7 @@ func (ls *Leases) tell(use LeaseUse) {
 	}
 }
 
-// settle updates the lease of a request's key after a statement, which was sent at asked and answered at told.
+// settle updates the lease of a request's key after a statement. It was sent at the time asked and answered at told.
 func (ls *Leases) settle(r *Request, err error, asked, told instant) {
 	back, due, event := ls.learn(r, err, asked, told)
 	ls.tell(event)
@@ -331,7 +332,7 @@ func (s *LeaseStripe) Entry(space *Space, key string, now time.Duration, add boo
 
 // evict deletes the entry of a key without unused units, so that busy keys find room during a flood of other keys. It
 // looks at no more than 8 entries, and returns whether it has deleted one. It keeps the entry of a key that was just
-// reset, because the answer to an older lease may still come. The caller holds s.mu.
+// reset, because a lease that was requested before the reset may still arrive. The caller holds s.mu.
 func (s *LeaseStripe) evict(now time.Duration) bool {
 	tries := 8
 	for k, e := range s.Keys { // in random order
@@ -384,7 +385,7 @@ func (e *Lease) learn(r *Request, asked, told instant) (rests []rest, event Leas
 	e.next, e.end = 0, min(surplus, spare, int64(room))
 	e.decidedAt, e.asked, e.told, e.lasts = decidedAt, asked, told, lasts
 	if lasts < ShortestLease || told.since(asked) >= lasts || asked.elapsed < e.reset ||
-		len(r.Parts) > 1 && spare < surplus { // room made in a bucket would cost the other policies units
+		len(r.Parts) > 1 && spare < surplus { // making room in one bucket would cost the other policies units
 		e.end = 0
 	}
 	// The surplus beyond e.end goes back. But units that would fill the bucket too far during a lease are lost.
@@ -399,7 +400,7 @@ func (e *Lease) learn(r *Request, asked, told instant) (rests []rest, event Leas
 	return rests, LeaseUse{Limiter: space.Name, Taken: surplus, Stranded: surplus - returns}
 }
 
-// know stores what an answer says about the key. If the answer to a later decision has come before, know stores
+// know stores what an answer says about the key. If the answer to a later decision has already come, know stores
 // nothing. It returns how many units of the key a lease may have, and for how long. The caller holds the mutex of the
 // stripe.
 func (e *Lease) know(r *Request, asked instant) (spare int64, lasts time.Duration) {

@@ -283,7 +283,7 @@ func TestLeasesKnowTheLatest(t *testing.T) {
 	require.EqualValues(t, 800, hear(2*time.Second, 800))
 }
 
-// Only the answer to a take ahead shows which units of a bucket are leased. Later answers do not overwrite this.
+// Only the answer to a take ahead shows which units of a bucket are leased. Later answers do not overwrite these units.
 func TestLeasesRememberWhatIsLeased(t *testing.T) {
 	t.Parallel()
 	w := newLeaseWorld(model.TokenBucket{Capacity: 1000, Refill: 1, Every: time.Second}, 1, noMistake)
@@ -318,7 +318,7 @@ func holdsTwo(t *testing.T) (*leaseWorld, *leaser) {
 
 func (p *leaser) held() int64 { return p.leases.Held(p.space, p.rules, "key") }
 
-// By the database's clock, no lease is longer than its length, whatever the process's clocks show.
+// By the database's clock, no lease lasts longer than its length, whatever the process's clocks show.
 func TestLeasesEndByTheDatabasesClock(t *testing.T) {
 	t.Parallel()
 	for name, pass := range map[string]func(w *leaseWorld, p *leaser){

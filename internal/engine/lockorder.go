@@ -6,8 +6,8 @@ import (
 	"strings"
 )
 
-// compareLockOrder compares two rows by the lock order. All statements lock rows in this order, so that two statements
-// never wait for each other: ephemeral rows first, then longer keys first, then by the bytes of key and name. The
+// compareLockOrder compares two rows by the lock order: ephemeral rows first, then longer keys first, then by the bytes
+// of key and name. All statements lock rows in this order, so that two statements never wait for each other. The
 // functions _rate_limit_rows_in_lock_order and _rate_limit_keys_in_lock_order in sql/ sort in the same order.
 func compareLockOrder(a, b *Part) int {
 	table := func(p *Part) int {

@@ -133,8 +133,8 @@ func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 					require.NoError(t, err)
 				}
 
-				// One transaction has locked a and waits for m. In the lock order it has locked b too. A second
-				// transaction wants a and b.
+				// One transaction has locked "a" and waits for "m". In the lock order it has locked "b" too. A second
+				// transaction wants "a" and "b".
 				holder := limitertest.Hold(t, db, config, "m")
 				one := takeLater(limiter, "a", "m", "b")
 				pgtest.WaitUntilBlocked(t, db.Pool, 1)
@@ -373,7 +373,7 @@ func TestVanishedRowsAreNotMadeBehindLockedOnes(t *testing.T) {
 				waited, err2 := waits()
 				requireDeadlockIf(t, broken, errors.Join(err1, err2))
 				if !broken {
-					require.EqualValues(t, 3, skipped) // of "b", nothing is told, so it is asked again
+					require.EqualValues(t, 3, skipped) // the answer says nothing about "b", so "b" is asked again
 					require.EqualValues(t, 2, waited)
 				}
 			})
@@ -381,7 +381,7 @@ func TestVanishedRowsAreNotMadeBehindLockedOnes(t *testing.T) {
 	}
 }
 
-// A transaction that changes several policies, in any order, does not deadlock with a report about them.
+// A transaction that changes several policies, in any order, does not deadlock with a report about these policies.
 func TestChangesOfPoliciesDoNotDeadlockWithReports(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
@@ -482,7 +482,7 @@ func TestReportsDoNotDeadlock(t *testing.T) {
 }
 
 // The first SELECT finds no row "a" and stops there. While the INSERT waits for another transaction's row "a", the row
-// "m" is deleted, which the SELECT has not reached. The row "n" is also deleted, and made again.
+// "m" is deleted. The SELECT has not reached "m". The row "n" is also deleted, and made again.
 func TestRowDeletedBetweenLookAndInsert(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")

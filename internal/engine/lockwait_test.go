@@ -18,8 +18,8 @@ import (
 )
 
 // aroundALockWait returns a function that takes n units of a key, and then asks for 1 more unit while another
-// transaction holds the row. The function returns the second result, and when the row was released, by the database's
-// clock. All its connections exist before the first call.
+// transaction holds the row. The function returns the second result, and the database's time when the row was released.
+// All its connections exist before the first call.
 func aroundALockWait(
 	t *testing.T,
 	db *pgtest.DB,
@@ -39,7 +39,7 @@ func aroundALockWait(
 		tx, err := ours.Begin(t.Context())
 		require.NoError(t, err)
 		// In a caller's transaction, one statement waits for the row. Outside of a transaction, several statements
-		// would wait by turns.
+		// would wait one after the other.
 		decision := testkit.Later(func() (ratelimit.Result, error) { return limiter.WithTx(tx).Allow(context.Background(), key) })
 		pgtest.WaitUntilBlocked(t, db.Pool, 1)
 		begun := pgtest.Scalar[time.Time](t, holder, "SELECT clock_timestamp()")
@@ -83,13 +83,13 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 				for _, n := range []int64{1, 5} {
 					released, result := askAroundAWait(fmt.Sprint(n), n)
 					require.False(t, result.DecidedAt.Before(released))
-					require.True(t, result.Allowed) // because of the tokens or windows of the time of the wait
+					require.True(t, result.Allowed) // because of the tokens or windows that came during the wait
 					if n == 1 {
 						require.EqualValues(t, 5-1, result.Remaining)
 					}
 				}
 
-				// A negative control: now() is the begin of the transaction, so it does not change during a lock wait.
+				// A negative control: now() is when the transaction began, so it does not change during a lock wait.
 				db = pgtest.New(t)
 				shortCalendar(t, db.Pool, wait)
 				pgtest.Rewrite(t, db.Pool, "_rate_limit_now", "clock_timestamp()", "pg_catalog.now()")
@@ -234,7 +234,7 @@ func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 					result, err := limiter.Allow(t.Context(), "key")
 					require.NoError(t, err)
 					// If a take begins a window or takes from a full bucket, DecidedAt is the first reading, because no
-					// other call can have decided since.
+					// other call can have decided after that reading.
 					wrong = result.Allowed &&
 						(result.ResetAfter <= c.over || result.Remaining < 4 && result.DecidedAt.Before(before.Add(pause)))
 				}

@@ -73,8 +73,8 @@ func outcomeOfAll(each []Outcome) Outcome {
 	return o
 }
 
-// Outcome returns the decision of a part for one of several merged requests. place is the request's place among them,
-// from 1.
+// Outcome returns the decision of a part for one of several merged requests. The argument place is the request's
+// position among the merged requests, from 1.
 func (p *Part) Outcome(place int64) Outcome {
 	d := &p.Decision
 	o := Outcome{

@@ -44,7 +44,7 @@ type flights struct {
 // server nearly twice as much as one statement for all requests. So a second statement is sent only if Enough requests
 // for different keys are waiting, or if the first statement takes longer than TooLong. With few keys, the second
 // statement would wait for rows that the first one has locked. With 64 callers of one key, one statement at a time
-// makes 30 % more decisions.
+// makes 30 % more decisions than two.
 const (
 	Enough  = 24
 	TooLong = 10 * time.Millisecond
@@ -52,7 +52,7 @@ const (
 
 // If there are WorthMixing small groups, one statement of rate_limit_all decides all of them. Such a mixed statement
 // costs the server about 450 µs plus 28 µs per key. A statement for a single group costs 150 µs plus 22 µs per key.
-// With 20 limiters of 1 caller each, mixed statements make 4 times as many decisions.
+// With 20 limiters of 1 caller each, mixed statements multiply the decisions per second by 4.
 const (
 	SmallGroup  = 8 // the largest number of requests in a small group
 	WorthMixing = 6 // how many small groups are enough for a mixed statement
@@ -102,8 +102,8 @@ func (q *Queue) Submit(ctx context.Context, r *Request) error {
 // IsAlone returns whether the caller of a new request should send the request itself. Passing a request to another
 // goroutine costs a lone call 8 to 11 % of its time. But a caller that sends its own statement must wait up to Grace
 // after its context ends, and a shared statement is faster if several calls come at once. Callers with leases share
-// statements, because otherwise 16 processes of 2 callers made a third as many decisions. The caller of IsAlone holds
-// q.Mu.
+// statements, because 16 processes of 2 callers made only a third of the decisions without sharing. The caller of
+// IsAlone holds q.Mu.
 func (q *Queue) IsAlone(r *Request) bool {
 	return q.InFlight == 0 && q.Waiting == 1 && q.lonely >= AloneAfter && q.flights[r.kind()].prompt &&
 		!r.Probe && r.Space.Lease == nil
@@ -128,8 +128,8 @@ func (q *Queue) goAlone(ctx context.Context) {
 	q.reroute(q.fly(d))
 }
 
-// submitAll puts requests that give units back into the queue, and does not wait for their decisions. If the breaker is
-// open, the requests end with ErrNotTried.
+// submitAll queues requests that return units, and does not wait for their decisions. If the breaker is open, the
+// requests end with ErrNotTried.
 func (q *Queue) submitAll(requests []*Request) {
 	if len(requests) == 0 {
 		return
@@ -186,7 +186,7 @@ func (q *Queue) Push(r *Request) {
 	q.Waiting++
 }
 
-// PushBack puts requests that have lost a race at the beginning of their groups.
+// PushBack moves requests that have lost a race to the front of their groups.
 func (q *Queue) PushBack(requests []*Request) {
 	if len(requests) == 0 {
 		return
@@ -300,7 +300,7 @@ func (q *Queue) Lands(k kind, took time.Duration) {
 	q.noteDuration(took)
 }
 
-// isSlow returns whether took is more than TooLong and more than four times q.fastest. The caller holds q.Mu.
+// isSlow returns whether the duration took is above TooLong and above four times q.fastest. The caller holds q.Mu.
 func (q *Queue) isSlow(took time.Duration) bool { return took > TooLong && took > 4*q.fastest }
 
 // noteDuration updates q.fastest. The caller holds q.Mu.
@@ -350,8 +350,8 @@ func (q *Queue) run() {
 		}
 		q.Mu.Unlock()
 		q.reroute(q.fly(d))
-		// Callers often ask again as soon as they have an answer. Gosched lets them join the next statement. With 64
-		// callers, that makes 14 % more decisions.
+		// Callers often ask again as soon as they have an answer. Gosched lets these callers join the next statement.
+		// With 64 callers, Gosched adds 14 % to the decisions per second.
 		runtime.Gosched()
 	}
 }
@@ -364,7 +364,7 @@ func (q *Queue) Board() *Departure {
 		return nil
 	}
 	if len(requests) > 1 {
-		q.lonely = -1 // Lands increments it to 0
+		q.lonely = -1 // Lands increments lonely to 0
 	}
 	q.Departs(requests[0].kind())
 	return &Departure{Requests: requests, queued: q.Waiting}
@@ -375,7 +375,7 @@ func (q *Queue) fly(d *Departure) (held, lost []*Request) {
 	k, n, left := d.Requests[0].kind(), len(d.Requests), time.Now() // read now, because a finished request is reused
 	defer func() {
 		q.Mu.Lock()
-		if n >= Enough && d.leaders > 0 { // smaller batches tell little
+		if n >= Enough && d.leaders > 0 { // smaller batches say little about perKey
 			q.perKey = n / d.leaders
 		}
 		q.Lands(k, time.Since(left))
@@ -468,7 +468,7 @@ func (l *group) leavesWith(lead *group) bool {
 	return len(l.requests) <= SmallGroup && l.looks == lead.looks && l.kind == lead.kind
 }
 
-// depart moves up to MaxBatch requests from a limiter's i-th group to batch. If the group is not empty then, it becomes
+// depart moves up to MaxBatch requests from a limiter's i-th group to batch. A group that still has requests becomes
 // the limiter's last group. The caller holds q.Mu.
 func (q *Queue) depart(batch []*Request, s *limiterGroups, i int) []*Request {
 	g := s.groups[i]

@@ -9,11 +9,11 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Claim is the units of a receipt that belong to one decision. The zero Claim has no units. Copies of a Claim share the
-// receipt, so a unit can be given back only once.
+// Claim describes the units of a receipt that belong to one decision. The zero Claim has no units. Copies of a Claim
+// share the receipt, so a unit can be given back only once.
 type Claim struct {
 	Receipt *Receipt
-	// first and units select units of a lease's receipt. If units is 0, the claim has the whole receipt.
+	// first and units select units of a lease's receipt. If the field units is 0, the claim has the whole receipt.
 	first, units int64
 }
 
@@ -26,7 +26,7 @@ type Receipt struct {
 	Parts  []model.Take  // a take for each row
 	one    [1]model.Take // memory for a single element of Parts
 	Back   *GivenBack    // for receipts of leases and of units spent from leases; otherwise nil
-	first  int64         // the position of the first unit within the lease; then left stays the same
+	first  int64         // the position of the first unit within the lease; if Back is set, left never changes
 }
 
 // Own returns a receipt for the units of this claim alone. It returns nil if nothing was taken.
@@ -70,8 +70,8 @@ func (r *Receipt) Left() int64 {
 	return r.left.Load()
 }
 
-// Swap sets the number of units that are not given back to left, if this number is still was. It returns whether it has
-// set the number.
+// Swap changes the number of units that are not given back from was to left. It returns false if this number is no
+// longer was.
 func (r *Receipt) Swap(was, left int64) bool {
 	if r.Back != nil {
 		return r.Back.Swap(r.first, r.left.Load(), was, left)
@@ -105,7 +105,7 @@ type GivenBack struct {
 	Ranges []unitRange // ascending, with gaps between them
 }
 
-// unitRange is the units in the range [From, To).
+// unitRange stands for the units in the range [From, To).
 type unitRange struct{ From, To int64 }
 
 // Leftover returns how many of the units in the range [first, first+units) are not given back. A refund always gives
@@ -116,7 +116,7 @@ func (g *GivenBack) Leftover(first, units int64) int64 {
 	return g.left(first, units)
 }
 
-// left is Leftover with g.mu locked by the caller.
+// left returns the result of Leftover. The caller holds g.mu.
 func (g *GivenBack) left(first, units int64) int64 {
 	if i := g.find(first + units); i < len(g.Ranges) && g.Ranges[i].From < first+units {
 		return max(g.Ranges[i].From-first, 0)
@@ -124,7 +124,7 @@ func (g *GivenBack) left(first, units int64) int64 {
 	return units
 }
 
-// find returns the index of the first range whose end is at unit or later. The caller holds g.mu.
+// find returns the index of the first range that ends at the position unit or later. The caller holds g.mu.
 func (g *GivenBack) find(unit int64) int {
 	i, _ := slices.BinarySearchFunc(g.Ranges, unit, func(r unitRange, unit int64) int {
 		return cmp.Compare(r.To, unit)
@@ -132,8 +132,8 @@ func (g *GivenBack) find(unit int64) int {
 	return i
 }
 
-// Swap sets the number of units that are not given back to left, if this number is still was. The units are the range
-// [first, first+units). Swap returns whether it has set the number.
+// Swap changes the number of units that are not given back from was to left, among the units in the range [first,
+// first+units). It returns false if this number is no longer was.
 func (g *GivenBack) Swap(first, units, was, left int64) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -8,8 +8,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Space is the keys of one name in one table. All limiters with this name and table share one Space, because remembered
-// denials and leases refer to it.
+// Space is the set of keys that one limiter name has in one table. All limiters with this name and table share one
+// Space, because remembered denials and leases refer to the Space.
 type Space struct {
 	Engine        *Engine
 	Name          string // the name of the limiter
@@ -28,8 +28,8 @@ func (s *Space) tell(key string) {
 	}
 }
 
-// Request is an ask that goes to the database. Until it is submitted, and after it is decided, only its caller may use
-// it. If the caller gives up before the decision, the caller must not touch the request again.
+// Request is an ask that goes to the database. Before the request is submitted, and after it is decided, only its
+// caller may use it. If the caller gives up before the decision, the caller must not touch the request again.
 type Request struct {
 	Space  *Space        // the limiter's space, or Engine.sets for a set; used for turns
 	Policy *model.Policy // the policy of all parts; nil for a set
@@ -44,7 +44,7 @@ type Request struct {
 	// ofLease is true if the request gives unused units of a lease back.
 	ofLease bool
 
-	// Merged requests are a list. The database is asked about the first request, the leader.
+	// Merged requests are a linked list. The database is asked about the first request, the leader.
 	Count int64    // the number of requests in a leader's list, with the leader
 	next  *Request // the next in the list
 	last  *Request // the last in the list
@@ -57,7 +57,7 @@ type Part struct {
 	Rules    model.Rules
 	Name     string // Space.Name; rows of further policies of an All have a suffix, as in api/2
 	Key      string
-	Cost     int64 // 0 looks; below 0 gives Refund back, or grants units without Refund
+	Cost     int64 // 0 looks; a negative Cost gives Refund back, or grants units without a Refund
 	Refund   *model.Take
 	Decision model.Decision
 }
@@ -65,17 +65,17 @@ type Part struct {
 // Decision.Granted has one of these values if a part is not decided.
 const (
 	PassedOver = -3 // the statement has not reached this part
-	Locked     = -2 // the transaction in Remaining has locked the row; 0 if the row is being inserted
+	Locked     = -2 // Remaining is the id of the transaction that locks the row; 0 if it is being inserted
 	Undecided  = -1 // the row of another part is locked
 )
 
-// sparedParts is how many parts a request can have if a later request shall reuse its memory.
+// sparedParts is the largest number of parts of a request whose memory a later request reuses.
 const sparedParts = 16
 
-// requestPool keeps requests for reuse. With one busy key, reuse makes 16 to 25 % more decisions.
+// requestPool keeps requests for reuse. With one busy key, reuse adds 16 to 25 % to the decisions per second.
 type requestPool struct{ pool sync.Pool }
 
-// Get returns a request without parts. space and policy determine the request's group in the queue.
+// Get returns a request without parts. The arguments space and policy determine the request's group in the queue.
 func (p *requestPool) Get(space *Space, policy *model.Policy) *Request {
 	r, ok := p.pool.Get().(*Request)
 	if !ok {
@@ -88,7 +88,7 @@ func (p *requestPool) Get(space *Space, policy *model.Policy) *Request {
 	return r
 }
 
-// Add adds a part for each row that the policy has for a key. refunds is nil, or has an element for each row.
+// Add adds a part for each row of a key under the policy. The argument refunds is nil, or has an element for each row.
 func (r *Request) Add(space *Space, policy *model.Policy, key string, cost int64, refunds []model.Take) {
 	for i, m := range policy.Rules {
 		p := Part{Space: space, Rules: m, Name: algorithm.RowName(space.Name, i), Key: key, Cost: cost}

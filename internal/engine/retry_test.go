@@ -80,7 +80,7 @@ func TestOnlyWhatDidNotCountIsRepeated(t *testing.T) {
 	}
 }
 
-// failing is a database whose queries fail with errs, one after the other.
+// failing is a database whose queries fail with the errors in errs, one after the other.
 type failing struct {
 	ratelimit.DBTX
 	errs  []error

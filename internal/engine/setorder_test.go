@@ -135,7 +135,7 @@ func TestLockingSetsInTheOrderGivenDeadlocks(t *testing.T) {
 				return testkit.Later(func() (any, error) { return pool.Exec(context.Background(), engine.Text("all", ""), args...) })
 			}
 			holder := limitertest.Hold(t, db, limiterC.Config(), "m")
-			one := ask(a, c, b) // in the order given, it has locked a and waits for c
+			one := ask(a, c, b) // locks the row of a, and then waits for c
 			pgtest.WaitUntilBlocked(t, db.Pool, 1)
 			other := ask(b, a)
 			if oldNew != nil {

@@ -441,7 +441,7 @@ func tlsPool(t *testing.T, asks bool) func(t *testing.T) *pgxpool.Pool {
 	}
 }
 
-// If a server or role has no free connection, that counts as an outage, because it ends when other connections close.
+// A server or role without a free connection counts as an outage, because the fault ends when other connections close.
 func TestTooManyConnectionsOfARole(t *testing.T) {
 	t.Parallel()
 	server := pgtest.Server(t, pgserver.Config{})

@@ -10,7 +10,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// Beside is a policy in mode shadow, which is decided beside the policy in force, and never changes a decision.
+// Beside is a shadow policy. It is tried on the same requests as the policy in force, and never changes a decision.
 type Beside struct {
 	Space  *Space // a separate space, because a shadow policy has separate rows
 	Policy *model.Policy
@@ -42,8 +42,8 @@ func (s *Shadow) policy() *model.Policy {
 	return s.request.Policy
 }
 
-// copyFrom copies the decision of a leader's shadow to the shadow of a merged request. place is the request's place in
-// the leader's list.
+// copyFrom copies the decision of a leader's shadow to the shadow of a merged request. The argument place is the
+// request's position in the leader's list.
 func (s *Shadow) copyFrom(of *Shadow, place int64) {
 	s.request.place = place
 	for i := range s.request.Parts {
@@ -77,9 +77,9 @@ func shadowsOf(requests []*Request) (shadows []*Request) {
 }
 
 // executeBoth decides requests and their shadows in one round trip and one transaction. Compared with two round trips,
-// one caller makes 40 % more decisions, and 64 callers make 11 % more. If over is false, nothing was taken, and the
-// requests must be decided without their shadows. If the requests have waited for a lock in vain, over is true, because
-// they must not wait twice.
+// one caller makes 40 % more decisions, and 64 callers make 11 % more. If the result over is false, nothing was taken,
+// and the requests must be decided without their shadows. If the requests have waited for a lock in vain, over is true,
+// because they must not wait twice.
 func (d *Database) executeBoth(
 	ctx context.Context, db pg.DB, requests, shadows []*Request, tx Transaction,
 ) (over bool, err error) {
@@ -89,7 +89,7 @@ func (d *Database) executeBoth(
 	second := d.Call(shadows, shadowTx)
 	first.Undecide()
 	second.Undecide()
-	decided := false // a shard has decided the requests, and a rollback does not undo this
+	decided := false // a shard has decided the requests, and a rollback does not undo the decisions
 	err = pg.Use(ctx, db, func(conn *pgx.Conn) error {
 		if err := pg.Garbled(conn, first.SQL); err != nil {
 			return err

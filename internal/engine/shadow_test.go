@@ -18,8 +18,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// The policy in force decides, and the shadow policy is decided too, each as if it were alone. The test has many calls
-// in one statement, many keys and costs, and shadow policies of every algorithm.
+// The policy in force and the shadow policy decide each request, each as if it were the only policy. The test has many
+// calls in one statement, many keys and costs, and shadow policies of every algorithm.
 func TestShadow(t *testing.T) {
 	t.Parallel()
 
@@ -176,7 +176,7 @@ func TestShadowDoesNotWaitTwice(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	pool, counted := limitertest.TracedPool(t, db) // does not count a request with its shadow, which is a batch
+	pool, counted := limitertest.TracedPool(t, db) // does not count a request with its shadow: they are a batch
 	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{})
 	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "", "", "shadow", "fixed 5/1h")
 	limitertest.WaitUntilKnown(t, p, db.Pool)

@@ -14,9 +14,9 @@ import (
 // queues has a queue and a breaker for each shard. So a slow shard delays only requests for its own keys.
 //
 // At the beginning there is one queue. A proxy refuses a statement for keys of several shards, and its error says how
-// many shards there are. When that happens, queues adds the missing queues. If the number of shards grows later, shards
-// were split, and queues adds queues again. A queue is never removed. If another proxy knows fewer shards, all keys of
-// a queue are still in one shard.
+// many shards there are. After such an error, queues adds the missing queues. If shards are split later, their number
+// grows, and queues adds queues again. A queue is never removed. If another proxy knows fewer shards, all keys of a
+// queue are still in one shard.
 type queues struct {
 	add func(shard int) *Queue
 
@@ -83,8 +83,8 @@ func (qs *queues) submitAll(requests []*Request) {
 	}
 }
 
-// SubmitAgain passes undecided requests to their queues again. A statement could not decide them because its keys are
-// in several shards, or because a shard is being split. If the keys of a single request belong to several queues, the
+// SubmitAgain passes undecided requests to their queues again. A statement could not decide these requests, because its
+// keys are in several shards or a shard is being split. If the keys of a single request belong to several queues, the
 // request ends with err.
 func (qs *queues) SubmitAgain(requests []*Request, err error) {
 	for q, its := range qs.divide(requests, err) {
@@ -120,8 +120,8 @@ func (q *Queue) submitAgain(requests []*Request) {
 	}))
 }
 
-// MapPause is the pause before a request is sent again after a proxy has refused it because of an outdated map of
-// shards. While shards are split, the map is outdated for about 10 ms.
+// MapPause is the pause before a request is sent again. A proxy has refused the request, because the proxy's map of
+// shards is outdated. While shards are split, the map is outdated for about 10 ms.
 const MapPause = 5 * time.Millisecond
 
 // refusal is an error of a proxy with an outdated map of shards, and the time of the error.
@@ -143,7 +143,7 @@ func (s *batch) asksElsewhere(requests []*Request, err error) bool {
 		s.report(requests[0], nil, s.probe)
 		s.queues.SubmitAgain(appendAll(nil, requests), err)
 		return true
-	case several, // no request has another queue, so the proxy's map is just changing
+	case several, // all requests are in the right queue, so the proxy's map is just changing
 		pg.OtherShard(err):
 		s.refused.Store(&refusal{time.Now(), err})
 		all := appendAll(nil, requests)
@@ -161,8 +161,8 @@ func (b *Batcher) isElsewhere(r *Request) bool {
 	return q == nil || q.Batcher != b
 }
 
-// askShards asks a proxy for the number of shards. With the number known, each shard has a breaker, and one failing
-// shard does not open the breaker of all keys.
+// askShards asks a proxy for the number of shards. When the number is known, each shard gets a breaker, so that one
+// failing shard does not open the breaker for all keys.
 func (s *batch) askShards() {
 	ctx, cancel := context.WithDeadline(context.Background(), s.deadline)
 	defer cancel()

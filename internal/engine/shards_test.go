@@ -79,7 +79,7 @@ func TestShardedClientCountsExactly(t *testing.T) {
 	}
 
 	before := refused.Load()
-	p.grow(t, 4) // a smaller number, as another proxy may know it
+	p.grow(t, 4) // a smaller number, which another proxy may know
 	limitertest.Of(t, client, ratelimit.Config{Name: "shrunk", Policy: ratelimit.FixedWindow{Limit: 1, Window: limitertest.Year}})
 	learns(t, client, 8)
 	require.Equal(t, before, refused.Load(), "who knows of more shards is never refused")
@@ -146,7 +146,7 @@ func TestDeadShardHoldsUpItsKeysOnly(t *testing.T) {
 }
 
 // An AllowAll with keys of several shards is refused, and takes nothing, whether the client knows the shards or not.
-// Other calls are not refused with it.
+// The refusal does not affect other calls.
 func TestAllowAllAcrossShards(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
@@ -488,7 +488,7 @@ func TestHeldKeyOfAShard(t *testing.T) {
 }
 
 // If a shard fails to decide a shadow, the request itself is not sent again, because the shard has already committed
-// its decision.
+// the request's decision.
 func TestShadowOfAShard(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "a proxy of its own, or none")

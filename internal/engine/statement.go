@@ -18,8 +18,8 @@ import (
 )
 
 // Execute decides all requests in one statement, and sets the decisions of their parts. Requests for the same key are
-// decided in the order of requests. After an error other than ErrOutcomeUnknown, nothing was taken. db is d.DB or a
-// caller's transaction.
+// decided in the order of the argument requests. After an error other than ErrOutcomeUnknown, nothing was taken. db is
+// d.DB or a caller's transaction.
 func (d *Database) Execute(ctx context.Context, db pg.DB, requests []*Request, tx Transaction) error {
 	if d.memory != nil {
 		return d.decideInMemory(db, requests)
@@ -158,7 +158,7 @@ func (d *Database) callAll(requests []*Request, tx Transaction) Call {
 	}}
 }
 
-// rowArguments are arguments of rate_limit_all: the rows of the parts and their policies.
+// rowArguments has the arguments of rate_limit_all that describe the rows of the parts and their policies.
 type rowArguments struct {
 	names, keys            []string
 	algorithms             []int16
@@ -189,7 +189,7 @@ func argumentsOfRows(parts []*Part) rowArguments {
 	return rows
 }
 
-// synchronousCommit returns synchronous_commit for a transaction, or nil if the session's setting shall stay.
+// synchronousCommit returns the synchronous_commit of a transaction, or nil if the session's setting shall stay.
 func (d *Database) synchronousCommit(tx Transaction, durable, flush bool) *bool {
 	if !tx.own() || !d.pooled() || !durable {
 		return nil
@@ -212,7 +212,7 @@ func (r *RefundArguments) Set(i, n int, k *model.Take) {
 	r.Since[i], r.In[i], r.At[i], r.Spent[i] = &k.Since, &k.In, &k.At, &k.Spent
 }
 
-// Undecide marks all parts as undecided. A part that the answer does not mention stays so.
+// Undecide marks all parts as undecided. A part that the answer does not mention stays undecided.
 func (c *Call) Undecide() {
 	for _, p := range c.Into {
 		p.Decision.Granted = PassedOver
@@ -221,9 +221,9 @@ func (c *Call) Undecide() {
 
 // Query runs the statement, and sets the decisions of the parts that the answer mentions.
 //
-// The statement returns times as microseconds, because the text of a timestamptz depends on DateStyle. date_part
-// returns seconds as a double precision number, which is exact until 2106 (TestTimesAreReadExactly) and faster than
-// extract.
+// The statement returns times as microseconds, because the text of a timestamptz depends on DateStyle. date_part is
+// faster than extract. It returns seconds as a double precision number, which is exact until 2106
+// (TestTimesAreReadExactly).
 func (c *Call) Query(ctx context.Context, db pg.DB, own bool) error {
 	targets, each := c.answer()
 	return pg.Query(ctx, db, own, c.SQL, c.Args, targets, each)
@@ -236,7 +236,7 @@ func (c *Call) Read(rows pgx.Rows) error {
 	return err
 }
 
-// answer returns the targets for scanning a row of the answer. each sets decisions from a scanned row.
+// answer returns the targets for scanning a row of the answer. The function each() sets decisions from a scanned row.
 func (c *Call) answer() (targets []any, each func() error) {
 	if !c.Takes {
 		return decisionsInto(c.Into)

@@ -200,7 +200,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 	}
 }
 
-// The policy changes from each algorithm to each other one and back, with larger and smaller numbers, after few or many
+// The policy changes from each algorithm to every other and back, with larger and smaller numbers, after few or many
 // takes, and at different times. The limiter's results are those of the models, with and without remembered denials.
 func TestEveryChangeOfPolicyEqualsTheModel(t *testing.T) {
 	t.Parallel()
@@ -231,7 +231,7 @@ func TestEveryChangeOfPolicyEqualsTheModel(t *testing.T) {
 					limiter *ratelimit.Limiter
 					taken   int64
 				}
-				var callers []caller // these callers ask at the same time, each for another key
+				var callers []caller // these callers ask at the same time, each for a different key
 				for _, taken := range []int64{1, 6, 10} {
 					callers = append(callers, caller{limiter: remembers, taken: taken}, caller{limiter: asks, taken: taken})
 				}

@@ -26,7 +26,7 @@ var ErrUnlikeAnswer = errors.New("the answer is not one about these keys: does a
 // counts[i] requests. If counts is nil, each part stands for one request.
 func ReadTakes(into []*Part, counts []int64, numbers []pgtype.Int8) error {
 	left := (len(numbers) - NumbersOfTake*len(into)) / (NumbersOfAll - NumbersOfTake)
-	if len(into) == 1 { // a single key's log follows its numbers
+	if len(into) == 1 { // for a single key, the key's log follows the numbers
 		left = min(left, 1)
 	}
 	want := NumbersOfTake*(len(into)-left) + NumbersOfAll*left
@@ -84,9 +84,9 @@ func entriesOf(numbers []pgtype.Int8) model.Entries {
 // like returns whether the numbers n can be those of the part's row.
 func (p *Part) like(n []pgtype.Int8) bool { return !p.Rules.Numbers().Refills() || n[5].Int64 > 0 }
 
-// decisionOfTake returns the decision for count requests of a part that were all granted. n is the NumbersOfTake
-// numbers: the time and the row. units is how many units all parts have taken from the row. later is how many of these
-// units were taken by parts after p.
+// decisionOfTake returns the decision for count requests of a part that were all granted. The array n has the
+// NumbersOfTake numbers: the time and the row. The argument units says how many units all parts have taken from the
+// row. The argument later says how many of these units the parts after p have taken.
 func (p *Part) decisionOfTake(count, units, later int64, n []pgtype.Int8) model.Decision {
 	of, at, s := p.Rules.Numbers(), n[0].Int64, p.under(stateOf(n))
 	d := model.Decision{Granted: count, Taken: model.Take{Since: s.Since, In: s.WindowStart}}
@@ -115,7 +115,7 @@ func stateOf(n []pgtype.Int8) model.State {
 	}
 }
 
-// under returns a row that was last decided under the part's policy. The database does not return its numbers.
+// under adds the numbers of the part's policy to the row s, because the database does not return these numbers.
 func (p *Part) under(s model.State) model.State {
 	if of := p.Rules.Numbers(); of.Refills() {
 		s.Capacity, s.Refill = of.Limit, of.Refill
@@ -131,10 +131,10 @@ func (p *Part) begins(units int64, s model.State) bool {
 	return s.Count == units && s.PrevCount == 0
 }
 
-// RowSet is the rows from which a call of rate_limit_take_all takes. Several parts can take from one row.
+// RowSet has the rows from which a call of rate_limit_take_all takes. Several parts can take from one row.
 type RowSet struct {
 	Rows []*Part // one part for each row, in the lock order
-	// Units is how many units all parts together take from each row.
+	// Units has, for each row, how many units all parts together take.
 	Units []int64
 	RowOf []int32         // the index of each part's row, from 1
 	Ended func(left bool) // see attempts.ended
@@ -155,7 +155,7 @@ func (a *attempts) worthwhile() bool {
 	return false
 }
 
-// ended records how a call of rate_limit_take_all has ended. left is true if the call was vain.
+// ended records how a call of rate_limit_take_all has ended. The argument left is true if the call was vain.
 func (a *attempts) ended(left bool) {
 	if !left {
 		a.vain.Store(0)

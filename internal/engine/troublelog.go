@@ -37,7 +37,7 @@ type trouble struct {
 	over        time.Duration // when the first statement after the last failure succeeded; 0 if none has
 }
 
-// Calm is how long no statement may fail until a trouble counts as over. So a trouble that comes and goes is logged
+// Calm is how long statements must not fail before a trouble counts as over. So a trouble that comes and goes is logged
 // only once. If the breaker closes, the trouble is over at once.
 const Calm = 10 * time.Second
 

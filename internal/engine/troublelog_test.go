@@ -64,7 +64,7 @@ func TestFaultIsLoggedOnceUntilItIsMended(t *testing.T) {
 	}
 }
 
-// If statements fail now and then, that is logged only once until no more statements fail.
+// If statements fail now and then, the failures are logged only once until no more statements fail.
 func TestFlakyDatabaseIsLoggedOnce(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -100,7 +100,7 @@ func TestFlakyDatabaseIsLoggedOnce(t *testing.T) {
 	})
 }
 
-// A fault may concern only one limiter. Decisions of another limiter do not end the trouble of the first one.
+// A fault may concern only one limiter. Decisions of another limiter do not end the trouble of the first limiter.
 func TestFaultOfOneLimiter(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

@@ -18,7 +18,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// board is a queue without a database, for tests of the next statement's requests.
+// board is a queue without a database, for tests of which requests the next statement gets.
 type board struct {
 	queue  *engine.Queue
 	spaces map[string]*engine.Space
@@ -162,7 +162,7 @@ func TestShortLinesLeaveTogether(t *testing.T) {
 	require.Equal(t, []string{"limiter 2 1: 8"}, b.next(), "too few are left")
 }
 
-// However small MaxBatch is, each statement has some waiting request, and each request is sent once.
+// However small MaxBatch is, each statement has at least one waiting request, and each request is sent once.
 func TestSmallBatchesOfManyLimiters(t *testing.T) {
 	t.Parallel()
 

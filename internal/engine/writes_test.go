@@ -121,8 +121,8 @@ func TestLooksTakeNoTransactionIDAndWaitForNobody(t *testing.T) {
 	})
 }
 
-// A statement uses one transaction id, for any number of keys. It uses one even if it denies all requests, because it
-// locks their rows. Looks and remembered denials use none. A statement for many AllowAll uses two.
+// A statement uses one transaction id, for any number of keys. It uses an id even if it denies all requests, because it
+// locks their rows. Looks and remembered denials use no id. A statement for many requests of AllowAll uses two ids.
 func TestTransactionIDs(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
