@@ -12,7 +12,7 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// kinds lists all errors for which errors.Is can be true of a StoreError.
+// kinds lists all errors that errors.Is can find in a StoreError.
 var kinds = []error{
 	ratelimit.ErrNotMigrated,
 	ratelimit.ErrNewerSchema,

@@ -28,7 +28,7 @@ var (
 	// Hourly is a policy for tests in which the numbers do not matter.
 	Hourly = ratelimit.FixedWindow{Limit: 100, Window: time.Hour}
 
-	// Modes are the failure modes that decide in an outage, by the Source of their results.
+	// Modes maps the Source of a result in an outage to the failure mode that gives this result.
 	Modes = map[ratelimit.Source]ratelimit.FailureMode{
 		ratelimit.SourceFailedOpen:   ratelimit.FailOpen(),
 		ratelimit.SourceFailedClosed: ratelimit.FailClosed(),

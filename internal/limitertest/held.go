@@ -10,14 +10,13 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// Hold begins a transaction that has locked the row of a key, like WithTx(tx).Allow until the transaction ends. The row
-// must exist.
+// Hold begins a transaction that locks the row of a key until it ends, as WithTx(tx).Allow does. The row must exist.
 func Hold(t *testing.T, db *pgtest.DB, config ratelimit.Config, key string) pgx.Tx {
 	t.Helper()
 	return HoldOn(t, pgtest.Connect(t, db.Of(key)), config, key)
 }
 
-// HoldOn is Hold on a given connection.
+// HoldOn does the same as Hold, on a given connection.
 func HoldOn(t *testing.T, conn *pgx.Conn, config ratelimit.Config, key string) pgx.Tx {
 	t.Helper()
 	tx, err := conn.Begin(t.Context())

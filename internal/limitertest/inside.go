@@ -16,8 +16,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/waitline"
 )
 
-// field returns a pointer to an unexported field of the struct that of points to. So tests in other packages see what
-// is behind the public interface, and package ratelimit needs no code for tests.
+// field returns a pointer to an unexported field of the struct that the pointer of refers to. So tests in other
+// packages see what is behind the public interface, and package ratelimit needs no code for tests.
 func field[T any](of any, name string) *T {
 	return (*T)(unsafe.Pointer(reflect.ValueOf(of).Elem().FieldByName(name).UnsafeAddr()))
 }
@@ -72,7 +72,7 @@ func ResultOf(o *engine.Outcome) ratelimit.Result {
 	return r
 }
 
-// Under is Limiter.With for a policy of any type.
+// Under calls Limiter.With for a policy of any type.
 func Under(l *ratelimit.Limiter, policy ratelimit.Policy) *ratelimit.Limiter {
 	with := *l
 	*field[ratelimit.Policy](&with, "policy"), *field[*model.Policy](&with, "model") = policy, Model(policy)

@@ -22,12 +22,12 @@ type ModelDB struct {
 	Mu     sync.Mutex
 	Away   func(ctx context.Context) error // fails statements; nil if the database works
 	asked  int                             // number of statements
-	atOnce int                             // most statements that ran at the same time
+	atOnce int                             // the largest number of statements that ran at the same time
 	now    int
 	Rows   modeltest.Rows
 	units  int64 // units that statements took
 
-	Takes  time.Duration    // how long a statement runs without its waits for locks; it decides after half of that
+	Takes  time.Duration    // how long a statement runs without its waits for locks; it decides after half of this time
 	CutOff time.Duration    // the statement_timeout; 0 means none
 	Held   map[string]int64 // by key: the transaction that locks the row; 0 if the row is being created
 }
@@ -145,7 +145,7 @@ func (db *ModelDB) answer(requests []modeltest.Request, passed map[int][]int64) 
 	}
 	db.Rows.DecideAll(decided, clock)
 	answer, ord := &modelRows{}, int64(0)
-	for i, r := range requests { // decided and requests share their Parts
+	for i, r := range requests { // the slices decided and requests share their Parts
 		if passed[i] == nil && r.Parts[0].Cost > 0 {
 			for _, p := range r.Parts {
 				db.units += p.Decision.Granted * p.Cost
@@ -178,8 +178,8 @@ func logOf(e model.Entries) (log []int64) {
 	return log
 }
 
-// asNumbers converts the rows to the array that a function for takes returns. All keys have the form that they have if
-// rate_limit_all decides them.
+// asNumbers converts the rows to the array that a function for takes returns. Each key has the form of a key that
+// rate_limit_all has decided.
 func (r *modelRows) asNumbers(logs bool) *modelRows {
 	var numbers pgtype.FlatArray[pgtype.Int8]
 	for _, v := range r.values {
@@ -199,8 +199,8 @@ func (r *modelRows) asNumbers(logs bool) *modelRows {
 	return &modelRows{values: [][]any{{numbers}}}
 }
 
-// askedOf returns the requests of a statement, and the arguments of rate_limit_all for the same requests. takes is true
-// for a function that only takes.
+// askedOf returns the requests of a statement, and the arguments of rate_limit_all for the same requests. The result
+// takes is true for a function that only takes.
 func askedOf(sql string, args []any) (requests []modeltest.Request, asAll []any, takes bool) {
 	if sql == engine.Text("takeall", "") { // rate_limit_take_all
 		takes, args = true, argsOfAll(args)
@@ -297,7 +297,7 @@ func argsOfAll(args []any) []any {
 	}
 }
 
-// ofRows returns, for each part, the element of its row. The numbers in of count from 1.
+// ofRows returns, for each part, the element of its row. The row numbers in the argument of begin at 1.
 func ofRows[T any](all any, of []int32) []T {
 	rows := all.([]T)
 	if rows == nil {

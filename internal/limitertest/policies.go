@@ -19,7 +19,7 @@ import (
 // Year is longer than any test runs.
 const Year = 365 * 24 * time.Hour
 
-// SlowPolicies returns policies with this limit, by algorithm. Under them, a key gets nothing back while a test runs.
+// SlowPolicies returns policies with this limit, by algorithm. The policies give a key nothing back while a test runs.
 func SlowPolicies(limit int64) map[string]ratelimit.Policy {
 	return map[string]ratelimit.Policy{
 		"fixed window":   ratelimit.FixedWindow{Limit: limit, Window: Year},
@@ -45,7 +45,7 @@ func EachSlowPolicyAndTable(t *testing.T, limit int64, test func(t *testing.T, c
 	eachPolicyAndTable(t, SlowPolicies(limit), test)
 }
 
-// EachSlowPolicyAllAndTable adds an All to EachSlowPolicyAndTable. The last policy of All has the smallest limit.
+// EachSlowPolicyAllAndTable is EachSlowPolicyAndTable plus an All. The last policy of All has the smallest limit.
 func EachSlowPolicyAllAndTable(t *testing.T, limit int64, test func(t *testing.T, config ratelimit.Config)) {
 	t.Helper()
 	policies, larger := SlowPolicies(limit), SlowPolicies(2*limit)

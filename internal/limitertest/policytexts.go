@@ -7,7 +7,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// PolicyTexts returns policies by the text that String returns for them.
+// PolicyTexts returns policies, keyed by the text that String returns for them.
 func PolicyTexts() map[string]ratelimit.Policy {
 	return map[string]ratelimit.Policy{
 		"fixed 100/1m":                  ratelimit.FixedWindow{Limit: 100, Window: time.Minute},

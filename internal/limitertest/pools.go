@@ -76,7 +76,7 @@ func (b Bouncer) Pool(t *testing.T, mode pgx.QueryExecMode, configure ...func(*p
 	return pool
 }
 
-// PoolOf returns a pool whose server is serve. serve gets each new connection.
+// PoolOf returns a pool whose server is the function serve. The function gets each new connection.
 func PoolOf(t *testing.T, serve func(net.Conn)) *pgxpool.Pool {
 	t.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
@@ -100,7 +100,7 @@ func PoolOf(t *testing.T, serve func(net.Conn)) *pgxpool.Pool {
 	return pool
 }
 
-// Statements counts the statements of a pool. AtOnce is the most that ran at the same time.
+// Statements counts the statements of a pool. AtOnce is the largest number that ran at the same time.
 type Statements struct {
 	mu                 sync.Mutex
 	total, now, AtOnce int

@@ -34,7 +34,7 @@ func ModelResults(p model.Rules, at time.Time, costs ...int64) []ratelimit.Resul
 	return ModelResultsFrom(p, model.State{}, at, costs...)
 }
 
-// ModelResultsFrom is ModelResults for a key with the row s.
+// ModelResultsFrom does the same as ModelResults, for a key with the row s.
 func ModelResultsFrom(p model.Rules, s model.State, at time.Time, costs ...int64) []ratelimit.Result {
 	results := make([]ratelimit.Result, len(costs))
 	for i, cost := range costs {

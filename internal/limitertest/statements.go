@@ -8,7 +8,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// TakingOf returns the name of the SQL function that takes by a policy.
+// TakingOf returns the name of the SQL function that takes units under a policy.
 func TakingOf(policy ratelimit.Policy) string {
 	return algorithm.ByCode(Model(policy).Rules[0].Numbers().Algorithm).Function
 }
@@ -19,7 +19,7 @@ func StepOf(policy ratelimit.Policy) string {
 	return "_rate_limit_" + names[Model(policy).Rules[0].Numbers().Algorithm]
 }
 
-// AlwaysArrays makes the functions that take decide a single key with their statement for several keys.
+// AlwaysArrays changes the functions that take. They then decide a single key with their statement for several keys.
 func AlwaysArrays(t *testing.T, db pgtest.Executor) {
 	t.Helper()
 	for _, policy := range SlowPolicies(1) {
@@ -29,7 +29,7 @@ func AlwaysArrays(t *testing.T, db pgtest.Executor) {
 	}
 }
 
-// NeverCheap makes the functions that take decide by the rules of rate_limit_all, without their short statements.
+// NeverCheap changes the functions that take. They then decide by the rules of rate_limit_all, not by short statements.
 func NeverCheap(t *testing.T, db pgtest.Executor) {
 	t.Helper()
 	for _, policy := range SlowPolicies(1) {
@@ -37,7 +37,7 @@ func NeverCheap(t *testing.T, db pgtest.Executor) {
 	}
 }
 
-// AlwaysAll makes the functions that take leave everything to rate_limit_all.
+// AlwaysAll changes the functions that take. They then leave everything to rate_limit_all.
 func AlwaysAll(t *testing.T, db pgtest.Executor) {
 	t.Helper()
 	for _, policy := range SlowPolicies(1) {
@@ -45,7 +45,7 @@ func AlwaysAll(t *testing.T, db pgtest.Executor) {
 	}
 }
 
-// Probe records the settings of each statement that writes to a limiter's table in the table probe.
+// Probe records, in the table probe, the settings of each statement that writes to a limiter's table.
 func Probe(t *testing.T, db *pgtest.DB) {
 	t.Helper()
 	pgtest.Exec(t, db.Pool, `

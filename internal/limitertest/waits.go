@@ -24,7 +24,7 @@ type Waits struct {
 	ended []Waited // in the order in which the waits ended
 }
 
-// Waited is what Wait returned to a caller, and when. Who is the caller's number.
+// Waited is what Wait returned to a caller, and when. The field Who is the caller's number.
 type Waited struct {
 	Who    int
 	At     time.Duration

@@ -52,7 +52,7 @@ func (p CalendarWindow) Roll(s State, clock int64) (rolled State, moved bool) {
 	if clock >= s.ExpiresAt || s.Count == 0 && s.Credit == 0 {
 		s = State{WindowStart: clock, ExpiresAt: s.ExpiresAt}
 	} else if s.WindowStart-clock > span {
-		// The clock has jumped back, so the usage counts for a full Span from now on. Without this, a clock that jumps
+		// The clock has jumped back, so the usage counts for a full Span from now on. Otherwise, a clock that jumps
 		// back again and again could pass the end of a window each time.
 		s.WindowStart, s.Scale, s.ExpiresAt = clock, span, clock+span
 		if s.Credit > 0 {

@@ -234,7 +234,8 @@ func TestCalendarWindowCreditIsKeptForTwoWindows(t *testing.T) {
 	playModel(t, p, s, modelStep{at("12:02:11"), 1, denied(0, 49*second, 49*second)})
 }
 
-// A newer window can have the same start, after a Reset or under another policy. A refund gives it nothing.
+// A newer window can have the same start, after a Reset or under another policy. A refund of an older take gives it
+// nothing.
 func TestCalendarWindowRefundsOnlyItsOwnTakes(t *testing.T) {
 	t.Parallel()
 	p := model.CalendarWindow{10, monthly, "UTC"}

@@ -2,16 +2,16 @@ package model
 
 import "github.com/pgratelimit/ratelimit/internal/algorithm"
 
-// A charge counts what has already happened, whether it fits or not. It uses the ordinary room first, then granted
-// credit, and the rest is counted above the limit: the key owes it. A key that owes denies until enough has drained,
-// as after its limit was lowered: a window until it ends (a SlidingWindow until the next one ends), a log until its
-// entries leave, and a bucket, until it has been refilled up to a token.
+// A charge counts units that were already used, whether they fit or not. It uses the ordinary room first, and then
+// granted credit. The rest is counted above the limit, and the key owes these units. A key that owes units denies
+// requests until enough has drained, as after its limit was lowered. A window denies until it ends, a SlidingWindow
+// until its next window ends, a log until entries leave, and a bucket until it has a token again.
 
-// owedLimits is the most that a key can owe, in full limits.
+// owedLimits is how many times its limit a key can owe at most.
 const owedLimits = 10
 
 // MaxOwed returns how far above its limit a key can be charged: 10 limits, so a FixedWindow of 100 counts up to 1,100.
-// It is less at the edge of the exact range, because a limit of Limit + MaxOwed must be within it.
+// The result is smaller at the edge of the exact range, because a limit of Limit + MaxOwed must be within this range.
 func MaxOwed(m Rules) int64 {
 	n := m.Numbers()
 	most := int64(MaxProduct)
@@ -28,7 +28,7 @@ func MaxOwed(m Rules) int64 {
 	return most - n.Limit
 }
 
-// lasts is how long a take, a charge or a grant keeps the row, which has the state s after it.
+// lasts returns how long a take, a charge or a grant keeps a row alive that has the state s afterwards.
 func lasts(m Rules, s State) int64 {
 	if bucket, ok := m.(TokenBucket); ok {
 		return bucket.lasts(s)
@@ -36,17 +36,17 @@ func lasts(m Rules, s State) int64 {
 	return m.Lasts()
 }
 
-// Charge is the model of a charge of n ≥ 0. fits is the largest charge that the row would have accepted. If n is
-// larger, nothing is counted, Granted is 0, and the rest of the decision is a Peek's.
+// Charge charges a row n ≥ 0 units. The result fits is the largest charge that the row would have accepted. If n is
+// larger, nothing is counted, Granted is 0, and the other fields of the decision are those of a Peek.
 //
-// For example, a FixedWindow of 100 that counts 90 accepts at most 1,010. After a charge of 30 it counts 120: nothing
-// remains, and RetryAfter is the time until the window ends.
+// For example, a FixedWindow of 100 that counts 90 accepts a charge of at most 1,010. After a charge of 30 it counts
+// 120: nothing remains, and RetryAfter is the time until the window ends.
 func Charge(m Rules, s State, clock, n int64) (next State, d Decision, fits int64) {
 	numbers := m.Numbers()
 	rolled, _ := m.Roll(s, clock)
 	_, d = m.Decide(s, clock, 0)
 
-	unit := int64(1) // of Count
+	unit := int64(1) // one unit in Count
 	if numbers.Refills() {
 		unit = rolled.Scale
 	}

@@ -26,7 +26,7 @@ func TestChargeCountsWhatDoesNotFit(t *testing.T) {
 	}{
 		{"a fixed window owes until it ends", model.FixedWindow{10, time.Minute}, []chargeStep{
 			{c0, -9, granted(1, minute)},
-			{c1, 30, granted(0, 59*second)}, // 39 of 10
+			{c1, 30, granted(0, 59*second)}, // the window counts 39 of 10
 			{c2, -1, denied(0, 58*second, 58*second)},
 			{c2, 72, denied(0, 58*second, 58*second)}, // 111 would be more than 10 + 10 × 10
 			{c2, 71, granted(0, 58*second)},
@@ -35,15 +35,15 @@ func TestChargeCountsWhatDoesNotFit(t *testing.T) {
 		}},
 		{"a sliding window owes until the next one ends", model.SlidingWindow{10, time.Minute}, []chargeStep{
 			{c0, 40, granted(0, 2*minute)},
-			{c0, 71, denied(0, minute+46*second+500_000, 2*minute)}, // see the next line
-			// 40 × 13.5 s of the next window are 9 minutes' worth of 10
+			{c0, 71, denied(0, minute+46*second+500_000, 2*minute)}, // as in the next step
+			// In the last 13.5 s of the next window, the 40 count as 40 × 13.5 / 60 = 9, so 1 fits into 10.
 			{c0, -1, denied(0, minute+46*second+500_000, 2*minute)},
 			{c0 + minute + 46*second + 500_000, -1, granted(0, 2*minute-46*second-500_000)},
 		}},
 		{"a log owes until its entries leave", model.SlidingLog{10, time.Minute}, []chargeStep{
 			{c0, -9, granted(1, minute)},
-			{c1, 8, granted(0, minute)},                   // 17
-			{c2, -1, denied(0, 58*second, minute-second)}, // 8 are left when the first 9 leave
+			{c1, 8, granted(0, minute)},                   // the log counts 17
+			{c2, -1, denied(0, 58*second, minute-second)}, // 8 units are left when the first 9 leave
 			{c2, -3, denied(0, 59*second, 59*second)},
 			{c0 + minute, -2, granted(0, minute)},
 			{c0 + minute, 101, denied(0, second, minute)},
@@ -51,7 +51,7 @@ func TestChargeCountsWhatDoesNotFit(t *testing.T) {
 		}},
 		{"a log has several entries of one time", model.SlidingLog{1000, time.Minute}, []chargeStep{
 			{c0, -400, granted(600, minute)},
-			{c0, 3000, granted(0, minute)}, // 1,000 + 1,000 + 1,000 + 400
+			{c0, 3000, granted(0, minute)}, // entries of 1,000, 1,000, 1,000 and 400
 			{c1, 7600, granted(0, minute)},
 			{c1, 1, denied(0, minute, minute)},
 			{c0 + minute, -1, denied(0, second, second)},
@@ -64,11 +64,11 @@ func TestChargeCountsWhatDoesNotFit(t *testing.T) {
 			{at("12:01:00"), -10, granted(0, minute)},
 		}},
 		{"a bucket owes until it is refilled", model.TokenBucket{10, 1, time.Second}, []chargeStep{
-			{c0, 25, granted(0, 25*second)},              // -15
-			{c5, -1, denied(0, 11*second, 20*second)},    // -10
-			{c5, 91, denied(0, 11*second, 20*second)},    // -101
-			{c5, 90, granted(0, 110*second)},             // -100: ten fill times, and one to be full again
-			{c5 + 101*second, -1, granted(0, 10*second)}, // 1
+			{c0, 25, granted(0, 25*second)},              // 15 tokens are owed
+			{c5, -1, denied(0, 11*second, 20*second)},    // 10 tokens are owed
+			{c5, 91, denied(0, 11*second, 20*second)},    // 101 tokens would be owed
+			{c5, 90, granted(0, 110*second)},             // 100 tokens are owed: ten fill times, and one to get full
+			{c5 + 101*second, -1, granted(0, 10*second)}, // 1 token is left
 			{c5 + 102*second - 1, -1, denied(0, 1, 9*second+1)},
 		}},
 	} {
@@ -107,7 +107,7 @@ func TestChargeSpendsGrantedCreditBeforeTheKeyOwes(t *testing.T) {
 			s, d, err = checkCharge(p, s, c0, 13) // 2 of credit, and 11 are owed
 			require.NoError(t, err)
 			require.Zero(t, d.Remaining)
-			// New credit can be spent at once. It does not shorten what is owed.
+			// New credit can be spent at once. New credit does not reduce what the key owes.
 			s, _, err = checkedGrant(p, s, c0, 4)
 			require.NoError(t, err)
 			s, d, err = checkDecision(p, s, c0, 3)
@@ -123,13 +123,13 @@ func TestBucketOwesUnderAnotherPolicy(t *testing.T) {
 	t.Parallel()
 	s, _, err := checkCharge(model.TokenBucket{10, 1, 2 * time.Second}, model.State{}, c0, 35)
 	require.NoError(t, err)
-	// It owes 25 tokens of 2 s each, so 49 s are left of the 50 s a second later.
+	// The bucket owes 25 tokens of 2 s each, which is 50 s. A second later, 49 s are left.
 	owes := func(p model.TokenBucket, clock int64) int64 { return rollForward(p, s, clock).Count - p.Full() }
 	require.Equal(t, 49*second, owes(model.TokenBucket{10, 1, 2 * time.Second}, c1))
 	require.Equal(t, 49*second, owes(model.TokenBucket{20, 1, 2 * time.Second}, c1))
-	// With another Every, it owes 25 tokens of 3 s at c0.
+	// With another Every, the bucket owes 25 tokens of 3 s at c0.
 	require.Equal(t, 75*second-second, owes(model.TokenBucket{10, 1, 3 * time.Second}, c1))
-	// A bucket of 2 owes at most 20.
+	// A bucket with a capacity of 2 owes at most 20 tokens.
 	require.Equal(t, 40*second-second, owes(model.TokenBucket{2, 1, 2 * time.Second}, c1))
 	// A part of a token is rounded up: 1 and a third become 2.
 	s, _, err = checkCharge(model.TokenBucket{10, 1, 3 * time.Microsecond}, model.State{}, c0, 11)

@@ -9,8 +9,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
-// usage returns what a row counts and refunds can give back, without granted credit. One unit of cost is scale of
-// counted.
+// usage returns the counted units of a row that refunds can give back, without granted credit. A cost of 1 adds scale
+// to counted.
 func usage(p model.Rules, s model.State, clock int64) (counted *big.Int, scale int64) {
 	_, d := p.Decide(s, clock, 0)
 	if bucket, ok := p.(model.TokenBucket); ok {
@@ -34,7 +34,7 @@ func longestWait(p model.Rules) int64 {
 	return modeltest.Reach(p)
 }
 
-// drains is how much longer a bucket takes to fill because it owes.
+// drains returns how much longer a bucket takes to fill because it owes tokens.
 func drains(p model.Rules, s model.State, clock int64) int64 {
 	_, d := p.Decide(s, clock, 0)
 	if bucket, ok := p.(model.TokenBucket); ok && d.State.Count > bucket.Full() {
@@ -202,7 +202,7 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 		return fail("Remaining is not the largest cost that is allowed")
 	}
 
-	// From ExpiresAt on, the row decides like no row.
+	// From ExpiresAt on, the row decides as a missing row would.
 	for _, late := range []int64{0, 1, modeltest.Reach(p), model.MaxSpan} {
 		if !equalsNoRow(p, next, max(next.ExpiresAt, clock)+late) {
 			return fail("%d µs after it has expired the row does not equal no row", late)
@@ -236,7 +236,7 @@ func remembers(p model.Rules, known, row model.State, clock, n int64) bool {
 	return sameDecision(p, known, row, clock, n)
 }
 
-// equalsNoRow tells whether a row gives the same decisions as no row.
+// equalsNoRow tells whether a row gives the same decisions as a missing row.
 func equalsNoRow(p model.Rules, s model.State, clock int64) bool {
 	for _, n := range []int64{0, 1, p.Numbers().Limit, p.Numbers().Limit + 1} {
 		if !sameDecision(p, s, model.State{}, clock, n) {
@@ -250,13 +250,13 @@ func equalsNoRow(p model.Rules, s model.State, clock int64) bool {
 func sameDecision(p model.Rules, a, b model.State, clock, n int64) bool {
 	nextA, dA := ask(p, a, clock, n)
 	nextB, dB := ask(p, b, clock, n)
-	// Only whether Since is set matters here.
+	// Here it matters only whether Since is set.
 	nextA.Since, nextB.Since = min(nextA.Since, 1), min(nextB.Since, 1)
 	return dA == dB && (dA.Granted == 0 || nextA == nextB)
 }
 
-// checkElement decides count requests of cost n one by one. It returns an error if deciding them together, as one
-// element of a statement, would give other answers. For an element, the database returns only the last decision.
+// checkElement decides count requests of cost n one by one. It returns an error if the answers differ from those for
+// deciding them together, as one element of a statement. For an element, the database returns only the last decision.
 func checkElement(p model.Rules, s model.State, clock, n, count int64) error {
 	var single []model.Decision
 	last, taken := model.Decision{}, int64(0)
@@ -268,7 +268,7 @@ func checkElement(p model.Rules, s model.State, clock, n, count int64) error {
 	}
 	last.DecidedAt = time.UnixMicro(clock)
 	last.Taken.Spent = credit - modeltest.CreditOf(p, s, clock)
-	// If a request was denied, last is the decision of that denial.
+	// If a request was denied, the variable last has the decision of that denial.
 	for i, want := range single[:taken] {
 		units := (taken - 1 - int64(i)) * n
 		if got := last.Remaining + units; got != want.Remaining {
@@ -329,7 +329,7 @@ func checkRefund(p model.Rules, s model.State, clock int64, k model.Take) (model
 			p, p, k, clock, s, d, next, fmt.Sprintf(format, args...))
 	}
 
-	// A refund gives back at most what was asked. It counts ordinary units and granted credit separately.
+	// A refund gives back at most what was asked. The check counts ordinary units and granted credit separately.
 	counted, scale := usage(p, s, clock)
 	left, _ := usage(p, next, clock)
 	ordinary := new(big.Int).Mul(big.NewInt(k.Units-k.Spent), big.NewInt(scale))
@@ -370,8 +370,8 @@ func checkRefund(p model.Rules, s model.State, clock int64, k model.Take) (model
 	}
 
 	// After a refund, every request that would have been allowed without the refund is still allowed. There are two
-	// exceptions: a row that is pulled back to the clock, and a row that gets granted credit and so lives longer. Nor
-	// does a clock that steps back show a larger Remaining.
+	// exceptions: a row that is pulled back to the clock, and a row that gets granted credit and so lives longer. A
+	// clock that steps back does not show a larger Remaining either.
 	for _, later := range []int64{0, 1, d.ResetAfter, before.ResetAfter - 1, before.ResetAfter, modeltest.Reach(p), 2 * modeltest.Reach(p)} {
 		for _, n := range []int64{1, before.Remaining, d.Remaining, p.Numbers().Limit} {
 			if later >= 0 && credited == 0 && !leftBehind(p, s, clock) && fits(p, s, clock+later, n) &&
@@ -388,7 +388,7 @@ func checkRefund(p model.Rules, s model.State, clock int64, k model.Take) (model
 	return next, d, nil
 }
 
-// checkCharge is checkDecision of a charge of n.
+// checkCharge does for a charge of n what checkDecision does for a request.
 func checkCharge(p model.Rules, s model.State, clock, n int64) (model.State, model.Decision, error) {
 	before, held := peek(p, s, clock), modeltest.CreditOf(p, s, clock)
 	counted, scale := usage(p, s, clock)
@@ -434,7 +434,7 @@ func checkCharge(p model.Rules, s model.State, clock, n int64) (model.State, mod
 	if _, _, left := model.Charge(p, next, clock, 0); left != fits-n {
 		return fail("%d fitted, and %d fit", fits, left)
 	}
-	// Nobody is locked out for longer than a key can owe.
+	// No caller is denied for longer than the largest debt of a key takes to drain.
 	d.State, d.Taken = model.State{}, model.Take{}
 	if longest := longestWait(p) + drains(p, next, clock) + max(next.WindowStart-clock, 0); spent == held && d.ResetAfter > longest {
 		return fail("ResetAfter is out of bounds")

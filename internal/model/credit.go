@@ -1,7 +1,7 @@
 package model
 
 // Granted credit lets a key take more than its policy's limit. Grant adds credit, and a request uses it when the limit
-// leaves too little room. Each take and each Grant keeps a row with credit for Rules.Lasts.
+// leaves too little room. Each take and each Grant keeps a row with credit alive for Rules.Lasts.
 
 // MaxCredit is the most credit that a key can hold. MaxCredit plus the largest limit fits into 64 bits.
 const MaxCredit = 1 << 61
@@ -20,8 +20,8 @@ func Grant(m Rules, s State, clock, n int64) (State, Decision) {
 	return s, d
 }
 
-// unlessNew clears Since if the row has no credit. The caller calls it for a window or a log without usage. Without
-// credit too, such a row is as good as new.
+// unlessNew clears Since if the row has no credit. Callers use it for a window or a log without usage. If such a row
+// has no credit either, it is as good as new.
 func (s State) unlessNew() State {
 	if s.Credit == 0 {
 		s.Since = 0
@@ -29,9 +29,9 @@ func (s State) unlessNew() State {
 	return s
 }
 
-// withCreditBack gives back the units of k that came from granted credit, and returns whether the row changed. s is the
-// row of a window or a log, and rolled is the same row at the time t. Credit goes back only to the row that it came
-// from, not to a newer row of the key.
+// withCreditBack gives back the units of k that came from granted credit, and returns whether the row changed. The
+// argument s is the row of a window or a log, and the argument rolled is this row brought forward to the time t. Credit
+// goes back only to the row that it came from, not to a newer row of the key.
 func withCreditBack(s, rolled State, t, life int64, k Take) (State, bool) {
 	back := min(k.Spent, MaxCredit-rolled.Credit)
 	if back == 0 || rolled.Since == 0 || rolled.Since != k.Since {
@@ -42,7 +42,7 @@ func withCreditBack(s, rolled State, t, life int64, k Take) (State, bool) {
 	return s, true
 }
 
-// creditResetAfter is Rules.ResetAfter for a row that has granted credit, or had some before this statement.
+// creditResetAfter computes Rules.ResetAfter for a row that has granted credit, or had credit before this statement.
 func creditResetAfter(last Decision, units, life int64) int64 {
 	if last.State.Credit > 0 || last.Taken.Spent == 0 || units == 0 {
 		return last.ResetAfter
@@ -53,8 +53,8 @@ func creditResetAfter(last Decision, units, life int64) int64 {
 }
 
 // afterRefund returns the row and the decision of a refund. It does not roll the row forward, because requests under
-// another policy may still count usage that this policy no longer counts. It shortens the row's life only if nothing in
-// the row counts.
+// another policy may still count usage that this policy no longer counts. It shortens the row's life only if the row
+// counts nothing any more.
 func afterRefund(m Rules, row State, clock int64, changed bool) (State, Decision) {
 	_, d := m.Decide(row, clock, 0)
 	d.Granted, d.RetryAfter, d.State.Log = 1, 0, ""

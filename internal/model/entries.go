@@ -25,8 +25,8 @@ func (e Entries) Units(i int) int64 { return e.Entry(i) & 1023 }
 // Age returns the time from the i-th entry to t.
 func (e Entries) Age(i int, t int64) int64 { return (t - e.Entry(i)>>10) & (1<<53 - 1) }
 
-// With returns the log plus n units at t. t must not be before the newest entry. A charge may need several entries of
-// the same time, because an entry has at most MaxLogLimit units.
+// With returns the log plus n units at the time t. t must not be before the newest entry. A charge may need several
+// entries of the same time, because an entry has at most MaxLogLimit units.
 func (e Entries) With(t, n int64) Entries {
 	if i := len(e)/8 - 1; i >= 0 && e.Age(i, t) == 0 {
 		e, n = e[:8*i], n+e.Units(i)
@@ -37,7 +37,7 @@ func (e Entries) With(t, n int64) Entries {
 	return e + NewEntries([]int64{t<<10 | n})
 }
 
-// without removes up to n of the units taken at t. It returns the rest of the log and how many units it removed.
+// without removes up to n of the units taken at time t. It returns the rest of the log and how many units it removed.
 func (e Entries) without(t, n int64) (rest Entries, back int64) {
 	for i := 0; i < len(e)/8 && back < n; {
 		entry, before, after := e.Entry(i), e[:8*i], e[8*(i+1):]

@@ -61,8 +61,8 @@ func (p FixedWindow) Decide(s State, clock, n int64) (State, Decision) {
 	window, stored := Micros(p.Window), s
 	s, moved := p.Roll(s, clock)
 	t := max(clock, s.WindowStart)
-	// A denial writes the row only if the clock has jumped far behind it. Otherwise the unchanged row would deny until
-	// the clock catches up.
+	// A denial writes the row only if the clock has jumped far behind the row. Without this write, the row would deny
+	// until the clock catches up.
 	changed := moved && 0 < n && n <= p.Limit
 
 	room := max(p.Limit-s.Count, 0)

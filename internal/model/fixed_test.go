@@ -186,7 +186,7 @@ func TestFixedWindowShorterWindowAppliesAtOnce(t *testing.T) {
 		modelStep{c1, 1, denied(0, 59*second, 59*second)},
 		modelStep{c0 + minute - 1, 1, denied(0, 1, 1)},
 		modelStep{c0 + minute, 1, granted(9, minute)})
-	// The row's WindowStart may be ahead of the clock by at most the new window.
+	// The row's WindowStart may be ahead of the clock by at most the length of the new window.
 	playModel(t, shorter, s, modelStep{c0 - minute, 1, denied(0, 2*minute, 2*minute)})
 	playModel(t, shorter, s,
 		modelStep{c0 - minute - 1, 1, denied(0, minute, minute)},

@@ -12,8 +12,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
-// lives are the holds that are not over, by a test's own list. A hold is over once anything was written at or after its
-// end, even if the clock steps back then.
+// lives is a test's own list of the holds that are not over. A hold is over as soon as the key is written at the end of
+// the hold or later, even if the clock steps back afterwards.
 type lives map[int64]*slowHold
 
 func (l lives) held(clock int64) (held int64) {
@@ -25,7 +25,7 @@ func (l lives) held(clock int64) (held int64) {
 	return held
 }
 
-// wrote ends the holds that a write at this time has seen end.
+// wrote removes the holds that are over after a write at this time.
 func (l lives) wrote(clock int64) {
 	for id, h := range l {
 		if h.settled != nil || h.end <= clock {
@@ -36,8 +36,8 @@ func (l lives) wrote(clock int64) {
 	}
 }
 
-// checkHeld decides one request beside holds. It returns an error if the decision breaks the specification. held is
-// what is held by the test's own list.
+// checkHeld decides one request for a key with holds. It returns an error if the decision breaks the specification. The
+// argument held is the number of held units in the test's own list.
 func checkHeld(p model.Rules, k model.Key, clock, n, held int64) (model.Key, model.Decision, error) {
 	limit := p.Numbers().Limit
 	row := peek(p, k.State, clock).Remaining
@@ -101,8 +101,8 @@ func checkHeld(p model.Rules, k model.Key, clock, n, held int64) (model.Key, mod
 	return next, d, nil
 }
 
-// Holds, beside everything else that changes a key: at each admission, what is used, what is held and the request are
-// within the limit and the granted credit, whatever the clock does. Each hold stops weighing once.
+// Holds are mixed with everything else that changes a key. At each admission, the used units, the held units and the
+// request are together within the limit and the granted credit, whatever the clock does. Each hold stops counting once.
 func TestHoldsWhateverElseHappens(t *testing.T) {
 	t.Parallel()
 	d := modeltest.RandomDice(t)
@@ -132,7 +132,7 @@ func TestHoldsWhateverElseHappens(t *testing.T) {
 				clock = max(k.Holds[d(int64(len(k.Holds)))].End+d(3)-1, 1)
 			}
 			limit := p.Numbers().Limit
-			var some int64 // a hold
+			var some int64 // the id of a hold
 			for some = range own {
 				break
 			}
@@ -145,7 +145,7 @@ func TestHoldsWhateverElseHappens(t *testing.T) {
 					if n > 0 && own.held(clock) > 0 {
 						counts["denials beside holds"]++
 					}
-					if changed(k, asked) { // it was pulled back to the clock
+					if changed(k, asked) { // the key was pulled back to the clock
 						own.wrote(clock)
 					}
 					k = asked
@@ -244,7 +244,7 @@ func changed(k, next model.Key) bool {
 	return next.State != k.State || !slices.Equal(next.Holds, k.Holds)
 }
 
-// All sequences of a few operations, under small policies.
+// The test tries all sequences of a few operations, under small policies.
 func TestHoldsInEveryOrder(t *testing.T) {
 	t.Parallel()
 	depth := 5
@@ -302,13 +302,13 @@ func TestHoldsInEveryOrder(t *testing.T) {
 	}
 }
 
-// The control of both: a hold that a step back of the clock revives.
+// A negative control of both tests: a step back of the clock revives a hold.
 func TestRevivedHoldIsSeen(t *testing.T) {
 	t.Parallel()
 	p := model.FixedWindow{3, time.Minute}
 	k, _ := model.Key{}.Hold(p, c0, 1, 2, second)
 	own := lives{1: &slowHold{units: 2, end: c1}}
-	k, d := k.Decide(p, c1, 3) // it has got the room
+	k, d := k.Decide(p, c1, 3) // this take gets the room of the hold that has ended
 	require.EqualValues(t, 1, d.Granted)
 	own.wrote(c1)
 	_, _, err := checkHeld(p, k, c0, 1, own.held(c0))
@@ -324,9 +324,9 @@ func TestHoldsBesideGrantedCredit(t *testing.T) {
 	p := model.FixedWindow{10, time.Minute}
 	k, _ := model.Key{}.Grant(p, c0, 5)
 	k, _ = k.Decide(p, c1, 3)         // the window and the credit last until c1 + minute
-	k, d := k.Hold(p, c2, 1, 8, hour) // 4 are left, of which all are credit
+	k, d := k.Hold(p, c2, 1, 8, hour) // 4 units are left, and all of them are credit
 	require.Equal(t, granted(4, hour), bare(d))
-	// 5 would fit in a new window with the credit, which ends at the same time. So they fit when the hold has ended.
+	// With credit, 5 would fit into the next window, but the credit ends before it. So 5 fit when the hold has ended.
 	_, d, err := checkHeld(p, k, c3, 5, 8)
 	require.NoError(t, err)
 	require.Equal(t, hour-second, d.RetryAfter)

@@ -7,16 +7,16 @@ import (
 	"time"
 )
 
-// A hold sets units of a key aside until an end. It is no usage: it only leaves less room for others, whatever the
-// algorithm. At each admission of n,
+// A hold sets units of a key aside until a given time, its end. A hold is not usage. It only leaves less room for
+// requests, whatever the algorithm. When n units are admitted, then
 //
 //	what the policy counts + the units of live holds + n ≤ the limit + granted credit
 //
-// by the database's clock. Holds belong to the key and not to its algorithm, so they stay when the policy changes, and
-// they weigh in full: in a sliding window, in the next window if they outlive one, and in a bucket, which refills up to
-// its capacity, held tokens included.
+// by the database's clock. Holds belong to the key and not to its algorithm, so they stay when the policy changes. They
+// always count in full: in a sliding window, and in the next window if they outlive a window. A bucket refills up to
+// its capacity, including the held tokens.
 //
-// Each hold stops being live once: it is settled, or it ends.
+// Each hold stops being live exactly once: when it is settled or when it ends.
 
 // The bounds of the time for which a hold can be made or extended.
 const (
@@ -24,10 +24,10 @@ const (
 	MaxHold = 24 * time.Hour
 )
 
-// HoldsKept is how long a hold is remembered after its end and its settlement.
+// HoldsKept is how long a hold is remembered after its end or its settlement, whichever is later.
 const HoldsKept = 24 * time.Hour
 
-// These errors change nothing.
+// A call that returns one of these errors has changed nothing.
 var (
 	// ErrHoldUnknown is returned for a hold that was never made, or is forgotten.
 	ErrHoldUnknown = errors.New("no such hold")
@@ -37,7 +37,7 @@ var (
 	ErrOwesTooMuch = errors.New("the key would owe too much")
 )
 
-// HoldStatus tells whether a hold is live. It never becomes live again.
+// HoldStatus tells whether a hold is live. A hold never becomes live again.
 type HoldStatus int
 
 // The statuses of a hold. Live may be out of date: see Hold.
@@ -51,29 +51,29 @@ const (
 type Hold struct {
 	ID    int64
 	Units int64
-	End   int64 // from then on, it is not live
-	// Status changes from Live to Ended with the first write to the key from End on, so that a clock that steps back
-	// cannot revive a hold whose room others may have got.
+	End   int64 // from this time on, the hold is not live
+	// Status changes from Live to Ended with the first write to the key at End or later. So a clock that steps back
+	// cannot revive a hold when other requests may have got its room.
 	Status     HoldStatus
-	Settlement // if it is settled
+	Settlement // set if the hold is settled
 }
 
-// Settlement is the answer to a settlement, and to each repetition of it.
+// Settlement is the answer to a settlement, and to each repetition of the settlement.
 type Settlement struct {
-	Used int64 // counted
+	Used int64 // the number of units that were counted
 	Late bool  // the hold had ended
-	At   int64 // when it was settled
+	At   int64 // when the hold was settled
 }
 
-// Key is a row with the holds of its key. Only Hold adds one.
+// Key is a row with the holds of its key. Only the method Hold adds a hold.
 type Key struct {
 	State State
 	Holds []Hold
 }
 
-// write returns the key as a write at this time leaves it, but for what it writes. It records which holds have ended,
-// and forgets those that ended or were settled long ago. moved tells whether the clock jumped back, so that the row or
-// the end of a hold was moved back with it.
+// write prepares the key for a write at this time. It records which holds have ended, and forgets holds that ended or
+// were settled long ago. The result moved tells whether the clock jumped back, so that the row or the end of a hold was
+// moved back with it.
 func (k Key) write(m Rules, clock int64) (written Key, moved bool) {
 	if written.State, moved = m.Roll(k.State, clock); moved {
 		_, d := m.Decide(written.State, clock, 0)
@@ -114,8 +114,8 @@ func (k Key) Held(clock int64) int64 {
 	return held
 }
 
-// told returns what the decision d of the row alone is with the key's holds. The key is as good as new when the row is
-// and the last hold has ended.
+// told adapts the decision d of the row alone to the key's holds. The key is as good as new when the row is as good as
+// new and the last hold has ended.
 func (k Key) told(d Decision, clock int64) Decision {
 	live, held := k.live(clock)
 	d.Remaining = max(d.Remaining-held, 0)
@@ -125,7 +125,7 @@ func (k Key) told(d Decision, clock int64) Decision {
 	return d
 }
 
-// changed is a change of the row that ignores the holds.
+// changed applies a change to the row, and ignores the holds.
 func (k Key) changed(m Rules, clock int64, change func(State) (State, Decision)) (Key, Decision) {
 	next := k
 	s, d := change(k.State)
@@ -136,10 +136,9 @@ func (k Key) changed(m Rules, clock int64, change func(State) (State, Decision))
 	return next, next.told(d, clock)
 }
 
-// Decide takes n as Rules.Decide does, if it fits beside the holds. RetryAfter then is when it fits if no hold is
-// settled, cancelled or extended. For example, 10 are the limit of a window with 30 s left, 3 are taken, a hold of 4
-// ends in 10 s and one of 2 in 20 s: 1 remains, a request of 5 fits after 10 s, one of 6 after 20 s, and one of 8 after
-// 30 s.
+// Decide takes n as Rules.Decide does, if n fits beside the holds. RetryAfter says when n fits if no hold is settled,
+// cancelled or extended. For example, a window of 10 counts 3 and ends in 30 s. A hold of 4 ends in 10 s, and a hold of
+// 2 in 20 s. Now 1 unit remains. A request for 5 fits after 10 s, for 6 after 20 s, and for 8 after 30 s.
 func (k Key) Decide(m Rules, clock, n int64) (Key, Decision) {
 	limit := m.Numbers().Limit
 	_, held := k.live(clock)
@@ -152,7 +151,7 @@ func (k Key) Decide(m Rules, clock, n int64) (Key, Decision) {
 	})
 }
 
-// denied is a denial of n, or a Peek. See earliest.
+// denied returns a denial of n, or the answer to a Peek. See earliest.
 func (k Key) denied(
 	m Rules, clock, n, limit int64, fits func(s State, held, after int64) int64,
 ) (Key, Decision) {
@@ -161,7 +160,7 @@ func (k Key) denied(
 	}
 	_, d := m.Decide(k.State, clock, 0)
 	d = k.told(d, clock)
-	d.State.Log = "" // a client cannot decide by it, because it does not know the holds
+	d.State.Log = "" // a client cannot decide by the log, because it does not know the holds
 	switch {
 	case n > limit:
 		d.RetryAfter = Never
@@ -173,8 +172,8 @@ func (k Key) denied(
 	return k, d
 }
 
-// earliest returns how long it takes until a request fits, if nothing happens but that holds end. fits returns how long
-// it takes, but at least after, if this many units stay held, or Never.
+// earliest returns how long it takes until a request fits, if nothing happens except that holds end. The function
+// fits() returns the same time if a number of units stays held. Its result is at least the argument after, or Never.
 func (k Key) earliest(clock int64, fits func(held, after int64) int64) int64 {
 	live, held := k.live(clock)
 	best := fits(held, 0)
@@ -185,8 +184,8 @@ func (k Key) earliest(clock int64, fits func(held, after int64) int64) int64 {
 	return best
 }
 
-// fitsAfter returns how long it takes until n fits into a row beside held units: at least after, or Never. The row is
-// rolled forward.
+// fitsAfter returns how long it takes until n units fit into a row beside the held units. The result is at least the
+// argument after, or Never. The row is rolled forward.
 func fitsAfter(m Rules, s State, clock, n, held, after int64) int64 {
 	numbers := m.Numbers()
 	// Held units and granted credit cancel out, but the held units stay when the credit expires with the row.
@@ -204,7 +203,7 @@ func fitsAfter(m Rules, s State, clock, n, held, after int64) int64 {
 	return wait
 }
 
-// Hold holds n for ttl if a take of n would be allowed now. It takes nothing. The id must be new.
+// Hold holds n units for the time ttl, if a take of n would be allowed now. It takes nothing. The id must be new.
 func (k Key) Hold(m Rules, clock, id, n, ttl int64) (Key, Decision) {
 	if denied, d := k.Decide(m, clock, n); d.Granted == 0 {
 		return denied, d
@@ -216,12 +215,12 @@ func (k Key) Hold(m Rules, clock, id, n, ttl int64) (Key, Decision) {
 	return next, d
 }
 
-// Settle ends a hold and charges what was used, if the hold is not settled yet. Otherwise it changes nothing and gives
-// the first answer. A hold that has ended can still be settled. Its units were free since its end, so used counts as a
-// Charge would. A settlement of 0 cancels the hold.
+// Settle ends a hold and charges what was used, if the hold is not settled yet. Otherwise it changes nothing and
+// repeats the first answer. A hold that has ended can still be settled. Its units have been free since its end, so the
+// used units count as in a Charge. A settlement of 0 cancels the hold.
 //
-// For example, a hold of 300 that is settled at 250 in a window of 1,000 which counts 500 leaves 250: 500 + 250 are
-// counted, and nothing is held.
+// For example, a window of 1,000 counts 500, and a hold of 300 is settled with 250 used units. Then 500 + 250 are
+// counted, nothing is held, and 250 remain.
 func (k Key) Settle(m Rules, clock, id, used int64) (Key, Settlement, error) {
 	next, _ := k.write(m, clock)
 	i := next.find(id)
@@ -242,7 +241,7 @@ func (k Key) Settle(m Rules, clock, id, used int64) (Key, Settlement, error) {
 	return next, h.Settlement, nil
 }
 
-// Extend lets a live hold end at least ttl from now.
+// Extend makes a live hold last for at least ttl from now.
 func (k Key) Extend(m Rules, clock, id, ttl int64) (Key, error) {
 	next, _ := k.write(m, clock)
 	i := next.find(id)
@@ -260,7 +259,7 @@ func (k Key) find(id int64) int {
 	return slices.IndexFunc(k.Holds, func(h Hold) bool { return h.ID == id })
 }
 
-// Charge charges n beside the holds. fits is the largest charge: see the function Charge.
+// Charge charges n beside the holds. The result fits is the largest charge: see the function Charge.
 func (k Key) Charge(m Rules, clock, n int64) (next Key, d Decision, fits int64) {
 	next, d = k.changed(m, clock, func(s State) (State, Decision) {
 		s, d, fits = Charge(m, s, clock, n)

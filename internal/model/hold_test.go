@@ -15,7 +15,7 @@ import (
 
 // The tests of holds share these helpers:
 //
-//   - heldKey, a key with the operations that a test compares. The negative controls replace one of them.
+//   - heldKey, a key with the operations that a test compares. The negative controls replace one of these operations.
 //   - slowKey, the definition of holds on top of the algorithms' own definitions in rationals.
 //   - checkHeld, which checks a decision beside holds at any clock.
 
@@ -26,7 +26,7 @@ type heldKey struct {
 	holdOperations
 }
 
-// holdOperations are what a negative control replaces.
+// holdOperations are the operations that a negative control can replace.
 type holdOperations struct {
 	decide func(k model.Key, p model.Rules, clock, n int64) (model.Key, model.Decision)
 	settle func(k model.Key, p model.Rules, clock, id, used int64) (model.Key, model.Settlement, error)
@@ -43,7 +43,7 @@ type slowHold struct {
 	settled    *model.Settlement
 }
 
-// slowKey is what a key counts, and its holds. Its clock never steps back.
+// slowKey has what a key counts, and the key's holds. Its clock never steps back.
 type slowKey struct {
 	slowModel
 	limit int64
@@ -65,7 +65,7 @@ func (m *slowKey) fits(t, n int64) bool {
 	return n <= m.limit-held && m.slowModel.fits(t, n+held) // the sum of two limits could overflow
 }
 
-// decide decides by search. The longest that anything lasts is horizon.
+// decide decides by search. The argument horizon is the longest time that anything lasts.
 func (m *slowKey) decide(horizon, t, n int64) (d model.Decision) {
 	if 0 < n && m.fits(t, n) {
 		m.take(t, n)
@@ -230,7 +230,7 @@ func holdHistory(d modeltest.Dice, kind int64, operations holdOperations, steps 
 				count.charged++
 			}
 		}
-		for _, n := range []int64{0, d.Cost(limit, last.Remaining)} { // also a take
+		for _, n := range []int64{0, d.Cost(limit, last.Remaining)} { // a Peek and a take
 			held := slow.held(clock)
 			want := slow.decide(horizon, clock, n)
 			next, got := k.decide(k.Key, p, clock, n)
@@ -246,7 +246,7 @@ func holdHistory(d modeltest.Dice, kind int64, operations holdOperations, steps 
 	return nil
 }
 
-// bare is a decision without its state.
+// bare returns a decision without its state.
 func bare(d model.Decision) model.Decision {
 	d.State, d.Taken = model.State{}, model.Take{}
 	return d

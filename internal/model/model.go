@@ -21,14 +21,14 @@ type Rules interface {
 	Decide(s State, clock, n int64) (State, Decision)
 	// Refund gives back the units of the take t.
 	Refund(s State, clock int64, t Take) (State, Decision)
-	// Lasts returns how many microseconds a take or a grant keeps the row.
+	// Lasts returns how many microseconds a take or a grant keeps the row alive.
 	Lasts() int64
-	// LeaseOf returns how many units of a row a lease may hold, and for how many microseconds. lasts is at most
-	// longest. If spare is negative, the caller must take -spare units from the row before a lease may hold any.
+	// LeaseOf returns how many units of a row a lease may hold, and for how many microseconds. The result lasts is at
+	// most longest. If spare is negative, the caller must take -spare units from the row before a lease may hold any.
 	// docs/guarantees.md says why the limit still holds.
 	LeaseOf(s State, clock, longest int64) (spare, lasts int64)
-	// ResetAfter returns the ResetAfter of an earlier decision of a statement. last is the statement's last decision,
-	// and units is what the statement took after the earlier decision.
+	// ResetAfter returns the ResetAfter of an earlier decision of a statement. The argument last is the statement's
+	// last decision. The argument units is what the statement took after the earlier decision.
 	ResetAfter(last Decision, units int64) int64
 }
 
@@ -36,7 +36,7 @@ type Rules interface {
 // microseconds since 1970.
 type State struct {
 	// Count is what was taken and still counts: the units taken in the current window, the sum of a log's entries, or
-	// the tokens missing in a bucket, in 1/Scale token. It is above the limit if the key owes.
+	// the tokens missing in a bucket, in 1/Scale token. Count is above the limit if the key owes units.
 	Count     int64
 	PrevCount int64 // sliding window: the units taken in the previous window
 	// WindowStart is the start of the current window, which is the first take in it. In a log it is the newest entry's
@@ -44,7 +44,7 @@ type State struct {
 	WindowStart int64
 	Credit      int64   // granted credit: see Grant
 	Scale       int64   // bucket: Count of one token; calendar: microseconds from WindowStart to the window's end
-	ExpiresAt   int64   // at this time, the row begins to mean the same as no row
+	ExpiresAt   int64   // from this time on, the row means the same as a missing row
 	Log         Entries // sliding log: the entries; bucket: the leased tokens
 
 	// Since is when this row was created. A refund compares it with Take.Since, so that units do not go back to a newer
@@ -123,7 +123,7 @@ type Take struct {
 	Ended int64
 }
 
-// Portion returns the part of the take from unit number from to unit number to.
+// Portion returns the part of the take that has the units in the range [from, to).
 func (k Take) Portion(m Rules, from, to int64) Take {
 	ordinary := k.Units - k.Spent
 	if n := m.Numbers(); n.Algorithm == algorithm.TokenBucket {
@@ -133,7 +133,7 @@ func (k Take) Portion(m Rules, from, to int64) Take {
 	return k
 }
 
-// TakenBy returns the take of one granted request. place is its number among the element's requests, counted from 1.
+// TakenBy returns the take of one granted request. place is the request's number in the element, counted from 1.
 func (d *Decision) TakenBy(m Rules, cost, place int64) Take {
 	k := d.Taken
 	k.Units = d.Granted * cost

@@ -123,7 +123,7 @@ func FuzzExactRange(f *testing.F) {
 			if !modeltest.InRange(p) {
 				continue
 			}
-			// The first requests take everything. Later requests come after the clock stepped back by a whole reach.
+			// The first requests take everything. Later requests come after the clock stepped back by a whole Reach.
 			const begin = 4 * model.MaxSpan
 			var s model.State
 			reach := modeltest.Reach(p)

@@ -10,7 +10,7 @@ import (
 type Policy struct {
 	Rules []Rules
 	Limit int64 // the largest cost that can ever be allowed
-	same  any   // comparable; two policies are equal if their same is equal
+	same  any   // comparable; policies with the same value in this field are equal
 }
 
 // NewPolicy returns a policy of 1 to 8 rules.
@@ -32,7 +32,8 @@ func (p *Policy) Is(other *Policy) bool {
 	return p == other || p != nil && other != nil && p.same == other.same
 }
 
-// KindsDiffer returns whether two policies cannot share rows, and the types of the first two rules that differ.
+// KindsDiffer returns whether two policies cannot share rows. If so, it also returns the types of the first two rules
+// that differ.
 func (p *Policy) KindsDiffer(other *Policy) (kind, otherKind string, differ bool) {
 	for i := range min(len(p.Rules), len(other.Rules)) {
 		kind, otherKind = kindOf(p.Rules[i]), kindOf(other.Rules[i])

@@ -100,7 +100,7 @@ func TestRefundBehindTheClockCountsNoMore(t *testing.T) {
 	require.Zero(t, next.Count)
 }
 
-// A refund gives back the units that came from credit first, as credit. It gives nothing to a newer row of the key.
+// A refund first gives back the units that came from credit, as credit. It gives nothing to a newer row of the key.
 func TestRefundGivesCreditBackAsCredit(t *testing.T) {
 	t.Parallel()
 	for _, p := range []model.Rules{
@@ -146,7 +146,7 @@ func TestRefundUnderALongerWindowDoesNotProlongUsage(t *testing.T) {
 	}
 }
 
-// A take under other numbers may have found the bucket full. So the bucket then gives nothing back of earlier takes.
+// A take under other numbers may have found the bucket full. So the bucket then gives back nothing of earlier takes.
 func TestRefundOfABucketWhoseNumbersHaveChanged(t *testing.T) {
 	t.Parallel()
 	p := model.TokenBucket{10, 1, time.Hour}
@@ -207,7 +207,7 @@ func TestRefundUndoesATake(t *testing.T) {
 	require.Greater(t, undone, 3000)
 }
 
-// A crash or a rollback can lose a take. A refund of the lost take leaves a row that is ahead of the clock unchanged.
+// A crash or a rollback can lose a take. A refund of the lost take does not change a row that is ahead of the clock.
 // The row can still give back earlier takes when the clock is set forward again.
 func TestRefundToABucketThatTheClockHasLeftBehind(t *testing.T) {
 	t.Parallel()

@@ -1,18 +1,18 @@
 package model
 
-// Reserve books n from a bucket if they will have flowed in within maxDelay. readyAfter says when that is. Until then,
-// the bucket owes, so later requests come after the booking. It is denied if no delay of at most maxDelay suffices;
-// RetryAfter says when it would. A booking is given back as a take is: see TokenBucket.Refund. Held units count as
-// taken.
+// Reserve books n tokens of a bucket if they will have flowed in within maxDelay. The result readyAfter says when they
+// will. Until then the bucket owes tokens, so later requests come after the booking. A booking that needs a longer
+// delay is denied, and RetryAfter says when it would succeed. A booking is given back as a take is: see
+// TokenBucket.Refund. Held units count as taken.
 //
-// For example, a bucket with a capacity of 1 that refills once a second is empty. A Reserve of 1 is ready after 1 s,
-// the next after 2 s, and a third one with a maxDelay of 2 s is denied, and told to retry after 1 s.
+// For example, a bucket with a capacity of 1 that refills once a second is empty. A first Reserve of 1 is ready after 1
+// s, and a second one after 2 s. A third one with a maxDelay of 2 s is denied, with a RetryAfter of 1 s.
 func (k Key) Reserve(p TokenBucket, clock, n, maxDelay int64) (next Key, d Decision, readyAfter int64) {
 	every, owed := Micros(p.Every), MaxOwed(p)
 	maxDelay = min(maxDelay, owed*every/p.Refill) // the bucket may owe no more
 
-	// need is how much the bucket must have left, in 1/Scale token, so that n fits beside held tokens, with granted
-	// credit. It is Never if no bucket can owe it.
+	// need returns how much the bucket must have left, in 1/Scale token, so that n fits beside the held tokens, with
+	// granted credit. It returns Never if no bucket can owe that much.
 	need := func(held, granted int64) int64 {
 		both := min(held, granted)
 		if held-both > p.Capacity+owed-n {

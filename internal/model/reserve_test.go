@@ -29,14 +29,14 @@ func TestReserveBooksAPlaceInTheFuture(t *testing.T) {
 	third := k
 	d, _ := reserve(c0, 1, 3*second)
 	require.Equal(t, denied(0, second, 4*second), bare(d))
-	_, d = k.Decide(p, c0, 1) // those who do not wait come after those who do
+	_, d = k.Decide(p, c0, 1) // a take comes after all bookings
 	require.Equal(t, denied(0, 4*second, 4*second), bare(d))
 	d, readyAfter := reserve(c1, 1, 3*second)
 	require.EqualValues(t, 1, d.Granted)
 	require.Equal(t, 3*second, readyAfter)
 	require.Equal(t, denied(0, model.Never, 4*second), func() model.Decision { d, _ := reserve(c1, 2, hour); return bare(d) }())
 
-	// A booking is given back as a take is. Those behind it are ready earlier than they were told.
+	// A booking is given back as a take is. The bucket then owes as much as without the booking.
 	_, back := k.Refund(p, c1, d.Taken)
 	require.Equal(t, granted(0, 3*second), bare(back))
 	require.Equal(t, third.State.Count, back.State.Count+second)
@@ -56,12 +56,12 @@ func TestReserveBesideHolds(t *testing.T) {
 	t.Parallel()
 	p := model.TokenBucket{10, 1, time.Second}
 	k, _ := model.Key{}.Hold(p, c0, 1, 8, 30*second)
-	// 2 of 10 are free. The third flows in after the booking has made room for it.
+	// 2 of 10 tokens are free. The third token flows in after the booking has made room for it.
 	booked, d, readyAfter := k.Reserve(p, c0, 3, second)
 	require.EqualValues(t, 1, d.Granted)
 	require.Equal(t, second, readyAfter)
 	require.Equal(t, 3*second, booked.State.Count)
-	// In a full bucket nothing flows in, so 4 fit only when the hold has ended.
+	// In a full bucket nothing flows in, so 4 tokens are free only when the hold has ended.
 	_, d, _ = k.Reserve(p, c0, 4, second)
 	require.Equal(t, 30*second, d.RetryAfter)
 	// After the booking, one token flows in within a second, and one more a second later.
@@ -69,7 +69,7 @@ func TestReserveBesideHolds(t *testing.T) {
 	require.Equal(t, second, d.RetryAfter)
 }
 
-// A Reserve that may not wait is a take, and a denied one is told exactly when it would be booked.
+// A Reserve that may not wait is the same as a take. A denied Reserve returns exactly when it would be booked.
 func TestReserveProperties(t *testing.T) {
 	t.Parallel()
 	d := modeltest.RandomDice(t)
@@ -125,8 +125,8 @@ func TestReserveProperties(t *testing.T) {
 	require.Greater(t, refused, 50)
 }
 
-// Bookings that are not given back are never ready faster than the bucket allows: a bucket that pays for each when it
-// is ready has the tokens.
+// Bookings that are not given back are never ready faster than the bucket allows: a bucket that pays for each booking
+// when it is ready always has the tokens.
 func TestBookingsAreReadyWithinThePolicy(t *testing.T) {
 	t.Parallel()
 	type booking struct {
@@ -144,7 +144,7 @@ func TestBookingsAreReadyWithinThePolicy(t *testing.T) {
 			clock += d(2 * model.Micros(p.Every))
 			if len(bookings) > 0 && d(3) == 0 {
 				i := d(int64(len(bookings)))
-				if clock < bookings[i].ready { // nobody used it yet
+				if clock < bookings[i].ready { // nobody has used this booking yet
 					k, _ = k.Refund(p, clock, bookings[i].Take)
 					bookings = slices.Delete(bookings, int(i), int(i)+1)
 					back++

@@ -77,15 +77,15 @@ func (p SlidingWindow) Decide(s State, clock, n int64) (State, Decision) {
 	s, moved := p.Roll(s, clock)
 	t := max(clock, s.WindowStart)
 
-	// A denial writes the row only if the clock has jumped far behind it. Otherwise the unchanged row would deny until
-	// the clock catches up.
+	// A denial writes the row only if the clock has jumped far behind the row. Without this write, the row would deny
+	// until the clock catches up.
 	changed := moved && 0 < n && n <= p.Limit
 
-	// rest is how much of the current window remains. The same part of the previous window still counts. weight is what
-	// that part counts, rounded up.
+	// rest is how much of the current window remains. The same share of the previous window still counts. weight is
+	// this share of PrevCount, rounded up.
 	rest := s.WindowStart + window - t
 	weight := p.Limit
-	// This divides instead of multiplying, because PrevCount × rest can overflow after a policy with a larger limit.
+	// Divide instead of multiplying, because PrevCount × rest can overflow after a policy with a larger limit.
 	if s.PrevCount == 0 || rest <= p.Limit*window/s.PrevCount {
 		weight = CeilDiv(s.PrevCount*rest, window)
 	}

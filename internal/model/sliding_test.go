@@ -188,7 +188,7 @@ func TestSlidingWindowProductsNeverOverflow(t *testing.T) {
 		modelStep{c0 + 2*model.MaxSpan, 1024, granted(0, 2*model.MaxSpan)})
 
 	// Only the largest limit, in the shortest window, can leave this count. Then a policy with the longest window reads
-	// it.
+	// this count.
 	s := playModel(t, model.SlidingWindow{model.MaxProduct, time.Microsecond}, model.State{},
 		modelStep{c0, model.MaxProduct - 1, granted(1, 2)},
 		modelStep{c0, model.MaxProduct - 1, denied(1, 2, 2)},
@@ -284,7 +284,7 @@ func TestSlidingWindowShorterWindowAppliesAtOnce(t *testing.T) {
 		{at("12:01:59.999999"), 10, denied(9, 1, 1)},
 		{at("12:02:00"), 10, granted(0, 2*minute)},
 		{at("12:30:00"), 10, granted(0, 2*minute)},
-		// The row's WindowStart may be ahead of the clock by at most the new window.
+		// The row's WindowStart may be ahead of the clock by at most the length of the new window.
 		{at("11:59:00"), 1, denied(0, 126*second, 3*minute)},
 		{at("11:58:59.999999"), 1, denied(0, 66*second, 2*minute)},
 	} {
@@ -373,7 +373,7 @@ func TestSlidingWindowWeightedSumNeverExceedsTheLimit(t *testing.T) {
 	for range 500 {
 		limit, length := d.Window()
 		p := model.SlidingWindow{limit, length}
-		slow := &slowSliding{limit: limit, window: model.Micros(length)} // it only adds up what p granted
+		slow := &slowSliding{limit: limit, window: model.Micros(length)} // slow only adds up what p granted
 		var s model.State
 		var last model.Decision
 		clock := d.Magnitude(0, 1<<52)

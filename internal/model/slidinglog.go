@@ -84,8 +84,8 @@ func (p SlidingLog) Decide(s State, clock, n int64) (State, Decision) {
 	stored := s
 	s, moved := p.Roll(s, clock)
 	t := max(clock, s.WindowStart)
-	// A denial writes the row only if the clock has jumped far behind it. Otherwise the unchanged row would deny until
-	// the clock catches up.
+	// A denial writes the row only if the clock has jumped far behind the row. Without this write, the row would deny
+	// until the clock catches up.
 	changed := moved && 0 < n && n <= p.Limit
 
 	room := max(p.Limit-s.Count, 0)
@@ -109,7 +109,7 @@ func (p SlidingLog) Decide(s State, clock, n int64) (State, Decision) {
 	case ask > p.Limit:
 		d.RetryAfter = Never
 	default:
-		// The request fits once enough of the oldest entries have left. needed has at most MaxDenialEntries of them.
+		// The request fits once enough of the oldest entries have left. needed has at most MaxDenialEntries entries.
 		over := s.Count - s.Credit + ask - p.Limit
 		for i := 0; over > 0 && 8*i < len(s.Log); i++ {
 			if over -= s.Log.Units(i); over <= 0 {

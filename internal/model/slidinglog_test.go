@@ -200,7 +200,7 @@ func TestSlidingLogShorterWindowAppliesAtOnce(t *testing.T) {
 	playModel(t, longer, s, modelStep{at("12:20:30"), 1, denied(0, 39*minute+30*second, 59*minute+30*second)})
 	s = playModel(t, shorter, s, modelStep{at("12:20:30"), 1, granted(1, minute)})
 	playModel(t, longer, s, modelStep{at("12:20:30"), 2, denied(1, minute, minute)})
-	// A denial that pulls the row back to the clock removes such entries too. Here two entries leave the log.
+	// A denial that pulls the row back to the clock removes old entries too. Here two entries leave the log.
 	s = playModel(t, shorter, s, modelStep{at("12:20:40"), 1, granted(0, minute)})
 	playModel(t, model.SlidingLog{3, 10 * time.Second}, s,
 		modelStep{at("12:20:00"), 3, denied(2, 10*second, 10*second)},

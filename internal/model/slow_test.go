@@ -10,7 +10,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
-// slowModel is an algorithm as its definition says, computed with rational numbers.
+// slowModel computes an algorithm by its definition, with rational numbers.
 type slowModel interface {
 	// fits tells whether a request for n would be allowed at the time t. t is never before the last take.
 	fits(t, n int64) bool
@@ -40,8 +40,8 @@ func slowDecision(m slowModel, limit, horizon, t, n int64) model.Decision {
 	return d
 }
 
-// search returns the smallest number from lo to hi for which is returns true, or hi if there is none. If is returns
-// true for a number, it must do so for all larger numbers.
+// search returns the smallest number from lo to hi for which is() returns true, or hi if there is none. If is() returns
+// true for a number, it must return true for all larger numbers.
 func search(lo, hi int64, is func(int64) bool) int64 {
 	for lo < hi {
 		if middle := lo + (hi-lo)/2; is(middle) {
@@ -55,7 +55,7 @@ func search(lo, hi int64, is func(int64) bool) int64 {
 
 func rat(n int64) *big.Rat { return new(big.Rat).SetInt64(n) }
 
-// whole converts a rational to an integer. It returns -1 if the rational is not a whole number.
+// whole converts a rational number to an integer. It returns -1 if the number is not whole.
 func whole(r *big.Rat) int64 {
 	if !r.IsInt() || !r.Num().IsInt64() {
 		return -1
@@ -87,8 +87,8 @@ func testAgainstSlowModel(t *testing.T, draw func(modeltest.Dice) (model.Rules, 
 }
 
 // testNeverMoreThanTheClockGives lets a clock step forward and back. It checks that all grants together are at most
-// first units, plus rate units for each span by which the clock went forward. If whole is set, a part of a span gives
-// nothing. So a clock that steps back gives nothing more.
+// first units, plus rate units for each span by which the clock went forward. If whole is true, a part of a span gives
+// nothing. So a clock that steps back gives no additional units.
 func testNeverMoreThanTheClockGives(t *testing.T, draw func(modeltest.Dice) (p model.Rules, first, rate, span int64, whole bool)) {
 	t.Helper()
 	d := modeltest.RandomDice(t)

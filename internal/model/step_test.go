@@ -14,7 +14,7 @@ import (
 //
 //   - playModel, which plays a table of steps worked out by hand.
 //   - checkDecision, which checks everything that the specification promises of one decision.
-//   - walkModel, which does so at random clocks, costs and policies, for the property tests and the fuzz targets alike.
+//   - walkModel, which calls checkDecision at random clocks, costs and policies, for property tests and fuzz targets.
 //   - slowDecision, which decides by a search over what would fit, in rationals. The models are compared with it.
 
 // Times are in microseconds, as in package model.

@@ -28,7 +28,7 @@ func (p TokenBucket) Numbers() algorithm.Numbers {
 // Full returns the Count of an empty bucket.
 func (p TokenBucket) Full() int64 { return p.Capacity * Micros(p.Every) }
 
-// lasts is how long a take or a grant keeps a bucket in the state s. If it owes, it is kept until it is full again.
+// lasts returns how long a take or a grant keeps a bucket in state s alive. A bucket that owes lives until it is full.
 func (p TokenBucket) lasts(s State) int64 { return p.FillTime(max(p.Full(), s.Count)) }
 
 // FillTime returns how many microseconds the refill of this many tokens takes. missing is in 1/Scale token.
@@ -36,14 +36,14 @@ func (p TokenBucket) FillTime(missing int64) int64 { return CeilDiv(missing, p.R
 
 // Refund gives back the units of a take that the refill has not yet replaced. Think of the missing tokens as a queue: a
 // take joins at the end, the refill serves the front, and a refund leaves from its place in the middle. Suppose that a
-// take of n had b tokens before it. If no refund left the queue since, then b + n - refill of the take's tokens are
-// still in the queue. A refund does not record its place, so Refund assumes the worst: all refunds left from before the
-// take. Then this many are left:
+// take of n had b tokens before it. If no refund has left the queue since the take, then b + n - refill of the take's
+// tokens are still in the queue. A refund does not record its place, so Refund assumes the worst: all refunds left from
+// before the take. Then this many of the take's tokens are left:
 //
 //	max(b - returned since, 0) + n - refill since, and at most n
 //
-// While the bucket owes, only what joined last is given back. Bookings behind it keep the times that they were told. If
-// room were made ahead of them, later bookings could be ready at the same time.
+// While the bucket owes tokens, only the take that joined last is given back. Bookings behind a take keep the times
+// that they were told. If room were made ahead of them, later bookings could be ready at the same time.
 //
 // A refund creates no extra tokens. Without the refunded take, the same refill would have served other tokens instead.
 // So the queue would be shorter by no more than what Refund gives back.
@@ -57,7 +57,7 @@ func (p TokenBucket) Refund(s State, clock int64, k Take) (State, Decision) {
 	if moved ||
 		// A take under other numbers came later.
 		s.Scale != every || s.Capacity != p.Capacity || s.Refill != p.Refill ||
-		// This is a later bucket, or it is as good as new.
+		// The row is a later bucket, or it is as good as new.
 		rolled.Since != k.Since || rolled.Count == 0 && rolled.Credit == 0 {
 		return afterRefund(p, s, clock, false)
 	}
@@ -71,7 +71,7 @@ func (p TokenBucket) Refund(s State, clock int64, k Take) (State, Decision) {
 		leased := p.leased(s, t)
 		leased.End(k, t)
 		n := min(k.Units-k.Spent, p.Capacity) * every
-		left := max(max(k.At, 0)-s.Returned, n) // without the refill
+		left := max(max(k.At, 0)-s.Returned, n) // the tokens left in the queue, without the refill
 		if elapsed := t - k.In; elapsed <= left/p.Refill {
 			place := left - elapsed*p.Refill
 			if rolled.Count <= max(place, full) { // see above
@@ -94,7 +94,7 @@ func (p TokenBucket) Refund(s State, clock int64, k Take) (State, Decision) {
 
 // bucketLeases are the tokens that leases of a bucket may still hold. The row's log stores them, so that a refund
 // leaves room for them in the bucket. No lease lasts longer than a period, so only the leases of the current and the
-// previous period count. bucketLeases may count too many tokens, because the row does not know which ones were spent.
+// previous period count. bucketLeases may count too many tokens, because the row does not know which tokens were spent.
 type bucketLeases struct {
 	since  int64 // the start of the current period
 	now    int64 // tokens leased in the current period
@@ -180,17 +180,17 @@ func (p TokenBucket) Roll(s State, clock int64) (rolled State, moved bool) {
 	if clock >= s.ExpiresAt {
 		s = State{WindowStart: clock, ExpiresAt: s.ExpiresAt, Log: s.Log}
 	} else {
-		// A refund can no longer give an older take back.
+		// From now on, a refund cannot give back an older take.
 		if s.Scale != every || s.Capacity != p.Capacity || s.Refill != p.Refill {
 			s.Since, s.Returned = max(s.Since+1, s.WindowStart, clock), 0
 		}
-		left := s.Capacity*s.Scale - s.Count // below 0 if it owes
+		left := s.Capacity*s.Scale - s.Count // below 0 if the bucket owes
 		if s.Scale != every {                // the policy has changed: keep whole tokens, and round the rest down
 			tokens, part := left/s.Scale, left%s.Scale
 			if part < 0 {
 				tokens, part = tokens-1, part+s.Scale
 			}
-			tokens = min(max(tokens, -MaxOwed(p)-1), p.Capacity) // -1, because of the part
+			tokens = min(max(tokens, -MaxOwed(p)-1), p.Capacity) // -1 allows for the part of a token
 			left = tokens*every + MulDiv(part, every, s.Scale)
 		}
 		s.Count = full - min(max(left, -MaxOwed(p)*every), full)
@@ -208,7 +208,7 @@ func (p TokenBucket) Roll(s State, clock int64) (rolled State, moved bool) {
 	}
 	s.Scale, s.Capacity, s.Refill = every, p.Capacity, p.Refill
 	t := max(clock, s.WindowStart)
-	// This divides instead of multiplying, because the product overflows after a long time.
+	// Divide instead of multiplying, because the product overflows after a long time.
 	if s.Count > 0 && t-s.WindowStart <= (s.Count-1)/p.Refill {
 		s.Count -= (t - s.WindowStart) * p.Refill
 	} else {
@@ -226,8 +226,8 @@ func (p TokenBucket) Decide(s State, clock, n int64) (State, Decision) {
 	s, moved := p.Roll(s, clock)
 	t := s.WindowStart
 
-	// A denial writes the row only if the clock has jumped far behind it. Otherwise the unchanged row would deny until
-	// the clock catches up.
+	// A denial writes the row only if the clock has jumped far behind the row. Without this write, the row would deny
+	// until the clock catches up.
 	changed := moved && 0 < n && n <= p.Capacity
 
 	room := max(full-s.Count, 0) / every

@@ -142,7 +142,7 @@ func TestTokenBucketOlderClockAfterALockWaitRefillsNothingTwice(t *testing.T) {
 	playModel(t, model.TokenBucket{10, 1, time.Second}, model.State{},
 		modelStep{c0, 10, granted(0, 10*second)},
 		modelStep{c5, 4, granted(1, 9*second)},
-		modelStep{c2, 1, granted(0, 13*second)}, // it waited for the row since c2; the refill up to c5 is taken
+		modelStep{c2, 1, granted(0, 13*second)}, // it waited for the row since c2, and takes the refill up to c5
 		modelStep{c2, 1, denied(0, 4*second, 13*second)},
 		modelStep{c5, 1, denied(0, second, 10*second)},
 		modelStep{c6, 1, granted(0, 10*second)},

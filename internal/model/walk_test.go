@@ -11,8 +11,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
-// bytesDice returns dice that throw a fuzzer's bytes. more tells whether any bytes are left. After the last byte, each
-// throw is 0.
+// bytesDice returns dice that throw a fuzzer's bytes. The result more tells whether any bytes are left. After the last
+// byte, each throw is 0.
 func bytesDice(b []byte) (d modeltest.Dice, more func() bool) {
 	d = func(n int64) int64 {
 		if n <= 1<<8 {

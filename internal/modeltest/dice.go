@@ -92,7 +92,7 @@ func Units() (spans []time.Duration) {
 	return spans
 }
 
-// SteadyZones returns time zones whose rules have not changed for years. So this process and a server agree on their
+// SteadyZones returns time zones whose rules have not changed for years. So this process and a server agree on the
 // rules. Some zones change their clocks by half an hour, or one minute after midnight.
 func SteadyZones() []string {
 	return []string{

@@ -18,7 +18,8 @@ type Taken struct {
 }
 
 // History plays a random history of one key: takes under the policies that draw returns, and refunds. Each unit is
-// refunded at most once. ask returns nil for a denial. forwards is the total time by which the clock went forward.
+// refunded at most once. The function ask returns nil for a denial. The result forwards is the total time by which the
+// clock went forward.
 func (d Dice) History(
 	draw func() model.Rules, steps int, back bool, ask func(p model.Rules, clock, n int64) (*Taken, error),
 ) (takes []*Taken, forwards *big.Int, err error) {
@@ -123,8 +124,8 @@ func ofTheCalendar(p model.CalendarWindow, takes []*Taken) (kept int64) {
 	return kept
 }
 
-// DrawFor returns a function that draws policies of one algorithm. They differ only in their limit. All buckets are
-// equal, because a bucket under other numbers could let a request through that Mints does not expect.
+// DrawFor returns a function that draws policies of one algorithm. The policies differ only in their limit. All buckets
+// are equal, because a bucket under other numbers could let a request through that Mints does not expect.
 func (d Dice) DrawFor(kind int64) func() model.Rules {
 	window := 1_000_000 + d.Magnitude(0, 1<<40)
 	capacity := 1 + d(20)

@@ -19,7 +19,7 @@ import (
 // It returns an error if the model panics.
 func NewStory(r *rand.Rand, steps int) ([]Step, error) { return NewStoryOf(r, steps, RandomPolicy) }
 
-// NewStoryOf is NewStory with policies from randomPolicy.
+// NewStoryOf does the same as NewStory, with policies from randomPolicy.
 func NewStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) model.Rules) (story []Step, err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -89,7 +89,7 @@ func NewStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) model.R
 }
 
 // RandomRefund draws a refund of a take or a part of it, even if the take was already given back. It can also draw a
-// take that never happened. It returns the cost, the count and the takes.
+// take that never happened. RandomRefund returns the cost, the count and the takes.
 func RandomRefund(r *rand.Rand, p model.Rules, takes []model.Take, cost, count int64) (int64, int64, []model.Take) {
 	if len(takes) == 0 || r.IntN(6) == 0 {
 		extreme := func() int64 {
@@ -120,7 +120,7 @@ func RandomRefund(r *rand.Rand, p model.Rules, takes []model.Take, cost, count i
 	return -k.Units, 1, []model.Take{k}
 }
 
-// OneOf draws one element of all.
+// OneOf draws one element of the slice all.
 func OneOf[T any](r *rand.Rand, all []T) T { return all[r.IntN(len(all))] }
 
 // magnitude draws a number from 1 to limit. Small and large orders of magnitude are likely, and 1 and limit are
@@ -169,8 +169,8 @@ func RandomPolicy(r *rand.Rand) model.Rules {
 	return model.Of(n)
 }
 
-// ChangedPolicy changes a policy as an operator might: it makes numbers a little higher or lower, or takes the other
-// kind of window.
+// ChangedPolicy changes a policy as an operator might: it makes numbers a little higher or lower, or switches to the
+// other kind of window.
 func ChangedPolicy(r *rand.Rand, p model.Rules) model.Rules {
 	vary := func(n int64) int64 {
 		if r.IntN(2) == 0 {
@@ -268,8 +268,8 @@ func randomCount(r *rand.Rand, limit, cost int64) int64 {
 	return 1
 }
 
-// NextClock draws the time of the next call. The time stays, passes, or jumps by up to several windows. It often is one
-// of goals, or a microsecond before or after.
+// NextClock draws the time of the next call. The time stays, passes, or jumps by up to several windows. The time is
+// often one of the goals, or a microsecond before or after a goal.
 func NextClock(r *rand.Rand, clock int64, policy model.Rules, goals []int64) int64 {
 	const first, last = 1, 1 << 55 // from 1970 to the year 3111
 	window := Reach(policy)
