@@ -31,8 +31,8 @@ const (
 	templateLock int64 = 0x706774656d706c74 // "pgtemplt" in ASCII
 )
 
-// cluster is a server and its template. The server and the template are created when a test first needs them. If that
-// fails, all tests get the same error.
+// cluster is a server and its template. The server and the template are created when a test first needs them. If the
+// creation fails, all tests get the same error.
 type cluster struct {
 	config func() pgserver.Config
 
@@ -41,7 +41,7 @@ type cluster struct {
 	server   *pgserver.Server
 	admin    *pgxpool.Pool // connects to the database in the server's URL
 	monitors bool          // whether the user of admin may SET ROLE pg_monitor
-	copying  string        // how it clones databases, as an option of CREATE DATABASE
+	copying  string        // how the server clones databases, as an option of CREATE DATABASE
 
 	migrating  sync.Once
 	migrateErr error
@@ -54,8 +54,8 @@ type cluster struct {
 	tables string // for a shard's server: SQL that creates foreign tables on the proxy
 }
 
-// start starts the server once for all tests. start uses no test's context, because other tests continue after that
-// test.
+// start starts the server once for all tests. start does not use the context of a test, because the other tests
+// continue after that test.
 func (c *cluster) start() error {
 	c.starting.Do(func() {
 		ctx := context.Background()
@@ -72,8 +72,8 @@ func (c *cluster) start() error {
 			c.admin, err = pgxpool.NewWithConfig(ctx, config)
 		}
 		if err == nil {
-			// Without fsync, a copy of the files takes a quarter of the time of the default, which writes the log of
-			// every block. Postgres 14 has no other way, and no such option.
+			// Without fsync, a copy of the files takes a quarter of the time of the default, which writes each block to
+			// the WAL. Postgres 14 always copies files, and lacks this option.
 			err = c.admin.QueryRow(ctx, `SELECT pg_has_role('pg_monitor', 'MEMBER'),
 				CASE WHEN current_setting('server_version_num')::int >= 150000 AND current_setting('fsync') = 'off'
 					THEN 'STRATEGY file_copy' ELSE '' END`).Scan(&c.monitors, &c.copying)

@@ -26,7 +26,7 @@ var calls = regexp.MustCompile(`(\w+)\s*\(`)
 // Decoys creates overloads of Postgres's functions and operators in the schema and in public. An overload fails with
 // the word "decoy". Decoys overloads everything that the schema's functions call or that the texts contain, and also
 // the schema's functions. The overloads belong to a role that can only create objects in these schemas. If
-// RATELIMIT_TEST_ROUNDS is more than 1, two arguments have all combinations of types, which takes twice as long.
+// RATELIMIT_TEST_ROUNDS is more than 1, two arguments have all combinations of types, and Decoys takes twice as long.
 func (db *DB) Decoys(t testing.TB, schema string, texts ...string) {
 	t.Helper()
 	const types = "text name bigint integer smallint boolean numeric timestamptz tid " +
@@ -78,7 +78,7 @@ func (db *DB) decoys(t testing.TB, types, mixed, schema string, texts []string) 
 		names = append(names, match[1])
 	}
 	slices.Sort(names)
-	// Create decoys in the schema last, because otherwise decoys would get decoys, four times as many.
+	// Create decoys in the schema last. If decoys got decoys, there would be four times as many.
 	schemas := []string{"public", schema}
 	for _, where := range slices.Compact(schemas) {
 		if err := pgx.BeginFunc(t.Context(), db.Pool, func(tx pgx.Tx) error {

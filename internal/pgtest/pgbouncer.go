@@ -15,8 +15,8 @@ import (
 )
 
 // PgBouncer starts a PgBouncer in front of a test's database, and returns a connection string. All clients share the
-// given number of connections to the database. more are additional lines of pgbouncer.ini. If PgBouncer is missing, the
-// test is skipped, or fails if RATELIMIT_TEST_PGBOUNCER names the program.
+// given number of connections to the database. The argument more has additional lines of pgbouncer.ini. If PgBouncer is
+// missing, the test is skipped, or fails if RATELIMIT_TEST_PGBOUNCER names the program.
 func PgBouncer(t testing.TB, db *DB, mode string, connections int, more ...string) (connString string) {
 	t.Helper()
 	program := os.Getenv("RATELIMIT_TEST_PGBOUNCER")

@@ -50,7 +50,7 @@ const (
 	// maxConns is the size of a pool. Larger pools of parallel tests would not fit into the default of 100 connections.
 	maxConns = 8
 
-	// atOnce is how many tests run in parallel at least.
+	// atOnce is the smallest number of tests that run in parallel.
 	atOnce = 4
 
 	// patience is the timeout of each step at the end of a test. A step takes milliseconds unless the test left
@@ -128,7 +128,7 @@ func Empty(t testing.TB) *DB {
 }
 
 // NewPool returns a pool that connects to the database as an application's role. The end of the test closes the pool.
-// configure may change the pool's configuration, or may be nil.
+// The function configure may change the pool's configuration, or may be nil.
 func (db *DB) NewPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Pool {
 	t.Helper()
 	if db.application == "" {
@@ -147,7 +147,7 @@ func (db *DB) NewPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Po
 	})
 }
 
-// OwnerPool returns a pool like NewPool that connects as the database's owner.
+// OwnerPool does the same as NewPool, but the pool connects as the database's owner.
 func (db *DB) OwnerPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Pool {
 	t.Helper()
 	config, err := pgxpool.ParseConfig(db.URL)
@@ -199,7 +199,7 @@ func OwnServer(t testing.TB) {
 	need(t, pgserver.Available(t.Context(), pgserver.Config{Major: major()}))
 }
 
-// need fails the test if it cannot have a server. need skips the test if only a given server is available.
+// need fails the test if no server can be had. need skips the test if only a given server is available.
 func need(t testing.TB, err error) {
 	t.Helper()
 	if given && errors.Is(err, pgserver.ErrNotFound) {

@@ -126,9 +126,9 @@ type Scans struct {
 	IndexRows  int64 // rows that index scans found
 }
 
-// ScansOfAGrownTable returns what statements read from a table that grew after the statements were planned. plan runs
-// the statements on the small table, so often that the session may keep a plan. grow makes the table large. run runs
-// the statements again.
+// ScansOfAGrownTable returns what statements read from a table that grew after the statements were planned. The
+// function plan runs the statements on the small table, so often that the session may keep a plan. The function grow
+// makes the table large. The function run repeats the statements.
 func ScansOfAGrownTable(t testing.TB, conn *pgx.Conn, table, mode string, plan, grow, run func()) (scans Scans) {
 	t.Helper()
 	Exec(t, conn, "ALTER TABLE "+table+" SET (autovacuum_enabled = off)")
@@ -139,7 +139,7 @@ func ScansOfAGrownTable(t testing.TB, conn *pgx.Conn, table, mode string, plan, 
 	}
 	grow()
 
-	// Count within a transaction, because its counters can be read at once.
+	// Count within a transaction, because a transaction's counters can be read at once.
 	Exec(t, conn, "BEGIN")
 	run()
 	row := conn.QueryRow(t.Context(), `

@@ -26,8 +26,8 @@ func Shards() int {
 	return n
 }
 
-// NotThroughProxy skips a test if the databases of New are proxies for shards. why says what a proxy lacks for the
-// test.
+// NotThroughProxy skips a test if the databases of New are proxies for shards. The argument why says what a proxy lacks
+// for the test.
 func NotThroughProxy(t testing.TB, why string) {
 	t.Helper()
 	if Shards() > 0 {
@@ -117,7 +117,7 @@ func newProxy(n int) *cluster {
 	return c
 }
 
-// each calls do for all shards at the same time.
+// each calls the function do for all shards at the same time.
 func (c *cluster) each(do func(shard *cluster) error) error {
 	errs := make([]error, len(c.shards))
 	var all sync.WaitGroup

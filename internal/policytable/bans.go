@@ -22,15 +22,15 @@ import (
 // BanTerms say when a key is banned, and for how long.
 type BanTerms struct {
 	Denials                       int           // the number of denials that lead to a ban
-	Within                        time.Duration // the time since the first of them
+	Within                        time.Duration // the time since the first of these denials
 	First, Longest, ForgivenAfter time.Duration
 }
 
-// These limit how much is counted and banned at once.
+// These constants limit how much is counted and banned at once.
 const (
 	strikeShards = 16
 	MaxStrikes   = 65536 // the most keys whose denials are counted
-	// MaxBans is the most keys that one statement bans. Such a statement delays other writers by 50 ms.
+	// MaxBans is the most keys that one statement bans. A statement with so many bans delays other writers by 50 ms.
 	MaxBans = 100
 )
 
@@ -47,7 +47,7 @@ type Strikes struct {
 	}
 }
 
-// strike has the number of a key's denials, and the time of the first one.
+// strike has the number of a key's denials, and the time of the first denial.
 type strike struct {
 	N     int
 	since time.Duration
@@ -58,7 +58,7 @@ func NewStrikes(name string, ban BanTerms) *Strikes {
 	return &Strikes{name: name, ban: ban, seed: maphash.MakeSeed(), Begin: time.Now()}
 }
 
-// Count counts a denial, and returns whether the key is to be banned. It returns true until Banned is called.
+// Count counts a denial, and returns whether the key is to be banned. Then Count returns true until Banned is called.
 func (s *Strikes) Count(key string) bool {
 	now := time.Since(s.Begin)
 	shard := &s.Shards[maphash.String(s.seed, key)%strikeShards]
@@ -83,8 +83,8 @@ func (s *Strikes) Count(key string) bool {
 	return k.N >= s.ban.Denials
 }
 
-// makeRoom drops one of up to eight keys: a key whose period is over, or the key with the fewest denials. So many keys
-// with one denial each cannot drop a key that is denied again and again.
+// makeRoom drops one of up to eight keys: a key whose period is over, or the key with the fewest denials. Therefore a
+// crowd of keys with one denial each cannot push out a key that is denied again and again.
 func (s *Strikes) makeRoom(keys map[string]strike, now time.Duration) {
 	least, fewest := "", math.MaxInt
 	seen := 0
@@ -102,7 +102,7 @@ func (s *Strikes) makeRoom(keys map[string]strike, now time.Duration) {
 	delete(keys, least)
 }
 
-// due appends the keys to ban to bans.
+// due appends, to the slice bans, the keys that are to be banned.
 func (s *Strikes) due(bans []KeyBan) []KeyBan {
 	for i := range s.Shards {
 		shard := &s.Shards[i]
@@ -125,7 +125,7 @@ func (s *Strikes) Banned(key string) {
 	delete(shard.Keys, key)
 }
 
-// List makes Run look for keys to ban in s.
+// List makes Run look in s for keys to ban.
 func (t *Table) List(s *Strikes) {
 	if s.listed.Swap(true) {
 		return
@@ -142,7 +142,7 @@ func (t *Table) List(s *Strikes) {
 	}
 }
 
-// KeyBan is a ban to make. over is the number of denials after the ban became due.
+// KeyBan is a ban to make. The field over is the number of denials after the ban became due.
 type KeyBan struct {
 	*Strikes
 	Key  string
@@ -157,7 +157,7 @@ func (t *Table) NextBans() (bans []KeyBan) {
 	t.bans = nil
 	t.Mu.Unlock()
 	for s := range all {
-		s.listed.Store(false) // cleared before due reads the keys, so that a later key sets it again
+		s.listed.Store(false) // cleared before due() reads the keys, so that a later key sets it again
 		bans = s.due(bans)
 	}
 	slices.SortFunc(bans, func(a, b KeyBan) int { return cmp.Compare(b.over, a.over) })
@@ -217,7 +217,7 @@ func (t *Table) makeBans(ctx context.Context, bans []KeyBan) error {
 	return errors.Join(errs...)
 }
 
-// ofOneBan returns whether the database refused one particular ban, and not the function.
+// ofOneBan returns whether the database refused a particular ban, and not the function as a whole.
 func ofOneBan(err error) bool {
 	refused, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && !pg.IsAway(err) && !pg.LockTimeout(err) && !strings.HasPrefix(refused.Code, "42")

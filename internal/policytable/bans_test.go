@@ -146,7 +146,7 @@ func TestStrikes(t *testing.T) {
 }
 
 // However many keys are to be banned, a key that goes on being denied is banned next. In the end all keys are banned,
-// without another denial. This also holds if a ban fails.
+// without another denial. All keys are banned even if a ban fails.
 func TestBansOfACrowd(t *testing.T) {
 	t.Parallel()
 

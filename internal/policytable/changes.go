@@ -54,7 +54,7 @@ func (t *Table) ReadChanges(ctx context.Context, db pg.DB, timeout time.Duration
 	return t.readSince(ctx, db, nil, 0, readTimeout)
 }
 
-// readSince reads the changes since a version, or all rows if it is nil.
+// readSince reads the changes since a version, or all rows if the version is nil.
 func (t *Table) readSince(ctx context.Context, db pg.DB, known *int64, knownAt int64, timeout time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
@@ -69,7 +69,7 @@ func (t *Table) readSince(ctx context.Context, db pg.DB, known *int64, knownAt i
 	return nil
 }
 
-// applyChanges puts an answer in force. asked is when the question was sent.
+// applyChanges puts an answer in force. The argument asked is when the query was sent.
 func (t *Table) applyChanges(ctx context.Context, a *policyAnswer, asked time.Time) {
 	// The database read the clock before the answer arrived. So the stored clock is late, and no ban ends early.
 	t.Clock.Store(&DatabaseClock{Micros: a.clock, At: time.Now()})
@@ -134,7 +134,7 @@ func (t *Table) applyChanges(ctx context.Context, a *policyAnswer, asked time.Ti
 	}
 }
 
-// note stores whether the query worked, and logs when that changes.
+// note stores whether the query worked, and logs each change between success and failure.
 func (t *Table) note(ctx context.Context, err error) {
 	if err != nil && ctx.Err() != nil && errors.Is(err, context.Canceled) {
 		return // Run is ending

@@ -63,8 +63,8 @@ func TestProcessesThatDisagree(t *testing.T) {
 	}
 }
 
-// Policies change in the middle of a history, by rows for the key, for its prefix and for all keys. At each step the
-// limiter decides like a second limiter on the same rows, which gets the policy in force by With.
+// Policies change in the middle of a history, by rows for the key, for its prefix and for all keys. At each step, the
+// limiter must give the same answer as a second limiter on the same rows. The second limiter gets the policy by With.
 func TestHistoriesInWhichPoliciesChange(t *testing.T) {
 	t.Parallel()
 

@@ -18,7 +18,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// replicated runs statements like logical replication, which runs no trigger.
+// replicated runs statements without triggers, as logical replication does.
 func replicated(t *testing.T, db *pgtest.DB, statements ...string) {
 	t.Helper()
 	tx := pgtest.Begin(t, db)
@@ -93,8 +93,8 @@ func TestPoliciesThatNoTriggerTellsOf(t *testing.T) {
 	}
 }
 
-// A database that replaced another one has other changes with the same version numbers. A process notices that,
-// although it never reads all rows again.
+// A database that replaced another one has other changes with the same version numbers. A process notices the
+// replacement, although it never reads all rows again.
 func TestOtherChangesOfTheSameNumber(t *testing.T) {
 	t.Parallel()
 

@@ -13,14 +13,14 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// Processes that share Policies tell each other which keys had a refund, a grant or a reset. The others then forget
-// their denials of these keys.
+// Processes that share Policies tell each other which keys had a refund, a grant or a reset. The other processes then
+// forget their denials of these keys.
 //
 // A notification contains only hashes of limiters and keys, because any role may listen to it. If two keys have the
 // same hash, the only cost is one more statement.
 //
 // Changes within a caller's transaction are not sent, because Postgres serializes the commits of all transactions that
-// notify. The application's transactions should not wait for that.
+// notify. The application's transactions should not wait for other commits.
 
 // AddDenials registers a client's remembered denials, so that they are forgotten when another process says so.
 func (t *Table) AddDenials(d Denials) {
@@ -31,8 +31,8 @@ func (t *Table) AddDenials(d Denials) {
 	}
 }
 
-// forgetIf forgets the denials of the keys for which is returns true, in all caches. It drops caches that are no longer
-// in use.
+// forgetIf forgets the denials of the keys for which is() returns true, in all caches. It drops caches that are no
+// longer in use.
 func (t *Table) forgetIf(is func(limiter, key string) bool) {
 	t.Mu.Lock()
 	caches := slices.Clone(t.caches)
@@ -120,7 +120,7 @@ func KeyHash(limiter, key string) string {
 	return strconv.FormatUint(uint64(h.Sum32()), 36)
 }
 
-// ReadForget returns the hashes in a notification. ok is false if the notification has another subject.
+// ReadForget returns the hashes in a notification. The result ok is false if the notification has another subject.
 func ReadForget(payload string) (hashes map[string]bool, ok bool) {
 	list, ok := strings.CutPrefix(payload, forgetPrefix)
 	if !ok {
@@ -133,7 +133,7 @@ func ReadForget(payload string) (hashes map[string]bool, ok bool) {
 	return hashes, true
 }
 
-// ForgetPayloads are the notifications for all hashes.
+// ForgetPayloads yields the notifications for all hashes.
 func ForgetPayloads(hashes map[string]bool) func(yield func(string) bool) {
 	return func(yield func(string) bool) {
 		var text strings.Builder

@@ -15,7 +15,7 @@ import (
 )
 
 // When a process gives units to a key, other processes forget their denials of the key, however long they would
-// remember.
+// remember the denials.
 func TestDenialsAreForgottenElsewhere(t *testing.T) {
 	t.Parallel()
 

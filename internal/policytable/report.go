@@ -23,8 +23,8 @@ type ShadowCount struct {
 
 type keyCount struct{ denied, wouldDeny int64 }
 
-// Count counts a decision for `pgratelimit policy compare`. denied says whether it was a denial, and wouldDeny whether
-// the shadow row would have denied.
+// Count counts a decision for `pgratelimit policy compare`. The argument denied says whether the decision was a denial,
+// and wouldDeny says whether the shadow row would have denied.
 func (t *Table) Count(row *Row, key string, denied, wouldDeny bool) {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()

@@ -39,7 +39,7 @@ func TestShadowsAreReported(t *testing.T) {
 	}
 	require.Equal(t, []string{" 10 2 5", "b 0 0 1", "c 0 2 4"}, reported())
 
-	// A report with any numbers keeps no other report from being added. A report that makes no sense is ignored.
+	// Whatever numbers a report has, other reports can still be added. A report that makes no sense is ignored.
 	for _, n := range []string{"9223372036854775807", "-9223372036854775808", "-1", "NULL"} {
 		for _, numbers := range []string{n + ", 0, 0", "0, " + n + ", 0", "0, 0, " + n} {
 			pgtest.Exec(t, db.Pool, `SELECT rate_limit_report(ARRAY[1, 1]::bigint[], ARRAY['', 'b'], array_fill(a, ARRAY[2]),

@@ -32,7 +32,7 @@ type Table struct {
 	config  TableConfig
 	Book    rulebook.Book[Ruling]
 	Ready   chan struct{}                 // closed once the rows have been read
-	turn    *turn.Turn                    // lets one Run run at a time
+	turn    *turn.Turn                    // lets only one Run work at a time
 	banning chan struct{}                 // has a value if bans is not empty
 	Telling chan struct{}                 // has a value if given is not empty
 	failed  atomic.Pointer[error]         // why the last attempt to read the rows failed, or nil
@@ -42,8 +42,8 @@ type Table struct {
 	PerRow  time.Duration                 // the pause between two full reads is PerRow times the number of rows
 
 	Mu sync.Mutex
-	// caches are the clients' remembered denials. given has the refunds, grants and resets of this process that it has
-	// not yet told other processes.
+	// caches are the clients' remembered denials. given has the refunds, grants and resets of this process that other
+	// processes do not know yet.
 	caches  []Denials
 	given   map[string]bool
 	bans    map[*Strikes]bool      // Run looks for keys to ban in these
@@ -65,7 +65,7 @@ type TableConfig struct {
 	Schema  string
 	MaxRows int // the most rows that the process keeps
 	Logger  *slog.Logger
-	// Read parses a policy for a limiter. shadow says whether the policy is for a shadow row.
+	// Read parses a policy for a limiter. The argument shadow says whether the policy is for a shadow row.
 	Read func(limiter, text string, shadow bool) (*model.Policy, error)
 }
 
@@ -79,7 +79,7 @@ type TableStatus struct {
 
 // Denials are the denials that a client remembers. Their values must be comparable.
 type Denials interface {
-	// ForgetIf forgets the denials of the keys for which is returns true. It returns whether the client is still in
+	// ForgetIf forgets the denials of the keys for which is() returns true. It returns whether the client is still in
 	// use.
 	ForgetIf(is func(limiter, key string) bool) (inUse bool)
 }
@@ -96,8 +96,8 @@ type Row = rulebook.Rule[Ruling]
 // Ruling is the content of a row.
 type Ruling struct {
 	Mode Mode
-	// The row counts from From until just before Until, in microseconds since 1970. From is AlwaysBegun if the row had
-	// begun when it was read. Until may be NoEnd.
+	// The row is in force from the time From until just before Until, in microseconds since 1970. From is AlwaysBegun
+	// if the row had begun when it was read. Until may be NoEnd.
 	From, Until int64
 	Learnt      int64         // when this process first read this content, by the database's clock
 	Policy      *model.Policy // nil for off and deny; rows with the same text share a policy
@@ -172,7 +172,7 @@ func (t *Table) now() int64 {
 	return c.Micros + time.Since(c.At).Microseconds()
 }
 
-// saysTheSame returns whether a row is unchanged.
+// saysTheSame returns whether two versions of a row have the same content.
 func saysTheSame(a, b *Row) bool {
 	return a.Name == b.Name && a.Target == b.Target && a.Text == b.Text && a.From == b.From && a.Weak == b.Weak &&
 		a.Value.Mode == b.Value.Mode && a.Value.Until == b.Value.Until && a.Value.Policy.Is(b.Value.Policy)

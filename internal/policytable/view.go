@@ -27,8 +27,8 @@ func (t *Table) View(limiter string, ban *BanTerms) *View {
 	return v
 }
 
-// InForce returns the policy for a key now: own, or the policy of a row. If a row allows or denies everything, InForce
-// also returns the row. It waits until the rows have been read once, or until the context ends.
+// InForce returns the policy for a key now: the argument own, or the policy of a row. If a row allows or denies
+// everything, InForce also returns the row. It waits until the rows have been read once, or until the context ends.
 func (v *View) InForce(
 	ctx context.Context, timeout time.Duration, own *model.Policy, key string,
 ) (*model.Policy, *Row, error) {
@@ -51,7 +51,8 @@ func (v *View) InForce(
 	}
 }
 
-// Known returns the policy for a key as far as this process knows. It returns own if a row allows or denies everything.
+// Known returns the policy for a key as this process knows it, or the argument own if a row allows or denies
+// everything.
 func (v *View) Known(own *model.Policy, key string) *model.Policy {
 	if v == nil || !v.Table.IsReady() {
 		return own
@@ -98,7 +99,7 @@ func (v *View) canObey(r *Row, own *model.Policy) bool {
 	return false
 }
 
-// Strike counts a denial of a key. After BanTerms.Denials of them, Run bans the key.
+// Strike counts a denial of a key. After BanTerms.Denials denials, Run bans the key.
 func (v *View) Strike(key string) {
 	if v != nil && v.Strikes != nil && v.Strikes.Count(key) {
 		v.Table.List(v.Strikes)

@@ -24,16 +24,16 @@ import (
 const Channel = "rate_limit"
 
 const (
-	// listenPeriod is the pause between two queries while Run listens, and pollPeriod the pause while it does not.
+	// listenPeriod is the pause between two queries while Run listens, and pollPeriod while Run does not listen.
 	listenPeriod, pollPeriod = time.Second, 500 * time.Millisecond
-	// gatherTime is the shortest time between two queries. So a thousand changes cost a process four queries a second.
-	// The first change after a pause is read at once.
+	// gatherTime is the shortest time between two queries. So even a thousand changes cost a process at most four
+	// queries a second. The first change after a pause is read at once.
 	gatherTime = 250 * time.Millisecond
-	// hearing is how long this process's notification may take to come back. If it does not come back, a pooler drops
-	// notifications. Run tries to listen again after retryListening.
+	// hearing is how long this process's notification may take to come back. If the notification does not come back, a
+	// pooler drops notifications. Run tries to listen again after retryListening.
 	hearing, retryListening = 3 * time.Second, 10 * time.Minute
-	// MostHeard is the most bytes of notifications between two queries. Processes send far less, but any role that may
-	// log in can send more. Above MostHeard, Run polls for floodPause, and does not listen.
+	// MostHeard is the largest number of bytes of notifications between two queries. Processes send far less, but any
+	// role that may log in can send more. Above MostHeard, Run polls for floodPause, and does not listen.
 	MostHeard, floodPause = 1 << 20, time.Minute
 	// checkTimeout is the timeout of a query on a connection that has answered before. It detects a dead connection.
 	checkTimeout = 3 * time.Second
@@ -102,7 +102,7 @@ func ifRefused(err error) error {
 	return err
 }
 
-// poll queries again and again until the context ends or the time lasts is over. On a *pgx.Conn, it also ends when the
+// poll repeats the query until the context ends or the duration in lasts is over. On a *pgx.Conn, it also ends when the
 // connection closes.
 func (t *Table) poll(ctx context.Context, db pg.DB, lasts time.Duration) {
 	conn, own := db.(*pgx.Conn)
@@ -196,7 +196,7 @@ func (t *Table) listen(ctx context.Context) error {
 		if first {
 			// Notifications may have been missed before, so remembered denials may be outdated.
 			t.forgetIf(func(string, string) bool { return true })
-			// Another connection sends hello, as other processes do. The loop does not wait for that.
+			// Another connection sends hello, as other processes do. The loop does not wait for this statement.
 			greet()
 		}
 		first = false
@@ -231,7 +231,7 @@ func (t *Table) listen(ctx context.Context) error {
 	}
 }
 
-// next waits for a notification, at most for period.
+// next waits for a notification, for at most the duration period.
 func next(ctx context.Context, conn *pgx.Conn, period time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, period)
 	defer cancel()
@@ -244,7 +244,7 @@ func (t *Table) setListening(listening bool) {
 	t.status.Listening = listening
 }
 
-// connect opens a new connection with the pool's settings. hear gets its notifications.
+// connect opens a new connection with the pool's settings. The function hear gets the connection's notifications.
 func (t *Table) connect(ctx context.Context, hear pgconn.NotificationHandler) (*pgx.Conn, error) {
 	pool, ok := t.db.(*pgxpool.Pool)
 	if !ok {

@@ -171,7 +171,7 @@ func TestPoliciesAreReadAnew(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "TRUNCATE rate_limit_policy_history")
 	testkit.WaitUntil(t, func() bool { return p.Status().Rows == 1 })
 
-	// After a failover, the server can have another past than the old one. Processes read all rows again.
+	// After a failover, the new server can have another past than the old server. Processes read all rows again.
 	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "d", "", "deny", "")
 	testkit.WaitUntil(t, func() bool { return p.Status().Listening })
 	pgtest.Scalar[int64](t, db.Pool, endListeners)

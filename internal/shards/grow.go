@@ -44,10 +44,10 @@ const (
 // GrowLock is an advisory lock on the first shard. Grow and Undo hold the lock.
 const GrowLock int64 = 0x706773687264677a // "pgshrdgz" in ASCII
 
-// Grow turns n shards into 2n by dividing one shard after the other. Meanwhile the shards decide calls. At most one
-// shard decides calls for a key, and this shard has the key's whole usage. A shard trusts only its rate_limit_shard,
-// and not the proxies. While a shard is stopped, calls wait as long as reading the shard's tables once takes. After an
-// error or a crash, another call of Grow continues.
+// Grow turns n shards into 2n by dividing one shard after the other. While Grow runs, the shards decide calls. At most
+// one shard decides calls for a key, and this shard has the key's whole usage. A shard trusts only its
+// rate_limit_shard, and not the proxies. While a shard is stopped, calls wait. This takes as long as reading the
+// shard's tables once. After an error or a crash, another call of Grow continues.
 func Grow(ctx context.Context, c GrowConfig) error {
 	n := len(c.Old)
 	unlock, err := c.lock(ctx)
@@ -154,8 +154,8 @@ func (c GrowConfig) lock(ctx context.Context) (unlock func(), err error) {
 	}, nil
 }
 
-// install changes each proxy's connection strings and Growth. proxies must be in an order that gives the first proxy
-// its Growth first and removes it last.
+// install changes each proxy's connection strings and Growth. The proxies must be in an order in which the first proxy
+// gets its Growth first and loses it last.
 func (c GrowConfig) install(
 	ctx context.Context, proxies iter.Seq2[int, *pgx.Conn], note *Growth, change func(connections []string) []string,
 ) error {
@@ -211,7 +211,7 @@ func (c GrowConfig) divide(ctx context.Context, place int) error {
 		if err := c.Progress(place, TookOver); err != nil {
 			return err
 		}
-	case had == half && has == other: // an earlier call has done this
+	case had == half && has == other: // an earlier call has divided this shard
 	default:
 		return fmt.Errorf("the old database is %v, and the new one %v", had, has)
 	}

@@ -238,8 +238,8 @@ func TestInstallAnew(t *testing.T) {
 	require.Equal(t, before, functions())
 }
 
-// Grow fails while a transaction takes on the shard itself, because the transaction's usage cannot be copied. The next
-// call of Grow continues.
+// Grow fails while a transaction takes units on the shard itself, because the transaction's usage cannot be copied. The
+// next call of Grow continues.
 func TestGrowBesideATransactionOnTheShard(t *testing.T) {
 	t.Parallel()
 
