@@ -30,8 +30,7 @@ const (
 
 // All returns the table of algorithms in the order of their codes.
 //
-// CONTRIBUTING.md lists the places to edit for a new algorithm. TestEveryAlgorithmIsComplete reports those that are
-// missing.
+// CONTRIBUTING.md lists the places to edit for a new algorithm. TestEveryAlgorithmIsComplete reports missing places.
 func All() []Algorithm { return slices.Clone(table[:]) }
 
 //nolint:gochecknoglobals // the table never changes, and With reads the table for each request

@@ -36,8 +36,8 @@ type Object struct {
 	Aspects map[string]string `json:"aspects"`
 }
 
-// Made returns the objects that exist after the migrations up to a version. ok is false if this release does not know
-// the version. Version 0 is a database without migrations.
+// Made returns the objects that exist after the migrations up to a version. The result ok is false if this release does
+// not know the version. Version 0 is a database without migrations.
 func Made(version int64) (made Catalog, ok bool) {
 	if version == 0 {
 		return Catalog{}, true
@@ -105,8 +105,8 @@ type Difference struct {
 	Text   string // a complete clause, such as "table rate_limit_durable lacks column key"
 }
 
-// Differences compares the found objects with those that the migrations make. owner should own all objects of the
-// migrations. An object that the migrations do not make is a difference only if it belongs to owner.
+// Differences compares the found objects with those that the migrations make. The role owner should own all objects of
+// the migrations. An object that the migrations do not make is a difference only if it belongs to owner.
 func (found Catalog) Differences(made Catalog, owner string) []Difference {
 	var all []Difference
 	for _, object := range slices.Sorted(maps.Keys(made)) {

@@ -149,7 +149,7 @@ func drops(sources string) string {
 	for _, match := range triggers.FindAllStringSubmatch(sources, -1) {
 		fmt.Fprintf(&statements, "DROP TRIGGER IF EXISTS %s ON %s;\n", match[1], match[2])
 	}
-	for _, kind := range []string{"TABLE", "FUNCTION", "TYPE"} { // functions have types
+	for _, kind := range []string{"TABLE", "FUNCTION", "TYPE"} { // functions are dropped before the types that they use
 		if len(names[kind]) > 0 {
 			statements.WriteString(fold("DROP "+kind+" IF EXISTS "+strings.Join(names[kind], ", ")) + ";\n")
 		}

@@ -14,7 +14,7 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// every is the wait before the first message, and the time between the next ones.
+// every is the wait before the first message, and the time between the next messages.
 const every = time.Second
 
 // Migrations is the advisory lock of the migrations: "ratelimt" in ASCII. goose's default, 4097083626, fits into 32
@@ -69,8 +69,8 @@ func (h Holder) End() string {
 	return fmt.Sprintf("SELECT pg_terminate_backend(%d)", h.PID)
 }
 
-// Holders returns the sessions that a session waits for, and those that hold an advisory lock. A pid of 0 and a nil
-// lock mean none. Afterwards, the search_path of tx is pg_catalog.
+// Holders returns the sessions that a session waits for, and those that hold an advisory lock. A pid of 0 means no
+// session, and nil means no advisory lock. Afterwards, the search_path of tx is pg_catalog.
 func Holders(ctx context.Context, tx pgx.Tx, pid uint32, advisory *int64) ([]Holder, error) {
 	// If Postgres estimates catalog queries as expensive, its JIT compiler would take seconds.
 	for _, setting := range []string{"SET LOCAL search_path = pg_catalog, pg_temp", "SET LOCAL jit = off"} {
@@ -96,8 +96,8 @@ func Text(holders []Holder) string {
 
 type sayKey struct{}
 
-// To returns a context in which Say and Watch pass their messages to say, one sentence each. If the context already has
-// such a function, it stays. Without it, they log warnings to slog.Default().
+// To returns a context in which Say and Watch pass their messages to the function say, one sentence each. If the
+// context already has such a function, it stays. Without a function, Say and Watch log warnings to slog.Default().
 func To(ctx context.Context, say func(sentence string)) context.Context {
 	if ctx.Value(sayKey{}) != nil {
 		return ctx
@@ -121,7 +121,7 @@ func Say(ctx context.Context, holders []Holder) {
 }
 
 // Watch reports who holds the lock whenever the connection's session has waited for a second, until stop is called. It
-// asks on another connection, which it opens when needed. If it cannot open one, it says nothing.
+// asks on another connection, which it opens when needed. If it cannot open a connection, it says nothing.
 func Watch(ctx context.Context, conn *pgx.Conn, pid uint32) (stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	config := conn.Config()

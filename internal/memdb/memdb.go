@@ -22,7 +22,7 @@ type Row struct {
 	Name, Key string
 }
 
-// Query refuses everything. Limiters do not call this, but sweepers and migrations might.
+// Query refuses everything. Limiters do not call Query, but sweepers and migrations might.
 func (*DB) Query(context.Context, string, ...any) (pgx.Rows, error) {
 	return nil, errors.New("ratelimittest: there is no SQL in memory; test this on Postgres")
 }

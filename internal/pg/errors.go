@@ -94,8 +94,8 @@ func RolledBack(tx any, err error) error {
 	return NewError(fmt.Errorf("%s: %w", why, Cause(err)), kinds...)
 }
 
-// Translate makes an [Error] of an error of the driver, and returns an [Error] unchanged. sent tells whether the
-// statement may have reached the database.
+// Translate makes an [Error] of an error of the driver, and returns an [Error] unchanged. The argument sent tells
+// whether the statement may have reached the database.
 func Translate(err error, sent bool) *Error {
 	if e, ok := errors.AsType[*Error](err); ok {
 		return e
@@ -302,9 +302,9 @@ func RowHeld(err error) bool {
 }
 
 // IsAway tells whether an error means that Postgres is unavailable or slow, so that the OnFailure policy decides. A
-// wrong set-up does not count, because an operator must see and repair it. A locked row does not count, because locking
-// a row must not let a caller through. A locked table counts. An exhausted pool counts too, because an unresponsive
-// Postgres fills the application's pool.
+// wrong set-up is not an outage, because an operator must see and repair it. A locked row is not an outage, because
+// locking a row must not let a caller through. A locked table is an outage. An exhausted pool is one too, because an
+// unresponsive Postgres fills the application's pool.
 func IsAway(err error) bool {
 	_, ok := errors.AsType[*Error](err)
 	return ok && !RowHeld(err) && !errors.Is(err, ErrSetup) &&
@@ -339,7 +339,7 @@ func KindOf(err error) string {
 }
 
 // IsTrouble tells whether an error means that the database cannot decide. Clients log such errors. An error that
-// concerns only one key or transaction does not count.
+// concerns only one key or transaction is not trouble.
 func IsTrouble(err error) bool {
 	_, ok := errors.AsType[*Error](err)
 	return ok && !RowHeld(err) && !Undone(err)

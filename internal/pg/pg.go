@@ -40,7 +40,7 @@ func Conn(db any) *pgx.Conn {
 }
 
 // WrapsConn returns "" or an error text. The error is that db wraps a single connection, but is not a type for which
-// calls take turns. Concurrent calls would use the connection at the same time.
+// calls take turns. Concurrent calls would then use the connection at the same time.
 func WrapsConn(db any) (reason string) {
 	switch db.(type) {
 	case *pgx.Conn, *pgxpool.Conn, pgx.Tx, Pool:
@@ -61,7 +61,7 @@ func InTransaction(db any) bool {
 	return conn != nil && conn.PgConn().TxStatus() != 'I'
 }
 
-// Qualify puts the schema before each name in the statement that begins with rate_limit_.
+// Qualify puts the schema before each name that begins with rate_limit_ in the statement.
 func Qualify(statement, schema string) string {
 	if schema == "" {
 		return statement
@@ -71,12 +71,12 @@ func Qualify(statement, schema string) string {
 
 // Pool is a pool of connections that is not a *pgxpool.Pool. Package sqldb implements Pool.
 type Pool interface {
-	// Use calls use with a connection that no other caller uses meanwhile. Use returns use's error, or an [Error] if it
-	// gets no connection.
+	// Use calls the function use with a connection that no other caller uses meanwhile. Use returns the function's
+	// error, or an [Error] if there is no connection.
 	Use(ctx context.Context, use func(*pgx.Conn) error) error
 }
 
-// Use calls use with a connection of a pool. Use returns use's error, or an [Error] if it gets no connection.
+// Use calls a function with a connection of a pool, and returns its error, or an [Error] without a connection.
 func Use(ctx context.Context, pool any, use func(*pgx.Conn) error) error {
 	switch pool := pool.(type) {
 	case *pgxpool.Pool:

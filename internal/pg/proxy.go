@@ -22,8 +22,8 @@ const (
 // ErrSharded is a kind of an [Error].
 var ErrSharded = errors.New(prefix + "the database is a proxy for shards")
 
-// Shards tells whether a proxy has refused a statement because its keys are on several shards. Nothing was taken.
-// shards is the number of shards, or 0 if the error does not contain it.
+// Shards tells whether a proxy has refused a statement because its keys are on several shards. Nothing was taken. The
+// result shards is the number of shards, or 0 if the error does not contain this number.
 func Shards(err error) (shards int, refused bool) {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	if !ok || pgErr.Code != severalShards && pgErr.Code != acrossShards {
@@ -33,7 +33,7 @@ func Shards(err error) (shards int, refused bool) {
 	return shards, true
 }
 
-// OtherShard tells whether a shard has refused a statement because it does not own a key. Nothing was taken.
+// OtherShard tells whether a shard has refused a statement because the shard does not own a key. Nothing was taken.
 func OtherShard(err error) bool {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && pgErr.Code == otherShard
@@ -91,8 +91,8 @@ func ofProxy(err *pgconn.PgError) bool {
 	return err.Code == "XX000" && strings.HasPrefix(err.Message, "PL/Proxy function ")
 }
 
-// proxyKinds returns the kinds of an error that came through PL/Proxy. there is the result of remote. known is false if
-// the error has the same kinds as an error from a database without a proxy.
+// proxyKinds returns the kinds of an error that came through PL/Proxy. The argument there is the result of remote. The
+// result known is false if the error has the same kinds as an error from a database without a proxy.
 func proxyKinds(err, there *pgconn.PgError) (kinds []error, known bool) {
 	switch {
 	case there == err && ofProxy(err):

@@ -18,10 +18,10 @@ type DB interface {
 // READ and SERIALIZABLE, a row that other transactions keep locking can cause a rollback each time.
 const maxTries = 5
 
-// Query sends a statement, scans each row into targets, and calls each. Query returns a translated error. Query retries
-// once if nothing was sent, and retries if the server had ended an idle connection. own tells that Query's statement
-// has its own transaction. If own is true, Query also retries on 40001 and 40P01, up to maxTries times, and once after
-// a migration or a cancellation.
+// Query sends a statement, scans each row into targets, and then calls the function each. Query returns a translated
+// error. Query retries once if nothing was sent, and retries if the server had ended an idle connection. The argument
+// own tells that Query's statement has its own transaction. If own is true, Query also retries on 40001 and 40P01, up
+// to maxTries times, and once after a migration or a cancellation.
 func Query(ctx context.Context, db DB, own bool, sql string, args, targets []any, each func() error) error {
 	for n := 1; ; n++ {
 		first := n == 1

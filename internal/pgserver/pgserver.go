@@ -1,6 +1,6 @@
-// Package pgserver provides a throwaway Postgres for the demo, the tests and the benchmarks. This can be the server of
-// a connection string (url.go), programs on this machine (installed.go), Docker (docker.go), or an npm package
-// (npm.go).
+// Package pgserver provides a throwaway Postgres for the demo, the tests and the benchmarks. The Postgres can be the
+// server of a connection string (url.go), programs on this machine (installed.go), Docker (docker.go), or an npm
+// package (npm.go).
 //
 // A server that Start has started runs until Close, or until this process ends. When the process ends, even by kill -9,
 // a watchdog stops the server and removes the server's files.

@@ -36,7 +36,7 @@ func Available(ctx context.Context, config Config) error {
 	return err
 }
 
-// find returns the first way to run a server that works on this machine.
+// find returns the first working way to run a server on this machine.
 func find(ctx context.Context, config Config) (way, error) {
 	if config.Image != "" {
 		return findDocker(ctx, config.Image)
@@ -122,7 +122,7 @@ func launch(ctx context.Context, config Config) (*Server, error) {
 // tempDir returns the folder for a server's files: TMPDIR, or a folder in memory if 4 GB are free there. Creating a
 // database in memory takes a tenth of the time that it takes on a disk.
 func tempDir(config Config) string {
-	const memory, plenty = "/dev/shm", 4 << 20 // in kB; the tests need a tenth of plenty
+	const memory, plenty = "/dev/shm", 4 << 20 // in kB; the tests need a tenth of these 4 GB
 	var size, used, available int64
 	output, _ := exec.Command("df", "-Pk", memory).Output()
 	_, line, _ := strings.Cut(string(output), "\n")
@@ -353,7 +353,7 @@ type watchdog struct {
 // The system reuses ids, so watch signals a process only while the folder's name is on its command line. watch retries
 // docker rm, because the Docker engine may still be creating a container. watch wakes frozen backends, because a
 // postmaster would wait five seconds for a frozen backend. A killed postmaster leaves a small shared memory segment.
-// The id of the segment ends line 7 of postmaster.pid.
+// The id of the segment is at the end of line 7 of postmaster.pid.
 const watch = `
 trap '' HUP INT TERM
 dir=$1 docker=$2 name=${1##*/} pid=

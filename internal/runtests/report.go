@@ -53,7 +53,7 @@ func (r *report) read(events io.Reader) error {
 	return scanner.Err()
 }
 
-// readLine reads an event. written is the output of the running tests.
+// readLine reads an event. The argument written has the output of the running tests.
 func (r *report) readLine(line []byte, written map[testKey]*strings.Builder) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

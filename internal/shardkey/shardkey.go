@@ -19,7 +19,7 @@ func Tag(key string) string {
 }
 
 // Of returns the shard of a key, counted from 0. The number of shards must be a power of two. The SQL function
-// _rate_limit_shard computes the same number. When n shards become 2n, shard i only gets keys of shard i % n.
+// _rate_limit_shard computes the same number. When n shards become 2n, shard i gets only keys that were on shard i % n.
 func Of(key string, shards int) int {
 	sum := sha256.Sum256([]byte(Tag(key)))
 	return int(binary.BigEndian.Uint32(sum[:]) & uint32(shards-1))

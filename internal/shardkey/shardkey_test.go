@@ -34,7 +34,7 @@ func TestOf(t *testing.T) {
 	require.Equal(t, shardkey.Of("user:1", 1024), shardkey.Of("a{user:1}b", 1024))
 }
 
-// When the number of shards doubles, a key of shard i of 2n was on shard i % n before.
+// When the number of shards doubles, from n to 2n, a key of shard i was on shard i % n before.
 func TestShardsAreDivided(t *testing.T) {
 	t.Parallel()
 	for i := range 1000 {

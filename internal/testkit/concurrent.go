@@ -24,7 +24,6 @@ const (
 	tick = 2 * time.Millisecond
 )
 
-// WaitUntil waits until condition returns true. If this takes longer than Amply, WaitUntil fails the test with the
 // WaitUntil waits until condition returns true. After Amply, WaitUntil fails the test with the message.
 func WaitUntil(t testing.TB, condition func() bool, message ...any) {
 	t.Helper()
@@ -67,7 +66,7 @@ func Together(n int, call func(i int)) {
 	wg.Wait()
 }
 
-// Offspring calls run. The returned function counts the running goroutines that run started, directly or indirectly.
+// Offspring calls the function run. The result counts the live goroutines that run has started, directly or indirectly.
 func Offspring(t testing.TB, run func(ctx context.Context)) (count func() int) {
 	t.Helper()
 	label := rand.Text()

@@ -52,7 +52,7 @@ func Program(name string) string {
 	return ""
 }
 
-// Start runs a server until the test ends. Start returns as soon as ready returns nil.
+// Start runs a server until the test ends. Start returns as soon as the function ready returns nil.
 func Start(t testing.TB, ready func() error, program string, args ...string) {
 	t.Helper()
 	cmd := exec.CommandContext(context.Background(), program, args...)

@@ -11,8 +11,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Rounds returns the number of rounds of a random test: the value of the environment variable, or usual if it is not
-// set.
+// Rounds returns the number of rounds of a random test: the value of the environment variable, or the argument usual if
+// the variable is not set.
 func Rounds(t testing.TB, variable string, usual int) int {
 	t.Helper()
 	text := os.Getenv(variable)
@@ -25,8 +25,8 @@ func Rounds(t testing.TB, variable string, usual int) int {
 	return n
 }
 
-// Seed returns the seed for a test's random numbers: the value of the environment variable, or a random seed if it is
-// not set.
+// Seed returns the seed for a test's random numbers: the value of the environment variable, or a random seed if the
+// variable is not set.
 func Seed(t testing.TB, variable string) uint64 {
 	t.Helper()
 	seed := rand.Uint64()

@@ -30,7 +30,7 @@ func (t *Turn) Take(ctx context.Context) error {
 	}
 }
 
-// TryTake takes the turn if nobody holds it, and tells whether it did.
+// TryTake takes the turn if nobody holds it, and tells whether it has taken the turn.
 func (t *Turn) TryTake() bool {
 	select {
 	case t.held <- struct{}{}:

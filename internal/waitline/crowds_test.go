@@ -87,7 +87,7 @@ func TestWaitersOfSeveralProcesses(t *testing.T) {
 		}
 		require.Less(t, time.Since(w.Begin), (processes*each/limit-1)*(time.Second+time.Second/50+20*time.Millisecond))
 
-		// Each process gets a part of the first half.
+		// Each process serves some of the first half of the callers.
 		first := map[int]bool{}
 		for _, e := range ended[:len(ended)/2] {
 			first[e.Who] = true

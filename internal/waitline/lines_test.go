@@ -114,7 +114,7 @@ func TestWaitersThatGiveUp(t *testing.T) {
 		}
 		<-time.After(10 * time.Millisecond)
 		synctest.Wait()
-		require.Equal(t, []int{1, 4, 0, 2}, limitertest.WhoOf(w.Told())) // 2 is allowed as soon as the callers before it have left
+		require.Equal(t, []int{1, 4, 0, 2}, limitertest.WhoOf(w.Told())) // caller 2 fits when those ahead have left
 		for who, e := range w.Told() {
 			require.Equal(
 				t,

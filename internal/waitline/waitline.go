@@ -14,16 +14,16 @@ import (
 )
 
 // maxJitter bounds the random time that a line adds to a retry time. The added time is also at most a 50th of the retry
-// time. Without it, processes with the same retry time would all ask at once, and the same process could always be
-// first. It costs up to 2 % of the rate of a bucket of capacity 1, or of windows that begin with the first request. A
-// larger bucket loses nothing, because tokens accumulate meanwhile.
+// time. Without this random time, processes with the same retry time would all ask at once, and the same process could
+// always be first. The random time costs up to 2 % of the rate of a bucket of capacity 1, or of windows that begin with
+// the first request. A larger bucket loses nothing, because tokens accumulate meanwhile.
 const maxJitter = 100 * time.Millisecond
 
 // banPause is how often a line checks whether another policy applies now, or whether a ban has been lifted. The check
 // needs no statement.
 const banPause = time.Second
 
-// Lines holds the lines of all keys. Callers get a result R. The zero Lines is ready to use.
+// Lines holds the lines of all keys. Callers get results of type R. The zero Lines is ready to use.
 type Lines[R any] struct {
 	mu  sync.Mutex
 	all map[string][]*line[R] // nil if nobody waits
@@ -32,12 +32,12 @@ type Lines[R any] struct {
 // Source says how a line asks for its key.
 type Source[R any] struct {
 	Policy *model.Policy // callers with equal policies share a line
-	// Ask requests a cost of n. It returns TooMuch if n is above the limit, which can fall while callers wait.
+	// Ask requests a cost of n. It returns TooMuch if n is above the limit. The limit can fall while callers wait.
 	Ask    func(n int64) (R, error)
 	Read   func(*R) Reading
 	Answer func(n int64) R // decides while the database is away
-	// Share returns one caller's part of a result for several callers: the units from from to before to. behind is how
-	// many units the callers behind this one have taken.
+	// Share returns one caller's part of a result for several callers: the units in the range [from, to). The argument
+	// behind is how many units the callers behind this one have taken.
 	Share   func(all *R, from, to, behind int64) R
 	Stale   func() bool // whether another policy applies now; nil if that cannot happen
 	Owned   bool        // the connection is the caller's, and the caller must not use it while the line does
@@ -72,7 +72,7 @@ type line[R any] struct {
 
 	// lines.mu guards these fields.
 	waiters list.List     // of *waiter[R]
-	retryAt time.Time     // the head is denied until then; zero if unknown
+	retryAt time.Time     // until this time, the head is denied; zero if unknown
 	asking  chan struct{} // closed when the request under way is answered; nil if there is none
 
 	signal chan struct{} // ends the goroutine's sleep
@@ -88,8 +88,9 @@ type waiter[R any] struct {
 	err      error
 }
 
-// Wait waits until a cost of n fits. If the key has no line yet, start returns the Source for one. Wait returns a
-// [*TooLate] if the context's deadline comes before the retry time, the error of Ask, or ended(ctx.Err()).
+// Wait waits until a cost of n fits. If the key has no line yet, the function start returns the Source for a new line.
+// The error is a [*TooLate] if the context's deadline comes before the retry time, or else the error of Ask or
+// ended(ctx.Err()).
 func (l *Lines[R]) Wait(
 	ctx context.Context, key string, policy *model.Policy, n int64, start func() Source[R], ended func(error) error,
 ) (R, error) {
@@ -104,8 +105,8 @@ func (l *Lines[R]) Wait(
 	return w.result, w.err
 }
 
-// join puts w at the end of the line for key, and makes the line if there is none. It refuses w if its deadline comes
-// before the retry time of the head.
+// join puts w at the end of the line for key, and makes the line if there is none. It refuses w if the deadline of w
+// comes before the retry time of the head.
 func (l *Lines[R]) join(w *waiter[R], key string, policy *model.Policy, start func() Source[R]) *line[R] {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -128,7 +129,7 @@ func (l *Lines[R]) join(w *waiter[R], key string, policy *model.Policy, start fu
 	return in
 }
 
-// leave takes w out of the line because its context has ended. If w was told just before, w keeps its result.
+// leave takes w out of the line because the context of w has ended. If w got a result just before, w keeps this result.
 func (in *line[R]) leave(w *waiter[R], err error) {
 	in.lines.mu.Lock()
 	var asking chan struct{}
@@ -194,7 +195,7 @@ func (in *line[R]) sleep(pause time.Duration) {
 	}
 }
 
-// nextGroup returns the callers of the next request, and the sum of their costs. These are the head, and as many
+// nextGroup returns the callers of the next request, and the sum of their costs. The callers are the head, and as many
 // callers behind it as fit into remaining. If nobody is left, nextGroup removes the line and returns -1.
 func (in *line[R]) nextGroup(group []*waiter[R], remaining int64) ([]*waiter[R], int64) {
 	in.lines.mu.Lock()
@@ -275,9 +276,9 @@ func (in *line[R]) settle(group []*waiter[R], cost int64, result *R, read Readin
 	return read.RetryAfter + rand.N(jitter+1)
 }
 
-// answerAll answers the callers in the line while the database is away. They get err. If err is nil, they get Answer,
-// until Answer is a denial. If each caller asked the database, the last one would wait for as many timeouts. The caller
-// of answerAll holds in.lines.mu.
+// answerAll answers the callers in the line while the database is away. All callers get err. If err is nil, they get an
+// Answer, until an Answer is a denial. If each caller asked the database, the last caller would wait until all timeouts
+// have passed. The caller of answerAll holds in.lines.mu.
 func (in *line[R]) answerAll(err error) {
 	for e := in.waiters.Front(); e != nil; e = in.waiters.Front() {
 		w := e.Value.(*waiter[R])

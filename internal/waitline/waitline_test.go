@@ -8,8 +8,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Lines with the same retry time sleep for different times. A line never wakes early. It sleeps too long by at most a 50th
-// of the retry time, by at most 100 ms, and not after the head's deadline.
+// Lines with the same retry time sleep for different times. A line never wakes early. It oversleeps by at most a 50th
+// of the retry time and at most 100 ms, and never beyond the head's deadline.
 func TestSleepIsJittered(t *testing.T) {
 	t.Parallel()
 
