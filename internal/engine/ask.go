@@ -113,7 +113,7 @@ func (e *Engine) submit(ctx context.Context, tx pgx.Tx, r *Request) error {
 	return e.Queues.submit(ctx, r)
 }
 
-// FallBack decides an ask in this process, without the database, as if the limit were only a share of the policy's.
+// FallBack decides an ask in this process, without the database, as if only a share of the limit were allowed.
 func (e *Engine) FallBack(a Ask, share float64) Outcome {
 	r := e.Request(&a)
 	e.Fallback.Take(r, sharesOf(a.Policy.Rules, share))

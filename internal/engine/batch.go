@@ -69,7 +69,7 @@ type Departure struct {
 // requests whose keys another transaction keeps locked. The result lost has the requests that have lost a race for a
 // row.
 func (b *Batcher) Send(d *Departure) (held, lost []*Request) {
-	// End each request that has used 90 % of its timeout. Such a request would shorten the deadline of the whole batch.
+	// End each request that has used 90 % of its timeout. Its short deadline would become that of the whole batch.
 	now := time.Now()
 	requests := slices.DeleteFunc(d.Requests, func(r *Request) bool {
 		if now.Sub(r.Since) <= b.timeout/10*9 {
@@ -447,7 +447,7 @@ func (b *Batcher) heldOrAway(ctx context.Context, db pg.DB, requests []*Request,
 	return again
 }
 
-// appendAll appends requests to all. It appends the members of a merged list as separate requests.
+// appendAll appends requests to the slice all. It appends the members of a merged list as separate requests.
 func appendAll(all, requests []*Request) []*Request {
 	for _, r := range requests {
 		for r != nil {

@@ -46,7 +46,7 @@ func (h *heldKeys) Patience() time.Duration { return h.timeout / 4 }
 func (h *heldKeys) long() time.Duration { return min(MaxRowWait, h.Patience()) }
 
 // Memory returns how long a key counts as held after it was found locked. The result is longer than the pause between
-// two transactions that lock the key by turns.
+// two transactions that take turns in locking the key.
 func (h *heldKeys) Memory() time.Duration { return max(h.Patience(), 100*time.Millisecond) }
 
 // HeldKeys returns the keys that a request asks for. Only a request of AllowAll has more than one key.

@@ -36,7 +36,7 @@ func TestLeasesInAFloodOfKeys(t *testing.T) {
 	})
 }
 
-// While one call takes ahead, the other calls of the process take only their own cost.
+// While one call takes units ahead, the other calls of the process take only their own cost.
 func TestOneCallTakesALease(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
@@ -53,7 +53,7 @@ func TestOneCallTakesALease(t *testing.T) {
 	})
 }
 
-// Any of several merged requests can be the request that takes ahead.
+// Any of several merged requests can be the request that takes units ahead.
 func TestLeaseOfRequestsThatAreAlike(t *testing.T) {
 	t.Parallel()
 	l := limitertest.New(t, limitertest.NewModelDB(), ratelimit.Config{Name: "api", Policy: limitertest.Hourly})

@@ -34,7 +34,7 @@ func heldByFleet(limiters []*ratelimit.Limiter) (held int64) {
 	return held
 }
 
-// ask calls Allow at intervals of pace, during the time lasts. It returns how many calls were allowed.
+// ask calls Allow at intervals of pace for a given time. It returns how many calls were allowed.
 func ask(t *testing.T, l *ratelimit.Limiter, pace, lasts time.Duration) (allowed int64) {
 	t.Helper()
 	for end := time.Now().Add(lasts); time.Now().Before(end); limitertest.Elapse(pace) {

@@ -204,7 +204,7 @@ func (w *leaseWorld) decide(r *Request) {
 func (w *leaseWorld) database() *memdb.DB { return &memdb.DB{Rows: w.rows} }
 
 // giveBack sends the units in a process's outbox. If the outbox is empty, it ends the leases that are due, or all
-// leases if all is true.
+// leases if the argument all is true.
 func (w *leaseWorld) giveBack(p *leaser, all bool) {
 	if len(p.outbox) > 0 {
 		back := p.outbox[0]
@@ -301,7 +301,7 @@ func (w *leaseWorld) judge() error {
 }
 
 // Two processes do their steps in every possible order, with a limit of 3. Both processes have called before, so their
-// next call takes ahead.
+// next call takes units ahead.
 func TestLeasesInEveryOrder(t *testing.T) {
 	t.Parallel()
 	depth := min(5+testkit.Rounds(t, "RATELIMIT_TEST_ROUNDS", 1)/4, 7)

@@ -226,7 +226,7 @@ func (ls *Leases) ahead(space *Space, policy *model.Policy, key string, n int64)
 	case excess > 0 && len(policy.Rules) > 1: // making room in one bucket would cost the other policies units
 		return 0
 	case size+excess > staleUnits && now.since(e.known.asked) > freshFor:
-		return 0 // wait for the answer to this call, and let the next call take ahead
+		return 0 // wait for the answer to this call, and let the next call take units ahead
 	}
 	e.asking = now.elapsed + ls.timeout
 	return (size + excess) / n

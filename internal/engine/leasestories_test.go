@@ -283,7 +283,8 @@ func TestLeasesKnowTheLatest(t *testing.T) {
 	require.EqualValues(t, 800, hear(2*time.Second, 800))
 }
 
-// Only the answer to a take ahead shows which units of a bucket are leased. Later answers do not overwrite these units.
+// Only the answer to a take of a lease shows which units of a bucket are leased. Later answers do not overwrite these
+// units.
 func TestLeasesRememberWhatIsLeased(t *testing.T) {
 	t.Parallel()
 	w := newLeaseWorld(model.TokenBucket{Capacity: 1000, Refill: 1, Every: time.Second}, 1, noMistake)

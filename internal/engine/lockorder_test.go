@@ -95,7 +95,7 @@ func TestCrossingBatchesDoNotDeadlock(t *testing.T) {
 }
 
 // A negative control: statements deadlock if they do not lock rows in the lock order. The test rewrites two functions
-// so that they lock rows in the order of the arguments: the function for ordinary takes, and the function for
+// so that they lock rows in the order of the arguments. One function is for ordinary takes. The other is for
 // rate_limit_all, which decides all takes of a sliding log.
 func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 	t.Parallel()

@@ -126,7 +126,7 @@ func shortCalendar(t *testing.T, db pgtest.Executor, window time.Duration) {
 }
 
 // A call waits for another transaction that is making the row and then rolls back. The new row begins after this wait.
-// The test notices variants in which the row begins at the reading of the clock before the wait.
+// The test notices variants in which the new row begins before the wait.
 func TestRowMadeAfterAWaitBeginsThen(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
@@ -245,7 +245,7 @@ func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 }
 
 // If a row is made or changed while a call waits, the row is newer than the snapshot of the call's statement. The call
-// must decide by the new row, even if it waits for several rows by turns.
+// must decide by the new row, even if it waits for several rows, one after the other.
 func TestWaitingForSeveralRowsInTurn(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")

@@ -70,8 +70,8 @@ func (r *Receipt) Left() int64 {
 	return r.left.Load()
 }
 
-// Swap changes the number of units that are not given back from was to left. It returns false if this number is no
-// longer was.
+// Swap sets the number of units that are not given back to the argument left. It does nothing and returns false if the
+// number is not the argument was.
 func (r *Receipt) Swap(was, left int64) bool {
 	if r.Back != nil {
 		return r.Back.Swap(r.first, r.left.Load(), was, left)
@@ -132,8 +132,8 @@ func (g *GivenBack) find(unit int64) int {
 	return i
 }
 
-// Swap changes the number of units that are not given back from was to left, among the units in the range [first,
-// first+units). It returns false if this number is no longer was.
+// Swap sets Leftover(first, units) to the argument left. It does nothing and returns false if Leftover is not the
+// argument was.
 func (g *GivenBack) Swap(first, units, was, left int64) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()

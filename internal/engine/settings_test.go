@@ -411,8 +411,8 @@ func TestTimesAreReadExactly(t *testing.T) {
 	require.Positive(t, count("SELECT 4294967296000000 + generate_series(0, 999999, 7)"), "this test can fail")
 }
 
-// tlsPool returns a pool whose server has a certificate that no authority has signed. If asks is true, the pool trusts
-// this certificate, but the server asks for a client certificate that the pool does not have.
+// tlsPool returns a pool whose server has a certificate that no authority has signed. If the argument asks is true, the
+// pool trusts this certificate, but the server asks for a client certificate that the pool does not have.
 func tlsPool(t *testing.T, asks bool) func(t *testing.T) *pgxpool.Pool {
 	t.Helper()
 	web := httptest.NewTLSServer(nil) // only for its certificate

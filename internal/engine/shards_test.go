@@ -519,7 +519,7 @@ func TestShadowOfAShard(t *testing.T) {
 	require.Equal(t, 2, asked)
 }
 
-// If a request goes to another queue, it keeps its time, and the breaker of the new queue may turn it away.
+// If a request goes to another queue, it keeps its start time, and the breaker of the new queue may turn it away.
 func TestQueuesOfShards(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "a proxy of its own, or none")

@@ -18,7 +18,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// board is a queue without a database, for tests of which requests the next statement gets.
+// board is a queue without a database. It shows which requests the next statement gets.
 type board struct {
 	queue  *engine.Queue
 	spaces map[string]*engine.Space

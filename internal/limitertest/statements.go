@@ -19,7 +19,7 @@ func StepOf(policy ratelimit.Policy) string {
 	return "_rate_limit_" + names[Model(policy).Rules[0].Numbers().Algorithm]
 }
 
-// AlwaysArrays changes the functions that take. They then decide a single key with their statement for several keys.
+// AlwaysArrays lets the functions for takes decide a single key with their statement for several keys.
 func AlwaysArrays(t *testing.T, db pgtest.Executor) {
 	t.Helper()
 	for _, policy := range SlowPolicies(1) {
@@ -29,7 +29,7 @@ func AlwaysArrays(t *testing.T, db pgtest.Executor) {
 	}
 }
 
-// NeverCheap changes the functions that take. They then decide by the rules of rate_limit_all, not by short statements.
+// NeverCheap lets the functions for takes decide by the rules of rate_limit_all, without their short statements.
 func NeverCheap(t *testing.T, db pgtest.Executor) {
 	t.Helper()
 	for _, policy := range SlowPolicies(1) {
@@ -37,7 +37,7 @@ func NeverCheap(t *testing.T, db pgtest.Executor) {
 	}
 }
 
-// AlwaysAll changes the functions that take. They then leave everything to rate_limit_all.
+// AlwaysAll lets the functions for takes leave everything to rate_limit_all.
 func AlwaysAll(t *testing.T, db pgtest.Executor) {
 	t.Helper()
 	for _, policy := range SlowPolicies(1) {

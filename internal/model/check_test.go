@@ -226,7 +226,7 @@ func checkDecision(p model.Rules, s model.State, clock, n int64) (model.State, m
 }
 
 // remembers tells whether a remembered state gives the same decision as the row. A remembered log is used only for
-// denials, and only until RetryAfter is over. Then the process asks the database.
+// denials, and only until RetryAfter is over. Later the process asks the database.
 func remembers(p model.Rules, known, row model.State, clock, n int64) bool {
 	if _, isLog := p.(model.SlidingLog); isLog {
 		if _, d := ask(p, known, clock, n); n == 0 || d.RetryAfter <= 0 {

@@ -215,9 +215,9 @@ func (k Key) Hold(m Rules, clock, id, n, ttl int64) (Key, Decision) {
 	return next, d
 }
 
-// Settle ends a hold and charges what was used, if the hold is not settled yet. Otherwise it changes nothing and
-// repeats the first answer. A hold that has ended can still be settled. Its units have been free since its end, so the
-// used units count as in a Charge. A settlement of 0 cancels the hold.
+// Settle ends a hold and charges what was used, if the hold is not settled yet. If the hold is settled already, it
+// changes nothing and repeats the answer. A hold that has ended can still be settled. Its units have been free since
+// its end, so the used units count as in a Charge. A settlement of 0 cancels the hold.
 //
 // For example, a window of 1,000 counts 500, and a hold of 300 is settled with 250 used units. Then 500 + 250 are
 // counted, nothing is held, and 250 remain.

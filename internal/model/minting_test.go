@@ -13,7 +13,7 @@ import (
 
 type refundFunc func(p model.Rules, s model.State, clock int64, k model.Take) model.State
 
-// askModel returns a function that asks the model. The GiveBack of the returned takes calls refund.
+// askModel returns a function that asks the model. In the takes that this function returns, GiveBack calls refund.
 func askModel(refund refundFunc) func(p model.Rules, clock, n int64) (*modeltest.Taken, error) {
 	var s model.State
 	return func(p model.Rules, clock, n int64) (*modeltest.Taken, error) {

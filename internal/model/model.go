@@ -39,8 +39,8 @@ type State struct {
 	// the tokens missing in a bucket, in 1/Scale token. Count is above the limit if the key owes units.
 	Count     int64
 	PrevCount int64 // sliding window: the units taken in the previous window
-	// WindowStart is the start of the current window, which is the first take in it. In a log it is the newest entry's
-	// time, and in a bucket the time up to which Count includes the refill.
+	// WindowStart is the start of the current window, that is, when its first take was. In a log it is the newest
+	// entry's time, and in a bucket the time up to which Count includes the refill.
 	WindowStart int64
 	Credit      int64   // granted credit: see Grant
 	Scale       int64   // bucket: Count of one token; calendar: microseconds from WindowStart to the window's end
@@ -73,7 +73,7 @@ const Never = math.MaxInt64
 
 // MaxProduct bounds the product of an amount and a time, and MaxSpan bounds a time. Within these bounds, no sum or
 // product in a decision overflows 64 bits. RetryAfter and ResetAfter can reach three windows after the database's clock
-// stepped back. They still fit into a time.Duration.
+// stepped back. Both still fit into a time.Duration.
 const (
 	MaxProduct = 1 << 62
 	MaxSpan    = 1 << 51 // microseconds, 71 years

@@ -1,8 +1,8 @@
 package model
 
-// Reserve books n tokens of a bucket if they will have flowed in within maxDelay. The result readyAfter says when they
-// will. Until then the bucket owes tokens, so later requests come after the booking. A booking that needs a longer
-// delay is denied, and RetryAfter says when it would succeed. A booking is given back as a take is: see
+// Reserve books n tokens of a bucket if they will have flowed in within maxDelay. The result readyAfter is how long
+// that takes. Until then the bucket owes tokens, so later requests come after the booking. A booking that needs a
+// longer delay is denied, and RetryAfter says when it would succeed. A booking is given back as a take is: see
 // TokenBucket.Refund. Held units count as taken.
 //
 // For example, a bucket with a capacity of 1 that refills once a second is empty. A first Reserve of 1 is ready after 1

@@ -15,10 +15,10 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// docs/slidinglog.svg shows how many requests a SlidingWindow and a SlidingLog let through, of the same traffic and
-// with the same limit.
+// docs/slidinglog.svg shows how many requests a SlidingWindow and a SlidingLog let through, for the same traffic and
+// the same limit.
 
-// drawVariable makes the test write the chart. Otherwise the test compares the chart with the file.
+// drawVariable makes the test write the chart. Without it, the test compares the chart with the file.
 const drawVariable = "RATELIMIT_TEST_DRAW"
 
 const (

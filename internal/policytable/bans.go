@@ -102,7 +102,7 @@ func (s *Strikes) makeRoom(keys map[string]strike, now time.Duration) {
 	delete(keys, least)
 }
 
-// due appends, to the slice bans, the keys that are to be banned.
+// due adds the keys that have to be banned to the slice bans.
 func (s *Strikes) due(bans []KeyBan) []KeyBan {
 	for i := range s.Shards {
 		shard := &s.Shards[i]

@@ -97,8 +97,8 @@ func counted(s *policytable.Strikes, key string) (n int) {
 	return n
 }
 
-// Denials count within BanTerms.Within from the first one, until the key is banned. They count for at most MaxStrikes
-// keys.
+// Denials count within BanTerms.Within from the first one, until the key is banned. Denials count for at most
+// MaxStrikes keys.
 func TestStrikes(t *testing.T) {
 	t.Parallel()
 

@@ -102,7 +102,7 @@ func ifRefused(err error) error {
 	return err
 }
 
-// poll repeats the query until the context ends or the duration in lasts is over. On a *pgx.Conn, it also ends when the
+// poll repeats the query until the context ends or the given duration has passed. On a *pgx.Conn, it also ends when the
 // connection closes.
 func (t *Table) poll(ctx context.Context, db pg.DB, lasts time.Duration) {
 	conn, own := db.(*pgx.Conn)

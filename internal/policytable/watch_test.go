@@ -305,7 +305,7 @@ func TestListeningAnewReadsWhatHasChanged(t *testing.T) {
 }
 
 // Any role that may log in can notify. A flood of notifications costs no more than a lost connection: Run logs it once,
-// stops listening, and polls. This works even if the application uses all connections of its pool.
+// stops listening, and polls. Polling works even if the application uses all connections of its pool.
 func TestFloodOfNotifications(t *testing.T) {
 	t.Parallel()
 

@@ -46,8 +46,8 @@ const GrowLock int64 = 0x706773687264677a // "pgshrdgz" in ASCII
 
 // Grow turns n shards into 2n by dividing one shard after the other. While Grow runs, the shards decide calls. At most
 // one shard decides calls for a key, and this shard has the key's whole usage. A shard trusts only its
-// rate_limit_shard, and not the proxies. While a shard is stopped, calls wait. This takes as long as reading the
-// shard's tables once. After an error or a crash, another call of Grow continues.
+// rate_limit_shard, and not the proxies. While a shard is stopped, calls wait as long as it takes to read the shard's
+// tables once. After an error or a crash, another call of Grow continues.
 func Grow(ctx context.Context, c GrowConfig) error {
 	n := len(c.Old)
 	unlock, err := c.lock(ctx)

@@ -276,9 +276,9 @@ func (in *line[R]) settle(group []*waiter[R], cost int64, result *R, read Readin
 	return read.RetryAfter + rand.N(jitter+1)
 }
 
-// answerAll answers the callers in the line while the database is away. All callers get err. If err is nil, they get an
-// Answer, until an Answer is a denial. If each caller asked the database, the last caller would wait until all timeouts
-// have passed. The caller of answerAll holds in.lines.mu.
+// answerAll answers the callers in the line while the database is away. All callers get err. If err is nil, each caller
+// gets its Answer, up to the first denial. If each caller asked the database, the last caller would wait until all
+// timeouts have passed. The caller of answerAll holds in.lines.mu.
 func (in *line[R]) answerAll(err error) {
 	for e := in.waiters.Front(); e != nil; e = in.waiters.Front() {
 		w := e.Value.(*waiter[R])
