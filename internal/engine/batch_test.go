@@ -54,8 +54,7 @@ func TestGroupMergesOnlyNeighboursOfAKey(t *testing.T) {
 	require.Empty(t, engine.MergeAlike(nil))
 }
 
-// The benchmarks in this file run without a database. The benchmarks measure the Go code of a decision, without the
-// statement.
+// The benchmarks in this file run without a database. They measure the Go code of a decision, without the statement.
 
 func BenchmarkModel(b *testing.B) {
 	for _, policy := range []model.Rules{

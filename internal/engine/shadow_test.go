@@ -113,7 +113,7 @@ func TestShadowsAreExact(t *testing.T) {
 		require.GreaterOrEqual(t, shadowed[key].Load()+undecided[key].Load(), int64(30))
 
 		// If the policy and its shadow both deny a request, the denial is remembered. The concurrent calls may not have
-		// shown this, because their limiters leave out some shadows under load.
+		// seen such a denial, because their limiters leave out some shadows under load.
 		var last ratelimit.Result
 		for range 30 + 2 {
 			var err error

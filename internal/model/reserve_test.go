@@ -125,8 +125,8 @@ func TestReserveProperties(t *testing.T) {
 	require.Greater(t, refused, 50)
 }
 
-// Bookings that are not given back are never ready faster than the bucket allows: a bucket that pays for each booking
-// when it is ready always has the tokens.
+// Bookings that are not given back are never ready faster than the bucket allows. If a bucket pays for each booking
+// when the booking is ready, it always has the tokens.
 func TestBookingsAreReadyWithinThePolicy(t *testing.T) {
 	t.Parallel()
 	type booking struct {

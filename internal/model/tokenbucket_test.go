@@ -157,7 +157,7 @@ func TestTokenBucketRaisedLimitsHelpAtOnce(t *testing.T) {
 	playModel(t, model.TokenBucket{10, 4, time.Second}, s,
 		modelStep{c1, 5, denied(4, second/4, second+second/2)},
 		modelStep{c1, 4, granted(0, 10*second/4)})
-	// The tokens stay, and the bucket becomes larger. By the last write, the row expires at c0 + 10 s.
+	// The tokens stay, and the bucket becomes larger. According to the last write, the row expires at c0 + 10 s.
 	playModel(t, model.TokenBucket{20, 1, time.Second}, s,
 		modelStep{c9, 10, denied(9, second, second)},
 		modelStep{c9, 1, granted(8, 12*second)},

@@ -127,7 +127,7 @@ func (m Rows) Decide(s Step) {
 	}
 }
 
-// Decide returns the model's decision of one request of the element, or of its whole refund or grant.
+// Decide returns the model's decision of one request of the element, or of the element's whole refund or grant.
 func (e Element) Decide(p model.Rules, s model.State, clock int64) (model.State, model.Decision) {
 	if e.Cost >= 0 {
 		return p.Decide(s, clock, e.Cost)

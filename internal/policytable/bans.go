@@ -102,7 +102,7 @@ func (s *Strikes) makeRoom(keys map[string]strike, now time.Duration) {
 	delete(keys, least)
 }
 
-// due adds the keys that have to be banned to the slice bans.
+// due extends the slice bans by the keys that have to be banned.
 func (s *Strikes) due(bans []KeyBan) []KeyBan {
 	for i := range s.Shards {
 		shard := &s.Shards[i]

@@ -142,7 +142,7 @@ var files embed.FS
 //nolint:gochecknoglobals // nobody changes them
 var templates = template.Must(template.New("").Funcs(template.FuncMap{"literal": literal}).ParseFS(files, "*.tmpl.sql"))
 
-// Proxy returns the SQL that a superuser runs to create or replace a proxy's functions. The role owner will own them.
+// Proxy returns the SQL that a superuser runs to create or replace a proxy's functions. They will belong to owner.
 func (s Source) Proxy(schema, owner string, shards int) (string, error) {
 	var text bytes.Buffer
 	err := templates.ExecuteTemplate(&text, "proxy.tmpl.sql", struct {
