@@ -31,8 +31,8 @@ func (l *Limiter) AllowN(ctx context.Context, key string, n int64) (Result, erro
 	return result, err
 }
 
-// Peek takes nothing. The field Allowed tells whether a cost of 1 would fit. Peek waits for no lock, and does not see
-// uncommitted takes. Errors: those of Allow.
+// Peek takes nothing. Allowed tells whether a cost of 1 would fit. Peek waits for no lock, and does not see uncommitted
+// takes. Errors: those of Allow.
 func (l *Limiter) Peek(ctx context.Context, key string) (Result, error) {
 	var result Result
 	err := l.allow(ctx, key, 0, true, &result)

@@ -59,8 +59,8 @@ type Results struct {
 // clients, but must have the same schema. Behind a proxy for shards, all keys must share a part in braces, such as
 // {user:1}:minute and {user:1}:day.
 //
-// AllowAll ignores [Config].OnFailure. Errors: a [*RequestError]; the context's error, if the context ends first (the
-// requests may still count); a [*StoreError].
+// AllowAll ignores [Config].OnFailure. Errors: a [*RequestError]; a [*StoreError]; the context's error, if it ends
+// first (the requests may still count).
 func AllowAll(ctx context.Context, requests ...Request) (results Results, err error) {
 	if observed(requests) {
 		defer observeAll(time.Now(), requests, &results, &err)

@@ -18,9 +18,9 @@ import (
 )
 
 // Client sends the requests of a process to one database. Make one Client for each pool, and make all limiters with it.
-// All limiters of a Client share its statements, connections, circuit breaker and remembered denials. They take turns,
-// so a busy limiter delays the others by at most one statement. A Client is safe for concurrent use, has no goroutine
-// while it is idle, and needs no Close.
+// The limiters share statements, connections, a circuit breaker and remembered denials. They take turns, so a busy
+// limiter delays the others by at most one statement. A Client is safe for concurrent use, has no goroutine while it is
+// idle, and needs no Close.
 //
 // Behind a proxy for shards, an unreachable shard delays only its own keys.
 type Client struct {
@@ -33,9 +33,8 @@ type Client struct {
 type ClientConfig struct {
 	Schema string // the schema that has the tables; defaults to "": search_path finds it
 	// Timeout is the longest time that a call waits for a decision. It is at least 1 ms, and defaults to 1 second. If a
-	// transaction has locked the key's row, the call waits a quarter of Timeout, and returns [ErrKeyHeld]. Calls for
-	// other keys are delayed by a few milliseconds at most. Single connections and transactions keep their
-	// lock_timeout.
+	// transaction has locked the key's row, the call waits a quarter of Timeout, and returns [ErrKeyHeld]. This delays
+	// other keys by a few milliseconds at most. Single connections and transactions keep their lock_timeout.
 	Timeout time.Duration
 	// MaxInFlight is how many statements may run at once on each shard. Each statement uses a connection of the pool.
 	// Keys whose rows are locked may use one more connection. At least 1; defaults to 2. A second statement starts only
@@ -149,9 +148,9 @@ var (
 // locked.
 const ownConns = 3
 
-// OwnPool returns a second pool, for a [Client] that decides even if the application holds all connections of the first
-// pool. The second pool is configured like the first, but has at most 3 connections. WithTx works with transactions of
-// both pools. Close the second pool after use. Errors: a [*ConfigError].
+// OwnPool returns a second pool, for a [Client] that decides even if the application holds all connections of pool. The
+// second pool is configured like pool, but has at most 3 connections. WithTx works with transactions of both. Close it
+// after use. Errors: a [*ConfigError].
 func OwnPool(pool *pgxpool.Pool) (*pgxpool.Pool, error) {
 	if pg.IsNil(pool) {
 		return nil, &ConfigError{Field: "pool", Reason: "is nil, and must be the application's pool"}

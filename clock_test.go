@@ -73,7 +73,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"internal/policytable/bans.go: count", "internal/policytable/bans.go: newstrikes",
 		// the time since the database's clock was read once, to know what it shows now; the time since policies were
 		// last read
-		"internal/policytable/changes.go: apply", "internal/policytable/changes.go: readchanges",
+		"internal/policytable/changes.go: applychanges", "internal/policytable/changes.go: readchanges",
 		"internal/policytable/changes.go: readsince",
 		"internal/policytable/table.go: now", "internal/policytable/table.go: status",
 		"internal/policytable/watch.go: listen",

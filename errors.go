@@ -11,8 +11,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// These are errors of calls. Compare them with [errors.Is]. A denial is a [Result], not an error. A call that returns
-// one of them has taken nothing, except perhaps with ErrOutcomeUnknown.
+// These are errors of calls: compare with [errors.Is]. A denial is a [Result], not an error. Except perhaps with
+// ErrOutcomeUnknown, nothing was taken.
 var (
 	// ErrInvalidKey: a key must be 1 to 512 bytes of UTF-8 without NUL, and fit the database's encoding. See
 	// [KeyError].
@@ -48,15 +48,13 @@ var (
 	ErrSharded = pg.ErrSharded
 	// ErrUnavailable: the database is unreachable, it refuses or ends connections, or the table is locked.
 	ErrUnavailable = pg.ErrUnavailable
-	// ErrReadOnly: the database is a standby, or accepts no writes for another reason. The error is an ErrUnavailable
-	// too.
+	// ErrReadOnly: the database is a standby, or accepts no writes for another reason. It is an ErrUnavailable too.
 	ErrReadOnly = pg.ErrReadOnly
 	// ErrTimeout: the database did not decide within [ClientConfig].Timeout. If the request was sent, the error is an
 	// ErrOutcomeUnknown too.
 	ErrTimeout = pg.ErrTimeout
 	// ErrKeyHeld: a transaction had the key's row locked for a quarter of the Timeout, for example after WithTx. On an
-	// overloaded server, another call may have locked the row. An ErrKeyHeld is an ErrTimeout too, but OnFailure does
-	// not answer it.
+	// overloaded server, another call may have locked it. It is an ErrTimeout too, but OnFailure does not answer it.
 	ErrKeyHeld = pg.ErrKeyHeld
 	// ErrPoolExhausted: all connections of the pool were in use for the whole Timeout, often by transactions that call
 	// Allow. Use WithTx in transactions, raise MaxConns, or call [OwnPool]. The error is an ErrTimeout too.

@@ -36,7 +36,7 @@ const (
 	OriginKey       Origin = "key"       // a row for this key
 )
 
-// Explain says which policy is in force for a key, and why. Errors: those of Peek.
+// Explain says which policy is in force for a key, and why. Errors: as Peek.
 func (l *Limiter) Explain(ctx context.Context, key string) (Explanation, error) {
 	state, err := l.Peek(ctx, key)
 	if err != nil {

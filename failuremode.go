@@ -32,7 +32,7 @@ func ReturnError() FailureMode { return FailureMode{answer: returnError} }
 // FailOpen allows requests that Postgres does not decide.
 func FailOpen() FailureMode { return FailureMode{answer: failOpen} }
 
-// FailClosed denies requests that Postgres does not decide. It is for logins, for example.
+// FailClosed denies requests that Postgres does not decide, such as logins.
 func FailClosed() FailureMode { return FailureMode{answer: failClosed} }
 
 // FallbackLocal decides in this process, with a share of the policy's limit. The share is above 0, and at most 1. With

@@ -20,8 +20,8 @@ import (
 // the process dies, the rest counts as used.
 //
 //   - If a lease has less than n left, AllowN asks the database. WithTx, AllowAll and Peek always ask.
-//   - After a Reset, other processes may spend the leases that they have until these end. After a change of policy,
-//     they may spend them until they learn of the change.
+//   - Other processes may spend leases from before a Reset until these end, and leases from before a change of policy
+//     until they know of it.
 //   - A [TokenBucket] with leases keeps 1/128 of Capacity empty, plus the size of recent leases.
 type Lease struct {
 	MaxShare  float64       // at most 0.1; defaults to 1/2048, so that 16 processes hold less than 1 %

@@ -173,7 +173,7 @@ func validateName(name string, policy Policy) error {
 // are those of l. With does not ask the database. What a key has taken stays taken: see [Policy]. A denial is
 // remembered for one policy only, so a raised limit helps at once.
 //
-// Errors: a [*ConfigError] for a policy that cannot work, or is of another kind, such as a [TokenBucket] in place of a
+// Errors: a [*ConfigError] for a policy that cannot work, or is of another kind, such as a [TokenBucket] for a
 // [SlidingWindow]. An [All] may get more or fewer policies.
 func (l *Limiter) With(policy Policy) (*Limiter, error) {
 	if err := validatePolicy(policy); err != nil {
@@ -191,7 +191,7 @@ func (l *Limiter) With(policy Policy) (*Limiter, error) {
 	return &with, nil
 }
 
-// Config returns the configuration of l. If With returned l, its Policy is the one that With got.
+// Config returns the configuration of l, with the Policy that With has set.
 func (l *Limiter) Config() Config {
 	return Config{
 		Name: l.space.Name, Policy: l.policy, Durable: l.space.Durable, SynchronousCommit: l.space.Flush,

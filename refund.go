@@ -111,8 +111,8 @@ func checkGrant(key string, n int64) error {
 	return nil
 }
 
-// Reset makes key as good as new. With [All], it resets one policy after another, so a concurrent take may still count
-// in some of them. Errors: those of Allow.
+// Reset makes key as good as new. With [All], it resets one policy after another, so a concurrent take may count in
+// some. Errors: those of Allow.
 func (l *Limiter) Reset(ctx context.Context, key string) error {
 	if err := checkKey(key); err != nil {
 		return err

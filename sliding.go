@@ -7,8 +7,8 @@ import (
 )
 
 // SlidingWindow admits Limit in any Window, by an estimate from two counters: count is what was taken in the current
-// window, and prev is what was taken in the window before. The estimate counts only a share of prev: the share of its
-// window that is less than a Window ago. The estimate is exact if the traffic of the previous window was even.
+// window, and prev in the window before. prev counts by the share of its window that is less than a Window ago. The
+// estimate is exact if the traffic of the previous window was even.
 //
 // A key's first request starts a window. Windows follow each other without a gap, until nothing is taken for a whole
 // window. A request of cost n, at time e of the current window, is allowed if

@@ -67,17 +67,17 @@ func (t TxLimiter) AllowN(ctx context.Context, key string, n int64) (result Resu
 	return result, nil
 }
 
-// Request is [Limiter.Request]. All requests of an [AllowAll] need the same transaction.
+// Request is [Limiter.Request]. An [AllowAll] takes requests of one tx only.
 func (t TxLimiter) Request(key string, n int64) Request {
 	return Request{limiter: t.limiter, key: key, cost: n, inTx: true, tx: t.tx}
 }
 
-// Refund is [Limiter.Refund], but a result can be refunded a second time, because tx may be rolled back.
+// Refund is [Limiter.Refund], but can be repeated, after a rollback of tx.
 func (t TxLimiter) Refund(ctx context.Context, result Result) (Balance, error) {
 	return t.RefundN(ctx, result, result.taken.Own().Left())
 }
 
-// RefundN is [Limiter.RefundN], but a result can be refunded a second time, because tx may be rolled back.
+// RefundN is [Limiter.RefundN], but can be repeated, after a rollback of tx.
 func (t TxLimiter) RefundN(ctx context.Context, result Result, n int64) (Balance, error) {
 	if err := checkTx(t.tx); err != nil {
 		return Balance{}, err

@@ -23,8 +23,8 @@ func (l *Limiter) Wait(ctx context.Context, key string) (Result, error) {
 	return l.WaitN(ctx, key, 1)
 }
 
-// WaitN is Wait for n. WaitN with n = 0 waits until 1 would fit, and takes nothing. If one statement allows several
-// callers, they get the same ResetAfter. Errors: those of Wait, and a [*CostError] for n below 0 or above the limit.
+// WaitN is Wait for n. WaitN with n = 0 waits until 1 would fit, and takes nothing. Callers that one statement allows
+// get the same ResetAfter. Errors: those of Wait, and a [*CostError] for n below 0 or above the limit.
 func (l *Limiter) WaitN(ctx context.Context, key string, n int64) (Result, error) {
 	if err := checkKey(key); err != nil {
 		return Result{}, err

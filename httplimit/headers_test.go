@@ -146,7 +146,8 @@ func allLimiter(t *testing.T, now func() time.Time) *ratelimit.Limiter {
 	}, ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: now}})
 }
 
-// The fields show all policies of an All, in order. Policies that deny have a time.
+// The fields show all policies of an All, in order. Each policy that denies also shows the time until it allows the
+// request.
 func TestHeadersOfAll(t *testing.T) {
 	t.Parallel()
 

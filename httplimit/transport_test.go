@@ -67,7 +67,7 @@ func (a *api) RoundTrip(r *http.Request) (*http.Response, error) {
 	return response, nil
 }
 
-// times returns when requests were sent, since the test began.
+// times returns, for each request, how long after the start of the test it was sent.
 func (a *api) times() []time.Duration {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -19,7 +19,7 @@ import (
 )
 
 // window is the window of every limit. The window is so long that nothing refills during the benchmark, so the rows
-// must have all the units that callers took.
+// must count all the units that callers took.
 const window = 12 * time.Hour
 
 // patience is the timeout of this library's calls. A busy machine should not fail the run.

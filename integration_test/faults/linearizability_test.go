@@ -38,7 +38,8 @@ type judge struct {
 func (j judge) step(a account, op operation) []any {
 	switch {
 	case op.Reset:
-		// A call that creates the row anew waits for no lock, so the row's time may be when the call's statement began.
+		// A call that creates the row anew waits for no lock, so the row's time can be the time at which the call's
+		// statement began.
 		return []any{account{}}
 	case op.Unknown:
 		// The time of this decision is unknown too. The policies of these histories do not depend on it.

@@ -137,7 +137,7 @@ type soakLimiter struct {
 func newSoak(t *testing.T, seed uint64, settings map[string]string, timeout time.Duration) *soak {
 	t.Helper()
 	// The server has Postgres's defaults, except that autovacuum runs every second instead of every minute. The soak
-	// sees within minutes what takes hours elsewhere.
+	// then sees within minutes the work of autovacuum that takes hours elsewhere.
 	all := map[string]string{"autovacuum_naptime": "1s"}
 	maps.Copy(all, settings)
 	s := &soak{t: t, seed: seed, archived: map[soakRowID]int64{}, stop: func() {}, began: time.Now()}

@@ -264,7 +264,8 @@ func (ls *Leases) tell(use LeaseUse) {
 	}
 }
 
-// settle updates the lease of a request's key after a statement. It was sent at the time asked and answered at told.
+// settle updates the lease of a request's key after a statement. The arguments asked and told are when the statement
+// was sent and when its answer came.
 func (ls *Leases) settle(r *Request, err error, asked, told instant) {
 	back, due, event := ls.learn(r, err, asked, told)
 	ls.tell(event)

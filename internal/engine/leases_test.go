@@ -510,7 +510,7 @@ func TestLeasesUnderPolicies(t *testing.T) {
 	}
 }
 
-// After a reset, units that this process took before the reset are not spent, and giving them back adds nothing.
+// After a reset, this process does not spend units that it took before the reset, and giving them back adds nothing.
 func TestResetForgetsALease(t *testing.T) {
 	t.Parallel()
 	const limit = 10_000

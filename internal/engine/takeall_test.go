@@ -161,7 +161,7 @@ func TestSetsThatTakeAreDecidedAtOneInstant(t *testing.T) {
 }
 
 // If a row of an AllowAll is missing, the statement releases its locks, because the transaction that is making the row
-// may wait for them. A variant that keeps its locks deadlocks.
+// may wait for them. If a variant of the statement keeps its locks, both deadlock.
 func TestSetsThatMakeRowsHoldNone(t *testing.T) {
 	t.Parallel()
 

@@ -167,7 +167,7 @@ func TestFixedWindowLongerWindowAppliesFromTheNextGrant(t *testing.T) {
 	t.Parallel()
 	s := playModel(t, model.FixedWindow{10, time.Minute}, model.State{}, modelStep{c0, 6, granted(4, minute)})
 	longer := model.FixedWindow{10, time.Hour}
-	// Until the new policy takes from the row, the row expires when the old policy promised.
+	// Until the new policy takes from the row, the row keeps the time of expiry that the old policy set.
 	playModel(t, longer, s,
 		modelStep{c1, 5, denied(4, 59*second, 59*second)},
 		modelStep{c0 + minute - 1, 5, denied(4, 1, 1)},

@@ -12,8 +12,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
-// lives is a test's own list of the holds that are not over. A hold is over as soon as the key is written at the end of
-// the hold or later, even if the clock steps back afterwards.
+// lives is a test's own list of the holds that are not over. The first write to the key at or after a hold's end ends
+// the hold, even if the clock steps back afterwards.
 type lives map[int64]*slowHold
 
 func (l lives) held(clock int64) (held int64) {

@@ -176,7 +176,7 @@ func TestSlidingLogLongerWindowAppliesAtOnce(t *testing.T) {
 		modelStep{at("12:00:00"), 1, granted(2, minute)},
 		modelStep{at("12:00:30"), 1, granted(1, minute)})
 	longer := model.SlidingLog{3, time.Hour}
-	// Until the new policy takes from the row, the row expires when the old policy promised.
+	// Until the new policy takes from the row, the row keeps the time of expiry that the old policy set.
 	playModel(t, longer, s,
 		modelStep{at("12:01:10"), 2, denied(1, 20*second, 20*second)},
 		modelStep{at("12:01:30"), 2, granted(1, hour)})

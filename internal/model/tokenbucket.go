@@ -42,8 +42,9 @@ func (p TokenBucket) FillTime(missing int64) int64 { return CeilDiv(missing, p.R
 //
 //	max(b - returned since, 0) + n - refill since, and at most n
 //
-// While the bucket owes tokens, only the take that joined last is given back. Bookings behind a take keep the times
-// that they were told. If room were made ahead of a booking, later bookings could be ready at the same time.
+// While the bucket owes tokens, only the take that joined last is given back. The callers of bookings behind a take
+// were told when these are ready, and this stays true. If room were made ahead of a booking, later bookings could be
+// ready at the same time.
 //
 // A refund creates no extra tokens. Without the refunded take, the same refill would have served other tokens instead.
 // So the queue would be shorter by no more than what Refund gives back.

@@ -345,8 +345,8 @@ func IsTrouble(err error) bool {
 	return ok && !RowHeld(err) && !Undone(err)
 }
 
-// TableLocked tells whether a LockTimeout came from a locked table. The limiter's functions wait for a table in LOCK
-// TABLE, and these words are in the error's context in every language of the server.
+// TableLocked tells whether a LockTimeout came from a locked table. The limiter's functions wait for table locks only
+// in a LOCK TABLE statement. The error's context then contains these two words, whatever the server's language is.
 func TableLocked(err error) bool {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && pgErr.Code == "55P03" && strings.Contains(pgErr.Where, "LOCK TABLE")

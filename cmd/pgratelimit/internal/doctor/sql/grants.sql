@@ -1,5 +1,5 @@
--- This query returns the rights of other roles than the owner on the limiter's tables, sequences and functions. Each
--- row has the object and a statement that grants the right again.
+-- This query returns the rights that roles other than the owner have on the limiter's tables, sequences and functions.
+-- Each row has the object and a statement that grants the right again.
 --   $1  the schema
 --   $2  the owner
 SELECT o.name, format('GRANT %s ON %s %s TO %s%s', a.privilege_type, o.kind, o.name,
