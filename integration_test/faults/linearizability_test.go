@@ -330,7 +330,8 @@ func uncertain(w workload, t *testing.T, db *pgtest.DB) []operation {
 		var err error
 		for err == nil && ctx.Err() == nil {
 			proxy.fail(&fault{reply: replyIs[*pgproto3.DataRow], then: cut}) // a ping has no DataRow
-			for ctx.Err() == nil && proxy.sent() < 16 {                      // so some calls succeed, however slow this machine is
+			// The time is counted in statements, so some calls succeed, however slow this machine is.
+			for ctx.Err() == nil && proxy.sent() < 16 {
 				pause(ctx, time.Millisecond)
 			}
 			for _, db := range append(db.Shards, db) { // PL/Proxy's sessions have no application_name
