@@ -35,7 +35,6 @@ func TestOnlyWhatDidNotCountIsRepeated(t *testing.T) {
 		Code:                "XX000",
 		SeverityUnlocalized: "ERROR",
 		Message:             "function in FROM has unsupported return type",
-		Routine:             "ExecInitFunctionScan",
 	}
 	raced, deadlock := &pgconn.PgError{
 		Code:                "40001",

@@ -278,9 +278,10 @@ func Remade(err error) bool {
 		return false
 	}
 	switch pgErr.Code {
-	case "XX000": // all languages of the server have the first message in English
-		return strings.HasPrefix(remote(pgErr).Message, "cache lookup failed for ") ||
-			pgErr.Routine == "relation_open" || pgErr.Routine == "ExecInitFunctionScan"
+	case "XX000": // both messages are in English in every language of the server
+		message := remote(pgErr).Message
+		return strings.HasPrefix(message, "cache lookup failed for ") ||
+			message == "function in FROM has unsupported return type" || pgErr.Routine == "relation_open"
 	case "42804": // in PL/pgSQL, a variable and a row have different types
 		return pgErr.Routine == "exec_assign_value"
 	case "0A000": // the plan of a prepared statement returned another type
