@@ -48,7 +48,7 @@ func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 				var decisions []ratelimit.DecisionEvent
 				var breakers []ratelimit.BreakerEvent
 				l := limitertest.New(t, pool, ratelimit.Config{Name: "test", Policy: limitertest.Hourly, OnFailure: mode}, ratelimit.ClientConfig{
-					Timeout: 400 * time.Millisecond, // enough to connect on a busy machine
+					Timeout: time.Second, // enough to connect on a busy machine
 					Logger:  log.Logger(),
 					Observer: &ratelimit.Observer{
 						Decision: func(e ratelimit.DecisionEvent) { decisions = append(decisions, e) },

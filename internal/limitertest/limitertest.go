@@ -3,15 +3,17 @@
 package limitertest
 
 import (
+	"cmp"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// New returns a limiter with a new client. The client has the default configuration if no ClientConfig is given.
+// New returns a limiter with a new client. See NewClient for what an empty ClientConfig means.
 func New(
 	t testing.TB, db ratelimit.DBTX, config ratelimit.Config, client ...ratelimit.ClientConfig,
 ) *ratelimit.Limiter {
@@ -19,9 +21,11 @@ func New(
 	return Of(t, NewClient(t, db, append(client, ratelimit.ClientConfig{})[0]), config)
 }
 
-// NewClient returns a client, and makes the test fail if the config is invalid.
+// NewClient returns a client, and makes the test fail if the config is invalid. If the config has no Timeout, the
+// Timeout is so long that no call reaches it, even on a busy machine.
 func NewClient(t testing.TB, db ratelimit.DBTX, config ratelimit.ClientConfig) *ratelimit.Client {
 	t.Helper()
+	config.Timeout = cmp.Or(config.Timeout, testkit.Amply)
 	client, err := ratelimit.NewClient(db, config)
 	require.NoError(t, err)
 	EngineOf(client).Database.ShadowWait = 200

@@ -13,7 +13,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// RunningPolicies returns Policies that run until the end of the test.
+// RunningPolicies returns Policies that run until the end of the test. They do not take a busy machine for a database
+// that is away.
 func RunningPolicies(t *testing.T, db ratelimit.DBTX, config ratelimit.PoliciesConfig) *ratelimit.Policies {
 	t.Helper()
 	if config.Logger == nil {
@@ -21,6 +22,7 @@ func RunningPolicies(t *testing.T, db ratelimit.DBTX, config ratelimit.PoliciesC
 	}
 	p, err := ratelimit.NewPolicies(db, config)
 	require.NoError(t, err)
+	Table(p).Patience = testkit.Amply
 	Run(t, p)
 	return p
 }

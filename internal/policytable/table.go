@@ -39,7 +39,9 @@ type Table struct {
 	Clock   atomic.Pointer[DatabaseClock] // nil until the rows have been read
 	told    sync.Map                      // by a row's ID, the policy of another kind that canObey has logged
 	swept   int64                         // when Run last dropped rows that had ended, by the database's clock
-	PerRow  time.Duration                 // the pause between two full reads is PerRow times the number of rows
+	// The pause between two full reads is PerRow times the number of rows. Patience is how long a query or a
+	// notification may take. They are variables because tests change them.
+	PerRow, Patience time.Duration
 
 	Mu sync.Mutex
 	// caches are the clients' remembered denials. given has the refunds, grants and resets of this process that other
@@ -121,7 +123,7 @@ const ShadowSuffix = "/shadow"
 func NewTable(db pg.DB, config TableConfig) *Table {
 	return &Table{
 		db: db, config: config, Ready: make(chan struct{}), turn: turn.New(),
-		banning: make(chan struct{}, 1), Telling: make(chan struct{}, 1), PerRow: againPerRow,
+		banning: make(chan struct{}, 1), Telling: make(chan struct{}, 1), PerRow: againPerRow, Patience: patience,
 	}
 }
 

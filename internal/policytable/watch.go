@@ -29,14 +29,13 @@ const (
 	// gatherTime is the shortest time between two queries. So even a thousand changes cost a process at most four
 	// queries a second. The first change after a pause is read at once.
 	gatherTime = 250 * time.Millisecond
-	// hearing is how long this process's notification may take to come back. If the notification does not come back, a
-	// pooler drops notifications. Run tries to listen again after retryListening.
-	hearing, retryListening = 3 * time.Second, 10 * time.Minute
+	// patience is how long a query may take on a connection that has answered before, because a slower connection is
+	// probably dead. This process's own notification may take as long to come back. If it does not come back, a pooler
+	// drops notifications. Run tries to listen again after retryListening.
+	patience, retryListening = 3 * time.Second, 10 * time.Minute
 	// MostHeard is the largest number of bytes of notifications between two queries. Processes send far less, but any
 	// role that may log in can send more. Above MostHeard, Run polls for floodPause, and does not listen.
 	MostHeard, floodPause = 1 << 20, time.Minute
-	// checkTimeout is the timeout of a query on a connection that has answered before. It detects a dead connection.
-	checkTimeout = 3 * time.Second
 )
 
 // Run keeps the table up to date until the context ends. After an error it tries again. A second Run waits until the
@@ -81,7 +80,7 @@ func (t *Table) Run(ctx context.Context) {
 			deaf = true
 			t.poll(ctx, t.db, retryListening)
 		default:
-			_ = t.ReadChanges(ctx, t.db, time.Second)
+			_ = t.ReadChanges(ctx, t.db, t.Patience)
 			sleep(ctx, pollPeriod)
 		}
 	}
@@ -179,7 +178,7 @@ func (t *Table) listen(ctx context.Context) error {
 	for {
 		timeout := readTimeout
 		if !first {
-			timeout = checkTimeout // there are few changes to read
+			timeout = t.Patience // there are few changes to read
 		}
 		// The following query covers all notifications so far.
 		if slices.Contains(box.Payloads, hello) {
@@ -212,7 +211,7 @@ func (t *Table) listen(ctx context.Context) error {
 			}
 		default:
 		}
-		waited := !greeted.IsZero() && time.Since(greeted) > hearing
+		waited := !greeted.IsZero() && time.Since(greeted) > t.Patience
 		if !heard && waited && !slices.Contains(box.Payloads, hello) {
 			return fmt.Errorf("%w: a notification of its own has not come back", errDeaf)
 		}
