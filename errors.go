@@ -27,6 +27,8 @@ var (
 		"send its Receipt too, and refund what ParseReceipt makes of it")
 	// ErrCostExceedsLimit: waiting does not help, because the cost is above the policy's limit. See [CostError].
 	ErrCostExceedsLimit = errors.New("ratelimit: cost exceeds the limit")
+	// ErrOwesTooMuch: the key would owe more than 10 limits after the charge. See [ChargeError].
+	ErrOwesTooMuch = errors.New("ratelimit: the key would owe too much")
 	// ErrWouldExceedDeadline: the context ends before Wait's retry time. See [WaitError].
 	ErrWouldExceedDeadline = errors.New("ratelimit: waiting would exceed the context's deadline")
 
@@ -123,6 +125,19 @@ func (e *CostError) Unwrap() error {
 	}
 	return ErrCostExceedsLimit
 }
+
+// ChargeError is an [ErrOwesTooMuch].
+type ChargeError struct {
+	Charge   int64
+	Accepted int64 // the largest charge that would have been counted
+}
+
+func (e *ChargeError) Error() string {
+	return fmt.Sprintf("%v: a charge of %d is too large, and %d would be accepted; charge less, or raise the limit",
+		ErrOwesTooMuch, e.Charge, e.Accepted)
+}
+
+func (e *ChargeError) Unwrap() error { return ErrOwesTooMuch }
 
 // RequestError says which request of an [AllowAll] is wrong.
 type RequestError struct {

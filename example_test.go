@@ -252,6 +252,22 @@ func ExampleLimiter_Grant() {
 	}
 }
 
+// The answer of a language model has used 2,719 tokens. They count even if fewer were left. If more than the limit is
+// counted, further requests are denied until enough has drained.
+func ExampleLimiter_Charge() {
+	var (
+		ctx      context.Context
+		limiter  *ratelimit.Limiter
+		complete func(context.Context) (used int64)
+	)
+	allowed, err := limiter.Allow(ctx, "user:123") // at least 1 token is left
+	if err != nil || !allowed.Allowed {
+		return
+	}
+	charged, err := limiter.Charge(context.WithoutCancel(ctx), "user:123", complete(ctx)-1)
+	fmt.Println(charged.Remaining, charged.Owed, err)
+}
+
 // Limiters of one client share its connections. If many limiters have a few calls each, one statement decides all these
 // calls.
 func ExampleClient() {

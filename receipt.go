@@ -2,6 +2,7 @@ package ratelimit
 
 import (
 	"github.com/pgratelimit/ratelimit/internal/engine"
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/receipttext"
 )
 
@@ -45,15 +46,17 @@ func (l *Limiter) ParseReceipt(text string) (Result, error) {
 	return Result{Allowed: true, taken: engine.ClaimOf(l.space, policyModel(policy), t.Key, t.Units, t.Parts)}, nil
 }
 
-// makesSense tells whether a request under policy can have taken what the receipt t says. Receipts may be forged.
+// makesSense tells whether a request or a charge under policy can have taken what the receipt t says. Receipts may be
+// forged.
 func makesSense(t receipttext.Receipt, policy Policy) bool {
 	rules := policy.rules()
 	if checkKey(t.Key) != nil || len(t.Parts) != len(rules) {
 		return false
 	}
 	for i, part := range t.Parts {
-		if t.Units < 1 || t.Units > rules[i].Numbers().Limit ||
-			part.Units != t.Units || part.Spent < 0 || part.Spent > t.Units || part.Ended != 0 {
+		most := rules[i].Numbers().Limit + model.MaxOwed(rules[i]) // of a charge
+		if t.Units < 1 || t.Units-part.Spent > most ||
+			part.Units != t.Units || part.Spent < 0 || part.Spent > min(t.Units, model.MaxCredit) || part.Ended != 0 {
 			return false
 		}
 	}

@@ -97,7 +97,7 @@ func TestWhatIsNoReceipt(t *testing.T) {
 		"nothing": "", "something": "receipt", "a part": text[:len(text)-2], "more": text + "AA",
 		"changed": text[:30] + "x" + text[31:], "only a sum": receipttext.Seal(nil),
 		"of a newer release": forged("fixed ", "leap "), "of two policies": forged(`"fixed 100/1h`, `"fixed 100/1h fixed 100/2h`),
-		"of nothing": forged(`"units":1`, `"units":0`), "of too much": forged(`"units":1`, `"units":101`, `"Units":1`, `"Units":101`),
+		"of nothing": forged(`"units":1`, `"units":0`), "of too much": forged(`"units":1`, `"units":1101`, `"Units":1`, `"Units":1101`),
 		"of less": forged(`"Units":1`, `"Units":2`), "without a key": forged("somebody's key", ""),
 		"without parts": forged(`"parts":[`, `"other":[`), "more credit than that": forged(`"Spent":0`, `"Spent":2`),
 	} {

@@ -91,6 +91,14 @@ func (t TxLimiter) RefundN(ctx context.Context, result Result, n int64) (Balance
 	return balanceOf(&o, publicError(err))
 }
 
+// Charge is [Limiter.Charge].
+func (t TxLimiter) Charge(ctx context.Context, key string, n int64) (Charged, error) {
+	if err := checkTx(t.tx); err != nil {
+		return Charged{}, err
+	}
+	return t.limiter.charge(ctx, t.tx, key, n)
+}
+
 // Grant is [Limiter.Grant].
 func (t TxLimiter) Grant(ctx context.Context, key string, n int64) (Balance, error) {
 	if err := checkTx(t.tx); err != nil {

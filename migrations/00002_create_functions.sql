@@ -553,7 +553,8 @@ CREATE FUNCTION _rate_limit_bucket(
 DECLARE
     full_count CONSTANT bigint := capacity * every_us;
     fill_us CONSTANT bigint := (full_count - 1) / refill + 1;
-    left_over bigint;        -- the tokens left, in 1/scale token
+    left_over bigint;        -- the tokens left, in 1/scale token; below 0 if the bucket owes
+    most_owed bigint;        -- the most that the bucket may owe, in 1/every_us token; NULL if it does not owe
     t bigint;                -- the later time of clock and window_start
     moved boolean := false;  -- whether the clock was set back, so that the row's times were set back too
     room bigint;
@@ -569,13 +570,15 @@ BEGIN
             s.returned := 0;
         END IF;
         left_over := s.capacity * s.scale - s.count;
-        IF s.scale <> every_us THEN -- keep whole tokens, and round the rest down
-            left_over := CASE WHEN left_over / s.scale >= capacity THEN full_count
-                ELSE left_over / s.scale * every_us
-                    -- The product may need 128 bits.
-                    + div((left_over % s.scale)::numeric * every_us, s.scale)::bigint END;
+        IF left_over < 0 THEN
+            most_owed := _rate_limit_max_owed(3::smallint, capacity, every_us, refill) * every_us;
         END IF;
-        s.count := greatest(full_count - left_over, 0);
+        IF s.scale <> every_us THEN -- round down; the product may need 128 bits
+            left_over := CASE
+                WHEN left_over < 0 THEN greatest(-div(s.scale - 1 - left_over::numeric * every_us, s.scale), -most_owed)
+                ELSE least(div(left_over::numeric * every_us, s.scale), full_count) END;
+        END IF;
+        s.count := full_count - least(greatest(left_over, -most_owed), full_count);
         IF s.count = 0 AND s.credit = 0 THEN -- the capacity became smaller, so the row is as good as new
             s.window_start := clock;
             s.expires_at := clock;
@@ -583,8 +586,8 @@ BEGIN
             s.window_start := clock;
             s.since := greatest(s.since + 1, clock);
             s.returned := 0;
-            s.expires_at := clock
-                + _rate_limit_ceil_div(CASE WHEN s.credit > 0 THEN full_count ELSE s.count END, refill);
+            s.expires_at := clock + _rate_limit_ceil_div(
+                CASE WHEN s.credit > 0 THEN greatest(full_count, s.count) ELSE s.count END, refill);
             moved := true;
         END IF;
     END IF;
@@ -604,14 +607,14 @@ BEGIN
     END IF;
     s.window_start := t;
 
-    room := (full_count - s.count) / every_us;
+    room := greatest(full_count - s.count, 0) / every_us;
     s.granted := CASE WHEN cost BETWEEN 1 AND capacity THEN least(most, (room + s.credit) / cost) ELSE 0 END;
     s.remaining := room + s.credit - s.granted * cost;
     s.spent := greatest(s.granted * cost - room, 0);
     IF s.granted > 0 THEN
         s.count := s.count + (s.granted * cost - s.spent) * every_us;
         s.credit := s.credit - s.spent;
-        s.expires_at := t + fill_us;
+        s.expires_at := t + _rate_limit_ceil_div(greatest(full_count, s.count), refill);
     END IF;
 
     s.retry_after_us := CASE
@@ -771,6 +774,27 @@ $$;
 -- _rate_limit_entry_age returns a log entry's age at the time t, modulo 2^53, because its time has 54 bits.
 CREATE FUNCTION _rate_limit_entry_age(entry bigint, t bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT (t - (entry >> 10)) & 9007199254740991 $$;
+
+-- _rate_limit_log_with returns a log with units that are counted at the time t. A charge may need several entries,
+-- because an entry has at most 1000 units.
+CREATE FUNCTION _rate_limit_log_with(log bigint[], t bigint, units bigint)
+RETURNS bigint[] LANGUAGE plpgsql IMMUTABLE AS $$
+#variable_conflict use_variable
+DECLARE
+    n integer := coalesce(cardinality(log), 0);
+BEGIN
+    IF _rate_limit_entry_age(log[n], t) = 0 THEN -- the newest entry has the time t
+        units := units + (log[n] & 1023);
+        n := n - 1;
+    END IF;
+    log := log[1:n];
+    WHILE units > 0 LOOP
+        log := log || ARRAY[(t << 10) | least(units, 1000)];
+        units := units - 1000;
+    END LOOP;
+    RETURN log;
+END
+$$;
 
 -- _rate_limit_log decides requests for a row. See _rate_limit_fixed. A log entry is time * 1024 + units.
 CREATE FUNCTION _rate_limit_log(
@@ -1140,7 +1164,7 @@ $$;
 CREATE FUNCTION _rate_limit_check(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[], limits bigint[],
     spans_us bigint[], refills bigint[], zones text[], costs bigint[], counts bigint[], taken_in bigint[],
-    leased bigint[], looks boolean
+    leased bigint[], charges boolean[], looks boolean
 ) RETURNS boolean LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
@@ -1158,12 +1182,13 @@ DECLARE
 BEGIN
     lengths := ARRAY[cardinality(requests), cardinality(names), cardinality(durables), cardinality(algorithms),
         cardinality(limits), cardinality(spans_us), cardinality(refills), coalesce(cardinality(costs), n),
-        coalesce(cardinality(counts), n), coalesce(cardinality(taken_in), n), coalesce(cardinality(leased), n)];
+        coalesce(cardinality(counts), n), coalesce(cardinality(taken_in), n), coalesce(cardinality(leased), n),
+        coalesce(cardinality(charges), n)];
     IF (array_ndims(keys) = 1 AND array_lower(keys, 1) = 1 AND n = ALL (lengths)) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: % is not valid', (
                 SELECT coalesce(min(e.name), 'keys')
                 FROM unnest(string_to_array('requests names durables algorithms limits spans_us refills costs counts '
-                    'taken_in leased', ' '), lengths) AS e (name, n)
+                    'taken_in leased charges', ' '), lengths) AS e (name, n)
                 WHERE e.n IS DISTINCT FROM n AND array_ndims(keys) = 1 AND array_lower(keys, 1) = 1)
             USING ERRCODE = 'invalid_parameter_value',
                 HINT = 'At least one key is needed, and as many elements of the others as keys. '
@@ -1331,12 +1356,17 @@ $$;
 --   leased              for a take from a token bucket, how many of the last units will be spent later: see Lease in
 --                       lease.go. For a refund, how many units the lease no longer holds. A bucket keeps room for its
 --                       leases: see TokenBucket.leased in internal/model
+--   charges             whether each request is a charge, which counts cost * count units whether they fit or not, if
+--                       no key then owes too much: see charge.sql. NULL means that no request is a charge
 --
 -- The result has a row for each part. granted is the number of granted requests. retry_after_us is 0 if the part has
 -- room for another request. The parts with another retry_after_us have denied the request, which fits after the longest
 -- retry_after_us. A skipped request has a row for each part: if another transaction has locked the part's row, granted
 -- is -2, and remaining is the transaction's id, or 0 if the row is being made. If the part's row is not locked, granted
 -- is NULL. If the part's row is missing and this call did not try to make it, the result has no row for the part.
+-- After a charge, granted is count, and retry_after_us is the time until a cost of 1 fits. If a key would owe too much,
+-- granted is 0, and nothing is counted. The largest charge that a key accepts follows from the other columns: see
+-- _rate_limit_chargeable.
 --
 -- The five steps are: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
 --
@@ -1360,7 +1390,7 @@ CREATE FUNCTION rate_limit_all(
     lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL, now timestamptz DEFAULT NULL,
     taken_since bigint[] DEFAULT NULL, taken_in bigint[] DEFAULT NULL, taken_at bigint[] DEFAULT NULL,
     taken_spent bigint[] DEFAULT NULL, skip_held boolean DEFAULT false, zones text[] DEFAULT NULL,
-    leased bigint[] DEFAULT NULL
+    leased bigint[] DEFAULT NULL, charges boolean[] DEFAULT NULL
 ) RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -1371,8 +1401,9 @@ AS $$
 #variable_conflict use_variable
 DECLARE
     parts CONSTANT integer := cardinality(keys);
-    -- A cost above the limit never fits, so no row must be locked.
-    looks CONSTANT boolean := coalesce(0 = ALL (costs) OR parts = 1 AND costs[1] > limits[1], false);
+    -- A cost above the limit never fits, so no row must be locked. A charge counts even so.
+    looks CONSTANT boolean := coalesce(0 = ALL (costs)
+        OR parts = 1 AND costs[1] > limits[1] AND charges[1] IS NOT TRUE, false);
     -- The time when the waits for all rows have taken too long.
     give_up CONSTANT timestamptz := CASE WHEN lock_timeout_ms > 0
         THEN clock_timestamp() + lock_timeout_ms * interval '25 ms' ELSE 'infinity' END;
@@ -1404,12 +1435,13 @@ DECLARE
     span_us bigint;
     granted bigint;
     gives boolean;                -- whether the request is a refund or a grant
+    charging boolean;             -- whether the request is a charge
     undecided boolean;            -- whether the request may still be granted, so that its rows must be locked
     lent bigint;
     writes boolean := false;
 BEGIN
     IF _rate_limit_check(requests, names, keys, durables, algorithms, limits, spans_us, refills, zones,
-        costs, counts, taken_in, leased, looks)
+        costs, counts, taken_in, leased, charges, looks)
     THEN
         FOR i IN 1 .. parts LOOP
             part_of[i] := i;
@@ -1531,6 +1563,7 @@ BEGIN
             CONTINUE WHEN told[from_part];
             asked := counts[from_part];
             gives := costs[from_part] < 0;
+            charging := coalesce(charges[from_part] AND costs[from_part] > 0, false);
             undecided := false;
             passed_over := false;
             FOR i IN from_part .. CASE WHEN skip_held OR NOT locking THEN to_part ELSE 0 END LOOP
@@ -1570,6 +1603,10 @@ BEGIN
                                 ELSE -asked * cost END, taken_in[from_part] IS NULL, leased[i],
                             taken_since[i], taken_in[i], taken_at[i], taken_spent[i],
                             max_count, span_us, refills[i], zones[i]);
+                    ELSIF charging THEN
+                        s := _rate_limit_charge(s, algorithms[i], clock, cost, asked, most,
+                            max_count, span_us, refills[i], zones[i]);
+                        granted := least(granted, s.granted);
                     ELSE
                         s := _rate_limit_step(s, algorithms[i], clock, cost, asked, most,
                             max_count, span_us, refills[i], zones[i]);
@@ -1585,7 +1622,7 @@ BEGIN
 
             IF NOT locking THEN
                 undecided := undecided OR granted > 0 AND NOT gives
-                    OR from_part = to_part AND costs[from_part] BETWEEN 1 AND limits[from_part];
+                    OR from_part = to_part AND costs[from_part] BETWEEN 1 AND limits[from_part] AND NOT charging;
             END IF;
             FOR i IN from_part .. to_part LOOP
                 told[i] := locking OR looks OR NOT undecided;
@@ -1698,21 +1735,22 @@ BEGIN
 END
 $$;
 
--- _rate_limit_log_refund gives units back to the log entry that counts them, if the entry is still in the log. Entries
--- that have left the log do not come back, even if the clock is set back.
+-- _rate_limit_log_refund gives units back to the log entries that count them, if they are still in the log. (Only a
+-- charge needs several entries.) Entries that have left the log do not come back, even if the clock is set back.
 CREATE FUNCTION _rate_limit_log_refund(
     s rate_limit_row, rolled rate_limit_row, clock bigint, units bigint, taken_in bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
     t bigint := greatest(clock, rolled.window_start);
-    place integer := (
-        SELECT e.place
-        FROM unnest(rolled.log) WITH ORDINALITY AS e (entry, place)
-        WHERE (e.entry >> 10) << 10 = taken_in << 10);
-    back bigint := CASE WHEN place > 0 THEN least(units, rolled.log[place] & 1023) ELSE 0 END;
+    place integer; -- the first entry that counts the units
+    back bigint;
     n integer;
 BEGIN
-    s.changed := back > 0 AND s.window_start - clock <= window_us; -- false if the clock was set back by a window
+    SELECT min(e.place), least(units, sum(e.entry & 1023)) INTO place, back
+    FROM unnest(rolled.log) WITH ORDINALITY AS e (entry, place)
+    WHERE (e.entry >> 10) << 10 = taken_in << 10;
+    s.changed := (place > 0 AND back > 0) IS TRUE
+        AND s.window_start - clock <= window_us; -- false if the clock was set back by a window
     IF NOT s.changed THEN
         RETURN s;
     END IF;
@@ -1722,9 +1760,11 @@ BEGIN
     END IF;
     place := place + cardinality(s.log) - cardinality(rolled.log);
     s.count := s.count - back;
-    IF back = s.log[place] & 1023 THEN
+    WHILE back >= s.log[place] & 1023 LOOP
+        back := back - (s.log[place] & 1023);
         s.log := s.log[1:place - 1] || s.log[place + 1:];
-    ELSE
+    END LOOP;
+    IF back > 0 THEN
         s.log[place] := s.log[place] - back;
     END IF;
     n := cardinality(s.log);
@@ -1778,6 +1818,7 @@ DECLARE
     kept bigint := 0;  -- the part of the bucket that stays empty for leases
     need bigint;       -- the position of the units in the queue of missing tokens
     back bigint := 0;
+    last boolean := false; -- whether the units leave from the end of the queue
 BEGIN
     IF s.window_start - clock > fill_us -- the clock was set back
         OR (s.scale, s.capacity, s.refill) IS DISTINCT FROM (rolled.scale, rolled.capacity, rolled.refill)
@@ -1803,10 +1844,16 @@ BEGIN
         IF leases[2] + leases[3] > 0 THEN
             kept := least(leases[2] + leases[3], rolled.capacity) * rolled.scale + period * rolled.refill;
         END IF;
-        units := least(units, rolled.capacity) * rolled.scale;
+        units := least(units, rolled.capacity + _rate_limit_max_owed(
+            3::smallint, rolled.capacity, rolled.scale, rolled.refill)) * rolled.scale;
         need := greatest(taken_at - s.returned, units);
         IF t - taken_in <= need / rolled.refill THEN
-            back := greatest(least(units, need - (t - taken_in) * rolled.refill, rolled.count - kept), 0);
+            need := need - (t - taken_in) * rolled.refill;
+            last := rolled.count <= need;
+            -- While the bucket owes, only what joined the queue last is given back.
+            IF last OR rolled.count <= rolled.capacity * rolled.scale THEN
+                back := greatest(least(units, need, rolled.count - kept), 0);
+            END IF;
         END IF;
         IF spent > 0 OR back > 0 THEN
             s.log := CASE WHEN leases[2] + leases[3] > 0 THEN leases END;
@@ -1816,7 +1863,9 @@ BEGIN
     IF back = rolled.count AND s.credit = 0 THEN -- the row is as good as new
         s.count := 0;
     END IF;
-    s.returned := s.returned + back;
+    IF NOT last THEN
+        s.returned := s.returned + back;
+    END IF;
     IF s.returned > 2305843009213693952 THEN -- prevent an overflow of the sum
         s.since := greatest(s.since + 1, t);
         s.returned := 0;
@@ -1844,8 +1893,7 @@ DECLARE
 BEGIN
     IF grants OR spent > 0 THEN
         until := greatest(clock, rolled.window_start)
-            + CASE algorithm WHEN 2 THEN 2 * span_us WHEN 3 THEN (max_count * span_us - 1) / refill + 1
-                WHEN 5 THEN 2 * span_us ELSE span_us END;
+            + _rate_limit_lasts(algorithm, rolled.count, max_count, span_us, refill);
     END IF;
     IF grants THEN
         s := rolled;
@@ -1887,6 +1935,93 @@ BEGIN
 END
 $$;
 
+-- Charges. A charge counts what has already happened, whether it fits or not. It uses the ordinary room first, then
+-- granted credit, and the rest is counted above the limit: the key owes it, and is denied until enough has drained.
+-- Tests compare these functions with internal/model/charge.go.
+
+-- _rate_limit_max_owed returns how much a key can owe: 10 limits. It is less at the edge of the exact range, because
+-- max_count plus the result must be in the range.
+CREATE FUNCTION _rate_limit_max_owed(algorithm smallint, max_count bigint, span_us bigint, refill bigint)
+RETURNS bigint LANGUAGE plpgsql IMMUTABLE AS $$
+DECLARE
+    most bigint := 4611686018427387904; -- 2^62
+BEGIN
+    IF algorithm <> 5 THEN
+        most := 2251799813685248 * CASE WHEN algorithm = 3 THEN least(refill, 2048) ELSE 2048 END / span_us;
+    END IF;
+    RETURN CASE WHEN max_count <= most / 11 THEN 10 * max_count ELSE most - max_count END;
+END
+$$;
+
+-- _rate_limit_chargeable returns the largest charge that a row accepts. The row is rolled forward to the present time.
+CREATE FUNCTION _rate_limit_chargeable(
+    algorithm smallint, count bigint, credit bigint, scale bigint, max_count bigint, span_us bigint, refill bigint
+) RETURNS bigint LANGUAGE plpgsql IMMUTABLE AS $$
+DECLARE
+    owed CONSTANT bigint := _rate_limit_max_owed(algorithm, max_count, span_us, refill);
+BEGIN
+    RETURN credit + greatest(
+        max_count + owed - CASE WHEN algorithm = 3 THEN _rate_limit_ceil_div(count, scale) ELSE count END, 0);
+END
+$$;
+
+-- _rate_limit_owed returns how many units above its limit a row counts.
+CREATE FUNCTION _rate_limit_owed(algorithm smallint, count bigint, scale bigint, max_count bigint)
+RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
+    SELECT greatest(CASE WHEN algorithm = 3 THEN _rate_limit_ceil_div(count, scale) ELSE count END - max_count, 0)
+$$;
+
+-- _rate_limit_lasts returns how many microseconds a take, a charge or a grant keeps a row. count is the row's count
+-- after it. A bucket that owes is kept until it is full again.
+CREATE FUNCTION _rate_limit_lasts(
+    algorithm smallint, count bigint, max_count bigint, span_us bigint, refill bigint
+) RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
+    SELECT CASE WHEN algorithm = 3 THEN _rate_limit_ceil_div(greatest(max_count * span_us, count), refill)
+        WHEN algorithm IN (2, 5) THEN 2 * span_us ELSE span_us END
+$$;
+
+-- _rate_limit_charge counts asked * cost units in a row, if the row accepts such a charge. If another row of the
+-- request does not, most is 0, and nothing is counted. retry_after_us is the time until a cost of 1 fits.
+CREATE FUNCTION _rate_limit_charge(
+    s rate_limit_row, algorithm smallint, clock bigint, cost bigint, asked bigint, most bigint,
+    max_count bigint, span_us bigint, refill bigint, zone text
+) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
+DECLARE
+    t bigint;
+    units bigint; -- what is counted as ordinary units or above the limit
+    spent bigint; -- what is paid with granted credit
+BEGIN
+    s := _rate_limit_step(
+        s, algorithm, clock, 0::bigint, 1::bigint, 0::bigint, max_count, span_us, refill, zone);
+    s.told_log := NULL;
+    -- The comparison divides, because the product could overflow.
+    IF most < asked OR asked > _rate_limit_chargeable(
+        algorithm, s.count, s.credit, s.scale, max_count, span_us, refill) / cost
+    THEN
+        RETURN s;
+    END IF;
+    t := greatest(clock, s.window_start);
+    units := asked * cost;
+    spent := least(greatest(units - (s.remaining - s.credit), 0), s.credit);
+    units := units - spent;
+    s.credit := s.credit - spent;
+    s.count := s.count + units * CASE WHEN algorithm = 3 THEN s.scale ELSE 1 END;
+    IF algorithm = 4 AND units > 0 THEN
+        s.log := _rate_limit_log_with(s.log, t, units);
+        s.window_start := t;
+    END IF;
+    s.expires_at := t + _rate_limit_lasts(algorithm, s.count, max_count, span_us, refill);
+    s := _rate_limit_step(
+        s, algorithm, clock, 0::bigint, 1::bigint, 0::bigint, max_count, span_us, refill, zone);
+    s.expires_at := clock + s.reset_after_us;
+    s.granted := asked;
+    s.spent := spent;
+    s.changed := true;
+    s.told_log := NULL;
+    RETURN s;
+END
+$$;
+
 -- _rate_limit_left_ephemeral decides the keys that are not in taken_keys. A rate_limit_take_ function calls
 -- _rate_limit_left_ephemeral if one statement could not take from all keys. _rate_limit_left_ephemeral returns the
 -- statement's numbers in the order of keys, and then fifteen numbers for each other key. rate_limit_take_sliding_window
@@ -1896,7 +2031,7 @@ $$;
 -- the statement has already locked all rows, so this function does not wait for locks.
 --
 -- This function decides one key after another, up to the first missing row. From there on, rate_limit_all decides,
--- which costs more than twice as much. rate_limit_all, which costs more than twice as much.
+-- which costs more than twice as much.
 CREATE FUNCTION _rate_limit_left_ephemeral(
     name text, keys text[], algorithm smallint, max_count bigint, span_us bigint, refill bigint, zone text,
     costs bigint[], counts bigint[], lock_timeout_ms integer, now_us bigint,
@@ -2008,7 +2143,7 @@ BEGIN
             array_fill(refill, ARRAY[n]), costs, counts, lock_timeout_ms, NULL::boolean,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',
             NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false,
-            CASE WHEN algorithm = 5 THEN array_fill(zone, ARRAY[n]) END, NULL::bigint[]) AS a
+            CASE WHEN algorithm = 5 THEN array_fill(zone, ARRAY[n]) END, NULL::bigint[], NULL::boolean[]) AS a
         ORDER BY a.ord);
 END
 $$;
@@ -2171,7 +2306,8 @@ BEGIN
             requests, names, keys, array_fill(coalesce(durable, false), ARRAY[cardinality(keys)]), algorithms,
             limits, spans_us, refills, costs, counts, lock_timeout_ms, synchronous_commit,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',
-            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[]) AS a);
+            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[],
+            NULL::boolean[]) AS a);
 END
 $$;
 
@@ -2324,12 +2460,13 @@ $$;
 
 -- Functions for people, triggers and programs in other languages.
 
--- _rate_limit_ask decides a request. If cost is 0, nothing is taken. If policy is NULL, the row of rate_limit_policy
--- that is in force for the key decides. Texts are compared with the tables' collation, not with the caller's.
+-- _rate_limit_ask decides a request, or charges cost. If cost is 0, nothing is taken. If policy is NULL, the row of
+-- rate_limit_policy that is in force for the key decides. Texts are compared with the tables' collation, not with the
+-- caller's.
 CREATE FUNCTION _rate_limit_ask(
-    name text, key text, policy text, cost bigint, durable boolean,
+    name text, key text, policy text, cost bigint, durable boolean, charges boolean,
     OUT allowed boolean, OUT remaining bigint, OUT retry_after interval, OUT reset_after interval,
-    OUT retry_after_seconds integer
+    OUT retry_after_seconds integer, OUT owed bigint
 ) LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
@@ -2339,6 +2476,8 @@ DECLARE
     p record;
     n integer;
     names text[]; -- the names in the rows of the policy's parts: name, name/2, name/3 and so on
+    accepted bigint; -- the largest charge that the rows accept
+    refused boolean; -- whether the charge is larger
 BEGIN
     IF policy IS NULL THEN
         clock := clock_timestamp();
@@ -2383,7 +2522,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', COLUMN = 'key',
                 HINT = 'A key has 1 to 512 bytes. Hash longer ones.';
     END IF;
-    IF (cost >= 0 AND (cost <= ALL (p.limits) OR mode IN ('off', 'deny'))) IS NOT TRUE THEN
+    IF (cost >= 0 AND (charges OR cost <= ALL (p.limits) OR mode IN ('off', 'deny'))) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: cost is %, and the policy can never allow it', coalesce(cost::text, 'NULL')
             USING ERRCODE = 'invalid_parameter_value', COLUMN = 'cost',
                 HINT = 'It is at least 0, and at most the smallest limit. Ask for less at once, or raise the limit.';
@@ -2395,18 +2534,28 @@ BEGIN
             ELSE least(until, clock + interval '292 years') - clock END;
         reset_after := retry_after;
         retry_after_seconds := least(ceil(extract(epoch FROM retry_after)), 2147483647);
+        owed := 0;
         RETURN;
     END IF;
     SELECT max(a.retry_after_us) = 0, min(a.remaining),
         max(a.retry_after_us) * interval '1 microsecond', max(a.reset_after_us) * interval '1 microsecond',
-        least((max(a.retry_after_us) + 999999) / 1000000, 2147483647)
-    INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
+        least((max(a.retry_after_us) + 999999) / 1000000, 2147483647),
+        max(_rate_limit_owed(p.algorithms[a.ord], a.count, a.scale, p.limits[a.ord])),
+        cost > 0 AND bool_or(a.granted = 0),
+        min(CASE WHEN charges THEN _rate_limit_chargeable(p.algorithms[a.ord], a.count, a.credit, a.scale,
+            p.limits[a.ord], p.spans_us[a.ord], p.refills[a.ord]) END)
+    INTO allowed, remaining, retry_after, reset_after, retry_after_seconds, owed, refused, accepted
     FROM rate_limit_all(
         array_fill(1, ARRAY[n]), names, array_fill(key, ARRAY[n]), array_fill(coalesce(durable, false), ARRAY[n]),
         p.algorithms, p.limits, p.spans_us, p.refills, array_fill(cost, ARRAY[n]), NULL::bigint[],
         NULL::integer, NULL::boolean, NULL::timestamptz,
         NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, p.zones,
-        NULL::bigint[]) AS a;
+        NULL::bigint[], array_fill(charges, ARRAY[n])) AS a;
+    IF charges AND refused THEN
+        RAISE EXCEPTION 'rate_limit: a charge of % is too large, and % would be accepted', cost, accepted
+            USING ERRCODE = 'RLS05', DETAIL = accepted::text,
+                HINT = 'A key can owe 10 times its limit. Charge less, or raise the limit.';
+    END IF;
 END
 $$;
 
@@ -2420,8 +2569,9 @@ SECURITY DEFINER
 AS $$
 #variable_conflict use_variable
 BEGIN
-    SELECT a.* INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
-    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable) AS a;
+    SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds
+    INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
+    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false) AS a;
 END
 $$;
 
@@ -2454,14 +2604,42 @@ SECURITY DEFINER
 AS $$
 #variable_conflict use_variable
 BEGIN
-    SELECT a.* INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
-    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", 0::bigint, durable) AS a;
+    SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds
+    INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
+    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", 0::bigint, durable, false) AS a;
 END
 $$;
 
 COMMENT ON FUNCTION rate_limit_peek IS 'Shows what is left of a key''s limit, and takes nothing.
 allowed tells whether a cost of 1 would fit. See rate_limit_allow for the rest.
 Example: SELECT * FROM rate_limit_peek(''login'', ''user:123'', ''sliding 10/1m'')';
+
+CREATE FUNCTION rate_limit_charge(
+    name text, key text, policy text DEFAULT NULL, cost bigint DEFAULT 1, durable boolean DEFAULT false,
+    OUT remaining bigint, OUT owed bigint, OUT retry_after interval, OUT reset_after interval,
+    OUT retry_after_seconds integer
+)
+LANGUAGE plpgsql
+SECURITY DEFINER
+AS $$
+#variable_conflict use_variable
+BEGIN
+    SELECT a.remaining, a.owed, a.retry_after, a.reset_after, a.retry_after_seconds
+    INTO remaining, owed, retry_after, reset_after, retry_after_seconds
+    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, true) AS a;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_charge IS 'Counts what was used, whether it fits into a key''s limit or not.
+Example: SELECT * FROM rate_limit_charge(''tokens'', ''user:123'', ''fixed 100000/1d'', 2719)
+See rate_limit_allow for the parameters. It returns
+  remaining    the largest cost that would be allowed next
+  owed         how much the key counts above its limit. Requests are denied until enough of it has drained
+  retry_after  how long until a cost of 1 fits, if no other call takes. 0 if it fits now
+  reset_after  how long until the key is as good as new
+  retry_after_seconds  retry_after in seconds, rounded up
+A key can owe 10 times its limit. A larger charge counts nothing and raises an error with SQLSTATE RLS05, whose DETAIL
+is the charge that would be accepted. The policy modes off and deny count nothing.';
 
 -- Each function for rate_limit_ephemeral gets a copy for rate_limit_durable. Only the table's name differs. For
 -- example, rate_limit_take_fixed_window calls _rate_limit_take_fixed_window_durable, which has the rights and settings
@@ -3029,8 +3207,8 @@ BEGIN
             AND (starts_with(p.proname, '_rate_limit_') OR p.proname IN (
                 'rate_limit_take_fixed_window', 'rate_limit_take_sliding_window', 'rate_limit_take_token_bucket',
                 'rate_limit_take_sliding_log', 'rate_limit_take_calendar_window', 'rate_limit_all',
-                'rate_limit_take_all', 'rate_limit_reset', 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_sweep',
-                'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report'))
+                'rate_limit_take_all', 'rate_limit_reset', 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_charge',
+                'rate_limit_sweep', 'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report'))
     LOOP
         signature := fn.oid::regprocedure::text;
         -- An earlier migration may have inserted the schema. (A twin has the schema that its original already had.)
@@ -3084,15 +3262,16 @@ DROP FUNCTION IF EXISTS _rate_limit_no_row, _rate_limit_now, _rate_limit_set, _r
     rate_limit_take_fixed_window, _rate_limit_sliding, _rate_limit_sliding_fits, rate_limit_take_sliding_window,
     _rate_limit_valid_bucket, _rate_limit_bucket, _rate_limit_bucket_runs, _rate_limit_bucket_count,
     _rate_limit_bucket_fits, rate_limit_take_token_bucket, _rate_limit_valid_log, _rate_limit_entry_age,
-    _rate_limit_log, rate_limit_take_sliding_log, _rate_limit_valid_calendar, _rate_limit_window_end,
-    _rate_limit_calendar, _rate_limit_calendar_fits, rate_limit_take_calendar_window, _rate_limit_valid,
-    _rate_limit_step, _rate_limit_check, _rate_limit_rows_in_lock_order, _rate_limit_try_to_make, _rate_limit_holder,
-    _rate_limit_look, rate_limit_all, _rate_limit_fixed_refund, _rate_limit_sliding_refund, _rate_limit_log_refund,
-    _rate_limit_bucket_leases, _rate_limit_bucket_lend, _rate_limit_bucket_refund, _rate_limit_give,
-    _rate_limit_left_ephemeral, _rate_limit_steps, _rate_limit_take_all_ephemeral, rate_limit_take_all,
-    rate_limit_reset, _rate_limit_read_policy, _rate_limit_ask, rate_limit_allow, rate_limit_peek, rate_limit_sweep,
-    _rate_limit_check_policy, _rate_limit_note_policy, rate_limit_policies, rate_limit_ban, rate_limit_report,
-    _rate_limit_take_fixed_window_durable, _rate_limit_take_sliding_window_durable,
+    _rate_limit_log_with, _rate_limit_log, rate_limit_take_sliding_log, _rate_limit_valid_calendar,
+    _rate_limit_window_end, _rate_limit_calendar, _rate_limit_calendar_fits, rate_limit_take_calendar_window,
+    _rate_limit_valid, _rate_limit_step, _rate_limit_check, _rate_limit_rows_in_lock_order, _rate_limit_try_to_make,
+    _rate_limit_holder, _rate_limit_look, rate_limit_all, _rate_limit_fixed_refund, _rate_limit_sliding_refund,
+    _rate_limit_log_refund, _rate_limit_bucket_leases, _rate_limit_bucket_lend, _rate_limit_bucket_refund,
+    _rate_limit_give, _rate_limit_max_owed, _rate_limit_chargeable, _rate_limit_owed, _rate_limit_lasts,
+    _rate_limit_charge, _rate_limit_left_ephemeral, _rate_limit_steps, _rate_limit_take_all_ephemeral,
+    rate_limit_take_all, rate_limit_reset, _rate_limit_read_policy, _rate_limit_ask, rate_limit_allow, rate_limit_peek,
+    rate_limit_charge, rate_limit_sweep, _rate_limit_check_policy, _rate_limit_note_policy, rate_limit_policies,
+    rate_limit_ban, rate_limit_report, _rate_limit_take_fixed_window_durable, _rate_limit_take_sliding_window_durable,
     _rate_limit_take_token_bucket_durable, _rate_limit_left_durable, _rate_limit_take_calendar_window_durable,
     _rate_limit_take_all_durable;
 DROP TYPE IF EXISTS rate_limit_row, rate_limit_decision;

@@ -29,7 +29,7 @@ $$;
 CREATE FUNCTION _rate_limit_check(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[], limits bigint[],
     spans_us bigint[], refills bigint[], zones text[], costs bigint[], counts bigint[], taken_in bigint[],
-    leased bigint[], looks boolean
+    leased bigint[], charges boolean[], looks boolean
 ) RETURNS boolean LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
@@ -47,12 +47,13 @@ DECLARE
 BEGIN
     lengths := ARRAY[cardinality(requests), cardinality(names), cardinality(durables), cardinality(algorithms),
         cardinality(limits), cardinality(spans_us), cardinality(refills), coalesce(cardinality(costs), n),
-        coalesce(cardinality(counts), n), coalesce(cardinality(taken_in), n), coalesce(cardinality(leased), n)];
+        coalesce(cardinality(counts), n), coalesce(cardinality(taken_in), n), coalesce(cardinality(leased), n),
+        coalesce(cardinality(charges), n)];
     IF (array_ndims(keys) = 1 AND array_lower(keys, 1) = 1 AND n = ALL (lengths)) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: % is not valid', (
                 SELECT coalesce(min(e.name), 'keys')
                 FROM unnest(string_to_array('requests names durables algorithms limits spans_us refills costs counts '
-                    'taken_in leased', ' '), lengths) AS e (name, n)
+                    'taken_in leased charges', ' '), lengths) AS e (name, n)
                 WHERE e.n IS DISTINCT FROM n AND array_ndims(keys) = 1 AND array_lower(keys, 1) = 1)
             USING ERRCODE = 'invalid_parameter_value',
                 HINT = 'At least one key is needed, and as many elements of the others as keys. '
@@ -220,12 +221,17 @@ $$;
 --   leased              for a take from a token bucket, how many of the last units will be spent later: see Lease in
 --                       lease.go. For a refund, how many units the lease no longer holds. A bucket keeps room for its
 --                       leases: see TokenBucket.leased in internal/model
+--   charges             whether each request is a charge, which counts cost * count units whether they fit or not, if
+--                       no key then owes too much: see charge.sql. NULL means that no request is a charge
 --
 -- The result has a row for each part. granted is the number of granted requests. retry_after_us is 0 if the part has
 -- room for another request. The parts with another retry_after_us have denied the request, which fits after the longest
 -- retry_after_us. A skipped request has a row for each part: if another transaction has locked the part's row, granted
 -- is -2, and remaining is the transaction's id, or 0 if the row is being made. If the part's row is not locked, granted
 -- is NULL. If the part's row is missing and this call did not try to make it, the result has no row for the part.
+-- After a charge, granted is count, and retry_after_us is the time until a cost of 1 fits. If a key would owe too much,
+-- granted is 0, and nothing is counted. The largest charge that a key accepts follows from the other columns: see
+-- _rate_limit_chargeable.
 --
 -- The five steps are: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
 --
@@ -249,7 +255,7 @@ CREATE FUNCTION rate_limit_all(
     lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL, now timestamptz DEFAULT NULL,
     taken_since bigint[] DEFAULT NULL, taken_in bigint[] DEFAULT NULL, taken_at bigint[] DEFAULT NULL,
     taken_spent bigint[] DEFAULT NULL, skip_held boolean DEFAULT false, zones text[] DEFAULT NULL,
-    leased bigint[] DEFAULT NULL
+    leased bigint[] DEFAULT NULL, charges boolean[] DEFAULT NULL
 ) RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -260,8 +266,9 @@ AS $$
 #variable_conflict use_variable
 DECLARE
     parts CONSTANT integer := cardinality(keys);
-    -- A cost above the limit never fits, so no row must be locked.
-    looks CONSTANT boolean := coalesce(0 = ALL (costs) OR parts = 1 AND costs[1] > limits[1], false);
+    -- A cost above the limit never fits, so no row must be locked. A charge counts even so.
+    looks CONSTANT boolean := coalesce(0 = ALL (costs)
+        OR parts = 1 AND costs[1] > limits[1] AND charges[1] IS NOT TRUE, false);
     -- The time when the waits for all rows have taken too long.
     give_up CONSTANT timestamptz := CASE WHEN lock_timeout_ms > 0
         THEN clock_timestamp() + lock_timeout_ms * interval '25 ms' ELSE 'infinity' END;
@@ -293,12 +300,13 @@ DECLARE
     span_us bigint;
     granted bigint;
     gives boolean;                -- whether the request is a refund or a grant
+    charging boolean;             -- whether the request is a charge
     undecided boolean;            -- whether the request may still be granted, so that its rows must be locked
     lent bigint;
     writes boolean := false;
 BEGIN
     IF _rate_limit_check(requests, names, keys, durables, algorithms, limits, spans_us, refills, zones,
-        costs, counts, taken_in, leased, looks)
+        costs, counts, taken_in, leased, charges, looks)
     THEN
         FOR i IN 1 .. parts LOOP
             part_of[i] := i;
@@ -420,6 +428,7 @@ BEGIN
             CONTINUE WHEN told[from_part];
             asked := counts[from_part];
             gives := costs[from_part] < 0;
+            charging := coalesce(charges[from_part] AND costs[from_part] > 0, false);
             undecided := false;
             passed_over := false;
             FOR i IN from_part .. CASE WHEN skip_held OR NOT locking THEN to_part ELSE 0 END LOOP
@@ -459,6 +468,10 @@ BEGIN
                                 ELSE -asked * cost END, taken_in[from_part] IS NULL, leased[i],
                             taken_since[i], taken_in[i], taken_at[i], taken_spent[i],
                             max_count, span_us, refills[i], zones[i]);
+                    ELSIF charging THEN
+                        s := _rate_limit_charge(s, algorithms[i], clock, cost, asked, most,
+                            max_count, span_us, refills[i], zones[i]);
+                        granted := least(granted, s.granted);
                     ELSE
                         s := _rate_limit_step(s, algorithms[i], clock, cost, asked, most,
                             max_count, span_us, refills[i], zones[i]);
@@ -474,7 +487,7 @@ BEGIN
 
             IF NOT locking THEN
                 undecided := undecided OR granted > 0 AND NOT gives
-                    OR from_part = to_part AND costs[from_part] BETWEEN 1 AND limits[from_part];
+                    OR from_part = to_part AND costs[from_part] BETWEEN 1 AND limits[from_part] AND NOT charging;
             END IF;
             FOR i IN from_part .. to_part LOOP
                 told[i] := locking OR looks OR NOT undecided;

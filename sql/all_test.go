@@ -33,8 +33,8 @@ func TestAllEqualsModels(t *testing.T) {
 
 	pool := pgtest.New(t).Pool
 	seed := limitertest.Seed(t)
-	var granted, refused, halfRefused, looks, refunds, grants, lends int
-	for story := range uint64(40 * limitertest.Rounds(t)) {
+	var granted, refused, halfRefused, looks, refunds, grants, charges, tooLarge, lends int
+	for story := range uint64(80 * limitertest.Rounds(t)) {
 		r := rand.New(rand.NewPCG(seed, story))
 		space := fmt.Sprintf("%d ", story)
 		policies := map[string]model.Rules{"a": modeltest.RandomPolicy(r), "b": modeltest.RandomPolicy(r), "c": modeltest.RandomPolicy(r)}
@@ -85,6 +85,10 @@ func TestAllEqualsModels(t *testing.T) {
 				switch {
 				case look:
 					looks++
+				case request.Charge && request.Parts[0].Decision.Granted > 0:
+					charges++
+				case request.Charge:
+					tooLarge++
 				case request.Parts[0].Cost < 0 && request.Parts[0].Refund == nil:
 					grants++
 				case request.Parts[0].Cost < 0:
@@ -101,18 +105,20 @@ func TestAllEqualsModels(t *testing.T) {
 			compareRows(t, pool, title, space, asModel)
 		}
 	}
-	for _, n := range []int{granted, refused, halfRefused, looks, refunds, grants, lends} {
+	for _, n := range []int{granted, refused, halfRefused, looks, refunds, grants, charges, tooLarge, lends} {
 		require.Greater(
 			t,
 			n,
 			40,
-			"granted %d, refused by all %d, by some %d, looks %d, refunds %d, grants %d, of buckets that are leased from %d",
+			"granted %d, refused by all %d, by some %d, looks %d, refunds %d, grants %d, charges %d, too large %d, of buckets that are leased from %d",
 			granted,
 			refused,
 			halfRefused,
 			looks,
 			refunds,
 			grants,
+			charges,
+			tooLarge,
 			lends,
 		)
 	}
@@ -217,7 +223,7 @@ func randomRequest(
 		request.Count = 1 + r.Int64N(5)
 	}
 	gives, grants := r.IntN(3) == 0, r.IntN(3) == 0
-	if !look && !gives && r.IntN(3) == 0 {
+	if request.Charge = !look && !gives && r.IntN(6) == 0; !look && !gives && !request.Charge && r.IntN(3) == 0 {
 		request.Ahead = 1 + r.Int64N(5)
 		request.Count += request.Ahead
 	}
@@ -237,6 +243,9 @@ func randomRequest(
 			p.Cost = cost
 		default:
 			p.Cost = -max(cost, 1)
+		}
+		if request.Charge && r.IntN(4) == 0 {
+			p.Cost = p.Policy.Numbers().Limit + model.MaxOwed(p.Policy) + r.Int64N(3) - 1
 		}
 		if p.Cost < 0 && !grants {
 			p.Cost, _, p.Refund = modeltest.RandomRefund(r, p.Policy, takes[p.ID], p.Cost, 1)
@@ -293,6 +302,14 @@ func allLeased(requests []modeltest.Request) (leased []int64) {
 	return leased
 }
 
+// allCharges tells for each part whether its request is a charge.
+func allCharges(requests []modeltest.Request) (charges []bool) {
+	for _, request := range requests {
+		charges = append(charges, slices.Repeat([]bool{request.Charge}, len(request.Parts))...)
+	}
+	return charges
+}
+
 // compareOne decides a part with the function of the part's algorithm, and compares the decision.
 func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modeltest.Part, clock int64, asModel modeltest.Rows) {
 	t.Helper()
@@ -324,7 +341,7 @@ func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []model
 	t.Helper()
 	got := map[int64]model.Decision{}
 	args := append(limitertest.AllArrays(requests), nil, nil, time.UnixMicro(clock))
-	args = append(append(args, allRefunds(requests)...), skip, allZones(requests), allLeased(requests))
+	args = append(append(args, allRefunds(requests)...), skip, allZones(requests), allLeased(requests), allCharges(requests))
 	err := queryDecisions(t.Context(), pool, engine.Text("all", ""), args, func(ord int64, d model.Decision) { got[ord] = d })
 	require.NoError(t, err, "%s\n%v", title, requests)
 	ord := int64(0)
@@ -350,6 +367,9 @@ func rowSetOfModel(requests []modeltest.Request) (*engine.RowSet, []*engine.Part
 	var into []*engine.Part
 	var counts []int64
 	for _, r := range requests {
+		if r.Charge {
+			return nil, nil
+		}
 		q := &engine.Request{Count: r.Count, Ahead: r.Ahead}
 		for _, p := range r.Parts {
 			q.Parts = append(q.Parts, engine.Part{
@@ -578,7 +598,7 @@ func TestAllFunctionRefusesBadParts(t *testing.T) {
 				Parts: []modeltest.Part{{ID: modeltest.RowID{Name: "a", Key: "y"}, Policy: model.SlidingWindow{Limit: 3, Window: time.Hour}, Cost: 1}},
 				Count: 1,
 			},
-		}), nil, nil, limitertest.T0, nil, nil, nil, nil, false, nil, nil)
+		}), nil, nil, limitertest.T0, nil, nil, nil, nil, false, nil, nil, nil)
 	}
 	_, err := pool.Exec(t.Context(), engine.Text("all", ""), good()...)
 	require.NoError(t, err)
@@ -599,6 +619,7 @@ func TestAllFunctionRefusesBadParts(t *testing.T) {
 		"no keys":                      {2, []string{}},
 		"no durable":                   {3, []*bool{nil, nil, nil}},
 		"too few leased":               {19, []int64{0, 0}},
+		"too few charges":              {20, []bool{true, true}},
 		"an unknown algorithm":         {4, []int16{1, 9, 2}},
 		"a limit of 0":                 {5, []int64{3, 3, 0}},
 		"a limit out of range":         {5, []int64{1 << 62, 3, 3}},

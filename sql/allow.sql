@@ -1,11 +1,12 @@
 -- Functions for people, triggers and programs in other languages.
 
--- _rate_limit_ask decides a request. If cost is 0, nothing is taken. If policy is NULL, the row of rate_limit_policy
--- that is in force for the key decides. Texts are compared with the tables' collation, not with the caller's.
+-- _rate_limit_ask decides a request, or charges cost. If cost is 0, nothing is taken. If policy is NULL, the row of
+-- rate_limit_policy that is in force for the key decides. Texts are compared with the tables' collation, not with the
+-- caller's.
 CREATE FUNCTION _rate_limit_ask(
-    name text, key text, policy text, cost bigint, durable boolean,
+    name text, key text, policy text, cost bigint, durable boolean, charges boolean,
     OUT allowed boolean, OUT remaining bigint, OUT retry_after interval, OUT reset_after interval,
-    OUT retry_after_seconds integer
+    OUT retry_after_seconds integer, OUT owed bigint
 ) LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
@@ -15,6 +16,8 @@ DECLARE
     p record;
     n integer;
     names text[]; -- the names in the rows of the policy's parts: name, name/2, name/3 and so on
+    accepted bigint; -- the largest charge that the rows accept
+    refused boolean; -- whether the charge is larger
 BEGIN
     IF policy IS NULL THEN
         clock := clock_timestamp();
@@ -59,7 +62,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', COLUMN = 'key',
                 HINT = 'A key has 1 to 512 bytes. Hash longer ones.';
     END IF;
-    IF (cost >= 0 AND (cost <= ALL (p.limits) OR mode IN ('off', 'deny'))) IS NOT TRUE THEN
+    IF (cost >= 0 AND (charges OR cost <= ALL (p.limits) OR mode IN ('off', 'deny'))) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: cost is %, and the policy can never allow it', coalesce(cost::text, 'NULL')
             USING ERRCODE = 'invalid_parameter_value', COLUMN = 'cost',
                 HINT = 'It is at least 0, and at most the smallest limit. Ask for less at once, or raise the limit.';
@@ -71,18 +74,28 @@ BEGIN
             ELSE least(until, clock + interval '292 years') - clock END;
         reset_after := retry_after;
         retry_after_seconds := least(ceil(extract(epoch FROM retry_after)), 2147483647);
+        owed := 0;
         RETURN;
     END IF;
     SELECT max(a.retry_after_us) = 0, min(a.remaining),
         max(a.retry_after_us) * interval '1 microsecond', max(a.reset_after_us) * interval '1 microsecond',
-        least((max(a.retry_after_us) + 999999) / 1000000, 2147483647)
-    INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
+        least((max(a.retry_after_us) + 999999) / 1000000, 2147483647),
+        max(_rate_limit_owed(p.algorithms[a.ord], a.count, a.scale, p.limits[a.ord])),
+        cost > 0 AND bool_or(a.granted = 0),
+        min(CASE WHEN charges THEN _rate_limit_chargeable(p.algorithms[a.ord], a.count, a.credit, a.scale,
+            p.limits[a.ord], p.spans_us[a.ord], p.refills[a.ord]) END)
+    INTO allowed, remaining, retry_after, reset_after, retry_after_seconds, owed, refused, accepted
     FROM rate_limit_all(
         array_fill(1, ARRAY[n]), names, array_fill(key, ARRAY[n]), array_fill(coalesce(durable, false), ARRAY[n]),
         p.algorithms, p.limits, p.spans_us, p.refills, array_fill(cost, ARRAY[n]), NULL::bigint[],
         NULL::integer, NULL::boolean, NULL::timestamptz,
         NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, p.zones,
-        NULL::bigint[]) AS a;
+        NULL::bigint[], array_fill(charges, ARRAY[n])) AS a;
+    IF charges AND refused THEN
+        RAISE EXCEPTION 'rate_limit: a charge of % is too large, and % would be accepted', cost, accepted
+            USING ERRCODE = 'RLS05', DETAIL = accepted::text,
+                HINT = 'A key can owe 10 times its limit. Charge less, or raise the limit.';
+    END IF;
 END
 $$;
 
@@ -96,8 +109,9 @@ SECURITY DEFINER
 AS $$
 #variable_conflict use_variable
 BEGIN
-    SELECT a.* INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
-    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable) AS a;
+    SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds
+    INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
+    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false) AS a;
 END
 $$;
 
@@ -130,11 +144,39 @@ SECURITY DEFINER
 AS $$
 #variable_conflict use_variable
 BEGIN
-    SELECT a.* INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
-    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", 0::bigint, durable) AS a;
+    SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds
+    INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
+    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", 0::bigint, durable, false) AS a;
 END
 $$;
 
 COMMENT ON FUNCTION rate_limit_peek IS 'Shows what is left of a key''s limit, and takes nothing.
 allowed tells whether a cost of 1 would fit. See rate_limit_allow for the rest.
 Example: SELECT * FROM rate_limit_peek(''login'', ''user:123'', ''sliding 10/1m'')';
+
+CREATE FUNCTION rate_limit_charge(
+    name text, key text, policy text DEFAULT NULL, cost bigint DEFAULT 1, durable boolean DEFAULT false,
+    OUT remaining bigint, OUT owed bigint, OUT retry_after interval, OUT reset_after interval,
+    OUT retry_after_seconds integer
+)
+LANGUAGE plpgsql
+SECURITY DEFINER
+AS $$
+#variable_conflict use_variable
+BEGIN
+    SELECT a.remaining, a.owed, a.retry_after, a.reset_after, a.retry_after_seconds
+    INTO remaining, owed, retry_after, reset_after, retry_after_seconds
+    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, true) AS a;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_charge IS 'Counts what was used, whether it fits into a key''s limit or not.
+Example: SELECT * FROM rate_limit_charge(''tokens'', ''user:123'', ''fixed 100000/1d'', 2719)
+See rate_limit_allow for the parameters. It returns
+  remaining    the largest cost that would be allowed next
+  owed         how much the key counts above its limit. Requests are denied until enough of it has drained
+  retry_after  how long until a cost of 1 fits, if no other call takes. 0 if it fits now
+  reset_after  how long until the key is as good as new
+  retry_after_seconds  retry_after in seconds, rounded up
+A key can owe 10 times its limit. A larger charge counts nothing and raises an error with SQLSTATE RLS05, whose DETAIL
+is the charge that would be accepted. The policy modes off and deny count nothing.';

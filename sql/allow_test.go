@@ -250,6 +250,11 @@ func TestSQLNamesTheArgumentThatItRefuses(t *testing.T) {
 		"rate_limit_peek(NULL, 'secret', 'fixed 1/1m')":                              "name",
 		"rate_limit_peek('n', NULL, 'fixed 1/1m')":                                   "key",
 		"rate_limit_peek('n', 'secret', '')":                                         "policy",
+		"rate_limit_charge(NULL, 'secret', 'fixed 1/1m')":                            "name",
+		"rate_limit_charge('n', repeat('secret', 100), 'fixed 1/1m')":                "key",
+		"rate_limit_charge('n', 'secret', 'fixed 0/1m')":                             "policy",
+		"rate_limit_charge('n', 'secret', 'fixed 1/1m', NULL)":                       "cost",
+		"rate_limit_charge('n', 'secret', 'fixed 1/1m', -1)":                         "cost",
 		"rate_limit_reset(repeat('n', 129), 'secret')":                               "name",
 		"rate_limit_reset('n', repeat('secret', 100))":                               "key",
 		"rate_limit_sweep(0)":                                                        "max_rows",
@@ -283,6 +288,7 @@ func TestSQLNamesTheArgumentThatItRefuses(t *testing.T) {
 		with(9, "'{0}'"):                  "count",
 		with(9, "NULL, taken_in => '{}'"): "taken_in",
 		with(9, "NULL, leased => '{}'"):   "leased",
+		with(9, "NULL, charges => '{}'"):  "charges",
 	} {
 		_, err := db.Pool.Exec(t.Context(), "SELECT * FROM "+call)
 		var pgErr *pgconn.PgError
@@ -303,15 +309,17 @@ func TestSQLForPeopleNeedsNothingButExecute(t *testing.T) {
 	db := pgtest.New(t)
 	pool := pgtest.Application(t, db, "..") // search_path and pg_temp have decoys
 	const call, look = "public.rate_limit_allow('n', 'key', 'fixed 2/1h, log 1/1h')", "public.rate_limit_peek('n', 'key', 'fixed 2/1h')"
-	for _, sql := range []string{"SELECT * FROM " + call, "SELECT * FROM " + look} {
+	const charge = "public.rate_limit_charge('n', 'key', 'fixed 2/1h, log 1/1h', 5)"
+	for _, sql := range []string{"SELECT * FROM " + call, "SELECT * FROM " + look, "SELECT * FROM " + charge} {
 		pgtest.Refused(t, pool, sql, sql, "42501")
 	}
-	pgtest.Exec(t, db.Pool, "GRANT EXECUTE ON FUNCTION rate_limit_allow, rate_limit_peek TO pg_monitor")
+	pgtest.Exec(t, db.Pool, "GRANT EXECUTE ON FUNCTION rate_limit_allow, rate_limit_peek, rate_limit_charge TO pg_monitor")
 	require.True(t, askSQL(t, pool, call).Allowed)
 	require.False(t, askSQL(t, pool, call).Allowed)
 	require.EqualValues(t, 1, askSQL(t, pool, look).Remaining)
+	require.EqualValues(t, 5, pgtest.Scalar[int64](t, pool, "SELECT owed FROM "+charge))
 	for _, sql := range []string{
-		"SELECT * FROM public._rate_limit_ask('n', 'key', 'fixed 2/1h', 1, false)",
+		"SELECT * FROM public._rate_limit_ask('n', 'key', 'fixed 2/1h', 1, false, true)",
 		"SELECT * FROM public._rate_limit_read_policy('fixed 2/1h'::text)", "SELECT public._rate_limit_late()",
 	} {
 		pgtest.Refused(t, pool, sql, sql, "42501")
@@ -358,7 +366,7 @@ func TestHelpersAreOutOfSight(t *testing.T) {
 		SELECT array_agg(proname::text ORDER BY proname) FROM pg_proc
 		WHERE pronamespace = 'public'::regnamespace AND proname ~ '^(rate_limit_.*)$'`)
 	want := append([]string{
-		"rate_limit_allow", "rate_limit_peek", "rate_limit_sweep", "rate_limit_version", "rate_limit_policies", "rate_limit_ban",
+		"rate_limit_allow", "rate_limit_peek", "rate_limit_charge", "rate_limit_sweep", "rate_limit_version", "rate_limit_policies", "rate_limit_ban",
 		"rate_limit_report",
 	}, algorithm.Functions()...)
 	require.ElementsMatch(t, want, names)

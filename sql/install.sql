@@ -11,6 +11,7 @@
 \ir calendar.sql
 \ir all.sql
 \ir refund.sql
+\ir charge.sql
 \ir left.sql
 \ir takeall.sql
 \ir reset.sql

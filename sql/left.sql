@@ -7,7 +7,7 @@
 -- the statement has already locked all rows, so this function does not wait for locks.
 --
 -- This function decides one key after another, up to the first missing row. From there on, rate_limit_all decides,
--- which costs more than twice as much. rate_limit_all, which costs more than twice as much.
+-- which costs more than twice as much.
 CREATE FUNCTION _rate_limit_left_ephemeral(
     name text, keys text[], algorithm smallint, max_count bigint, span_us bigint, refill bigint, zone text,
     costs bigint[], counts bigint[], lock_timeout_ms integer, now_us bigint,
@@ -119,7 +119,7 @@ BEGIN
             array_fill(refill, ARRAY[n]), costs, counts, lock_timeout_ms, NULL::boolean,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',
             NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false,
-            CASE WHEN algorithm = 5 THEN array_fill(zone, ARRAY[n]) END, NULL::bigint[]) AS a
+            CASE WHEN algorithm = 5 THEN array_fill(zone, ARRAY[n]) END, NULL::bigint[], NULL::boolean[]) AS a
         ORDER BY a.ord);
 END
 $$;

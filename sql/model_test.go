@@ -235,7 +235,7 @@ func takes(s modeltest.Step) bool {
 	_, log := s.Policy.(model.SlidingLog)
 	shards := max(pgtest.Shards(), 1)
 	return !s.Skip && (len(s.Elements) == 1 || !log) && !slices.ContainsFunc(s.Elements, func(e modeltest.Element) bool {
-		return e.Cost < 1 || shardkey.Of(e.Key, shards) != shardkey.Of(s.Elements[0].Key, shards)
+		return e.Cost < 1 || e.Charge || shardkey.Of(e.Key, shards) != shardkey.Of(s.Elements[0].Key, shards)
 	})
 }
 
@@ -246,18 +246,10 @@ func timeRead(clock int64) time.Time {
 
 // callOf returns the call that decides a step.
 func callOf(space string, s modeltest.Step) engine.Call {
-	keys, costs, counts := make(
-		[]string,
-		len(s.Elements),
-	), make(
-		[]int64,
-		len(s.Elements),
-	), make(
-		[]int64,
-		len(s.Elements),
-	)
+	n := len(s.Elements)
+	keys, costs, counts, charges := make([]string, n), make([]int64, n), make([]int64, n), make([]bool, n)
 	for i, e := range s.Elements {
-		keys[i], costs[i], counts[i] = e.Key, e.Cost, e.Count
+		keys[i], costs[i], counts[i], charges[i] = e.Key, e.Cost, e.Count, e.Charge
 	}
 	var refunds engine.RefundArguments
 	for i, e := range s.Elements {
@@ -287,6 +279,9 @@ func callOf(space string, s modeltest.Step) engine.Call {
 	c.Args[8], c.Args[9], c.Args[12] = costs, counts, time.UnixMicro(s.Clock)
 	c.Args[13], c.Args[14], c.Args[15], c.Args[16] = refunds.Since, refunds.In, refunds.At, refunds.Spent
 	c.Args[17] = s.Skip && pgtest.Shards() == 0 // skip_held only works for keys of one shard
+	if slices.Contains(charges, true) {
+		c.Args[20] = charges
+	}
 	return c
 }
 

@@ -38,21 +38,22 @@ BEGIN
 END
 $$;
 
--- _rate_limit_log_refund gives units back to the log entry that counts them, if the entry is still in the log. Entries
--- that have left the log do not come back, even if the clock is set back.
+-- _rate_limit_log_refund gives units back to the log entries that count them, if they are still in the log. (Only a
+-- charge needs several entries.) Entries that have left the log do not come back, even if the clock is set back.
 CREATE FUNCTION _rate_limit_log_refund(
     s rate_limit_row, rolled rate_limit_row, clock bigint, units bigint, taken_in bigint, window_us bigint
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
 DECLARE
     t bigint := greatest(clock, rolled.window_start);
-    place integer := (
-        SELECT e.place
-        FROM unnest(rolled.log) WITH ORDINALITY AS e (entry, place)
-        WHERE (e.entry >> 10) << 10 = taken_in << 10);
-    back bigint := CASE WHEN place > 0 THEN least(units, rolled.log[place] & 1023) ELSE 0 END;
+    place integer; -- the first entry that counts the units
+    back bigint;
     n integer;
 BEGIN
-    s.changed := back > 0 AND s.window_start - clock <= window_us; -- false if the clock was set back by a window
+    SELECT min(e.place), least(units, sum(e.entry & 1023)) INTO place, back
+    FROM unnest(rolled.log) WITH ORDINALITY AS e (entry, place)
+    WHERE (e.entry >> 10) << 10 = taken_in << 10;
+    s.changed := (place > 0 AND back > 0) IS TRUE
+        AND s.window_start - clock <= window_us; -- false if the clock was set back by a window
     IF NOT s.changed THEN
         RETURN s;
     END IF;
@@ -62,9 +63,11 @@ BEGIN
     END IF;
     place := place + cardinality(s.log) - cardinality(rolled.log);
     s.count := s.count - back;
-    IF back = s.log[place] & 1023 THEN
+    WHILE back >= s.log[place] & 1023 LOOP
+        back := back - (s.log[place] & 1023);
         s.log := s.log[1:place - 1] || s.log[place + 1:];
-    ELSE
+    END LOOP;
+    IF back > 0 THEN
         s.log[place] := s.log[place] - back;
     END IF;
     n := cardinality(s.log);
@@ -118,6 +121,7 @@ DECLARE
     kept bigint := 0;  -- the part of the bucket that stays empty for leases
     need bigint;       -- the position of the units in the queue of missing tokens
     back bigint := 0;
+    last boolean := false; -- whether the units leave from the end of the queue
 BEGIN
     IF s.window_start - clock > fill_us -- the clock was set back
         OR (s.scale, s.capacity, s.refill) IS DISTINCT FROM (rolled.scale, rolled.capacity, rolled.refill)
@@ -143,10 +147,16 @@ BEGIN
         IF leases[2] + leases[3] > 0 THEN
             kept := least(leases[2] + leases[3], rolled.capacity) * rolled.scale + period * rolled.refill;
         END IF;
-        units := least(units, rolled.capacity) * rolled.scale;
+        units := least(units, rolled.capacity + _rate_limit_max_owed(
+            3::smallint, rolled.capacity, rolled.scale, rolled.refill)) * rolled.scale;
         need := greatest(taken_at - s.returned, units);
         IF t - taken_in <= need / rolled.refill THEN
-            back := greatest(least(units, need - (t - taken_in) * rolled.refill, rolled.count - kept), 0);
+            need := need - (t - taken_in) * rolled.refill;
+            last := rolled.count <= need;
+            -- While the bucket owes, only what joined the queue last is given back.
+            IF last OR rolled.count <= rolled.capacity * rolled.scale THEN
+                back := greatest(least(units, need, rolled.count - kept), 0);
+            END IF;
         END IF;
         IF spent > 0 OR back > 0 THEN
             s.log := CASE WHEN leases[2] + leases[3] > 0 THEN leases END;
@@ -156,7 +166,9 @@ BEGIN
     IF back = rolled.count AND s.credit = 0 THEN -- the row is as good as new
         s.count := 0;
     END IF;
-    s.returned := s.returned + back;
+    IF NOT last THEN
+        s.returned := s.returned + back;
+    END IF;
     IF s.returned > 2305843009213693952 THEN -- prevent an overflow of the sum
         s.since := greatest(s.since + 1, t);
         s.returned := 0;
@@ -184,8 +196,7 @@ DECLARE
 BEGIN
     IF grants OR spent > 0 THEN
         until := greatest(clock, rolled.window_start)
-            + CASE algorithm WHEN 2 THEN 2 * span_us WHEN 3 THEN (max_count * span_us - 1) / refill + 1
-                WHEN 5 THEN 2 * span_us ELSE span_us END;
+            + _rate_limit_lasts(algorithm, rolled.count, max_count, span_us, refill);
     END IF;
     IF grants THEN
         s := rolled;

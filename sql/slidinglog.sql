@@ -9,6 +9,27 @@ $$;
 CREATE FUNCTION _rate_limit_entry_age(entry bigint, t bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT (t - (entry >> 10)) & 9007199254740991 $$;
 
+-- _rate_limit_log_with returns a log with units that are counted at the time t. A charge may need several entries,
+-- because an entry has at most 1000 units.
+CREATE FUNCTION _rate_limit_log_with(log bigint[], t bigint, units bigint)
+RETURNS bigint[] LANGUAGE plpgsql IMMUTABLE AS $$
+#variable_conflict use_variable
+DECLARE
+    n integer := coalesce(cardinality(log), 0);
+BEGIN
+    IF _rate_limit_entry_age(log[n], t) = 0 THEN -- the newest entry has the time t
+        units := units + (log[n] & 1023);
+        n := n - 1;
+    END IF;
+    log := log[1:n];
+    WHILE units > 0 LOOP
+        log := log || ARRAY[(t << 10) | least(units, 1000)];
+        units := units - 1000;
+    END LOOP;
+    RETURN log;
+END
+$$;
+
 -- _rate_limit_log decides requests for a row. See _rate_limit_fixed. A log entry is time * 1024 + units.
 CREATE FUNCTION _rate_limit_log(
     s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint

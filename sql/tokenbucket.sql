@@ -15,7 +15,8 @@ CREATE FUNCTION _rate_limit_bucket(
 DECLARE
     full_count CONSTANT bigint := capacity * every_us;
     fill_us CONSTANT bigint := (full_count - 1) / refill + 1;
-    left_over bigint;        -- the tokens left, in 1/scale token
+    left_over bigint;        -- the tokens left, in 1/scale token; below 0 if the bucket owes
+    most_owed bigint;        -- the most that the bucket may owe, in 1/every_us token; NULL if it does not owe
     t bigint;                -- the later time of clock and window_start
     moved boolean := false;  -- whether the clock was set back, so that the row's times were set back too
     room bigint;
@@ -31,13 +32,15 @@ BEGIN
             s.returned := 0;
         END IF;
         left_over := s.capacity * s.scale - s.count;
-        IF s.scale <> every_us THEN -- keep whole tokens, and round the rest down
-            left_over := CASE WHEN left_over / s.scale >= capacity THEN full_count
-                ELSE left_over / s.scale * every_us
-                    -- The product may need 128 bits.
-                    + div((left_over % s.scale)::numeric * every_us, s.scale)::bigint END;
+        IF left_over < 0 THEN
+            most_owed := _rate_limit_max_owed(3::smallint, capacity, every_us, refill) * every_us;
         END IF;
-        s.count := greatest(full_count - left_over, 0);
+        IF s.scale <> every_us THEN -- round down; the product may need 128 bits
+            left_over := CASE
+                WHEN left_over < 0 THEN greatest(-div(s.scale - 1 - left_over::numeric * every_us, s.scale), -most_owed)
+                ELSE least(div(left_over::numeric * every_us, s.scale), full_count) END;
+        END IF;
+        s.count := full_count - least(greatest(left_over, -most_owed), full_count);
         IF s.count = 0 AND s.credit = 0 THEN -- the capacity became smaller, so the row is as good as new
             s.window_start := clock;
             s.expires_at := clock;
@@ -45,8 +48,8 @@ BEGIN
             s.window_start := clock;
             s.since := greatest(s.since + 1, clock);
             s.returned := 0;
-            s.expires_at := clock
-                + _rate_limit_ceil_div(CASE WHEN s.credit > 0 THEN full_count ELSE s.count END, refill);
+            s.expires_at := clock + _rate_limit_ceil_div(
+                CASE WHEN s.credit > 0 THEN greatest(full_count, s.count) ELSE s.count END, refill);
             moved := true;
         END IF;
     END IF;
@@ -66,14 +69,14 @@ BEGIN
     END IF;
     s.window_start := t;
 
-    room := (full_count - s.count) / every_us;
+    room := greatest(full_count - s.count, 0) / every_us;
     s.granted := CASE WHEN cost BETWEEN 1 AND capacity THEN least(most, (room + s.credit) / cost) ELSE 0 END;
     s.remaining := room + s.credit - s.granted * cost;
     s.spent := greatest(s.granted * cost - room, 0);
     IF s.granted > 0 THEN
         s.count := s.count + (s.granted * cost - s.spent) * every_us;
         s.credit := s.credit - s.spent;
-        s.expires_at := t + fill_us;
+        s.expires_at := t + _rate_limit_ceil_div(greatest(full_count, s.count), refill);
     END IF;
 
     s.retry_after_us := CASE

@@ -3,6 +3,7 @@ package engine
 import (
 	"context"
 	"errors"
+	"math"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -85,6 +86,37 @@ func (e *Engine) Refund(
 	r := e.Requests.Get(space, receipt.Policy)
 	r.Add(space, receipt.Policy, receipt.Key, from-to, receipt.Between(from, to))
 	return e.decide(ctx, tx, r)
+}
+
+// Charged is the outcome of a charge. It is Allowed if the charge was counted.
+type Charged struct {
+	Outcome // RetryAfter is the time until a cost of 1 fits
+
+	Owed     int64 // how many units above its limit the key counts
+	Accepted int64 // the largest charge that would be accepted
+}
+
+// Charge counts the cost of an ask whether it fits or not, unless the key would then owe too much. tx is the caller's
+// transaction, or nil.
+func (e *Engine) Charge(ctx context.Context, tx pgx.Tx, a Ask) (Charged, error) {
+	r := e.Request(&a)
+	for i := range r.Parts {
+		r.Parts[i].Charge = true
+	}
+	if err := e.submit(ctx, tx, r); err != nil {
+		return Charged{}, err
+	}
+	c := Charged{Outcome: r.Outcome(), Accepted: math.MaxInt64}
+	c.Allowed, c.RetryAfter = a.Cost == 0 || r.Parts[0].Decision.Granted > 0, 0
+	for i := range r.Parts {
+		p := &r.Parts[i]
+		d := &p.Decision
+		_, _, fits := model.Charge(p.Rules, d.State, d.DecidedAt.UnixMicro(), 0)
+		c.RetryAfter = max(c.RetryAfter, model.Duration(d.RetryAfter))
+		c.Owed, c.Accepted = max(c.Owed, model.Owed(p.Rules, d.State)), min(c.Accepted, fits)
+	}
+	e.Requests.put(r)
+	return c, nil
 }
 
 // Request makes a request from an ask.

@@ -70,6 +70,9 @@ func requestsOf(l *ratelimit.Limiter, elements []modeltest.Element) []*engine.Re
 		requests[i] = limitertest.Engine(l).Requests.Get(limitertest.Space(l), limitertest.Model(l.Config().Policy))
 		requests[i].Add(limitertest.Space(l), limitertest.Model(l.Config().Policy), e.Key, e.Cost, e.Refund)
 		requests[i].Count, requests[i].Since = e.Count, time.Now()
+		for j := range requests[i].Parts {
+			requests[i].Parts[j].Charge = e.Charge
+		}
 	}
 	return requests
 }

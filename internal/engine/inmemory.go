@@ -62,8 +62,11 @@ func (r *Request) decideIn(db *memdb.DB, clock int64) {
 		p := &r.Parts[i]
 		now := p.load(db)
 		_, p.Decision = p.decide(now, clock, 0)
-		p.Decision.RetryAfter, p.Decision.State.Log = 0, ""
-		if granted < r.Count {
+		p.Decision.State.Log = ""
+		if !p.Charge { // a charge keeps the RetryAfter of a look
+			p.Decision.RetryAfter = 0
+		}
+		if granted < r.Count && !p.Charge {
 			if next, d := p.decide(now, clock, p.Cost); d.Granted == 0 { // this part denies the request
 				p.store(db, next) // the denial may have changed the row, if the clock was set back
 				p.Decision = d
@@ -93,10 +96,13 @@ func (r *Request) fitsIn(db *memdb.DB, clock int64) bool {
 	return true
 }
 
-// decide applies a request to a row's state s. A positive n takes units, and an n of 0 looks. A negative n gives units
-// back, or grants units if p.Refund is nil.
+// decide applies a request to a row's state s. A positive n takes or charges units, and an n of 0 looks. A negative n
+// gives units back, or grants units if p.Refund is nil.
 func (p *Part) decide(s model.State, clock, n int64) (model.State, model.Decision) {
 	switch {
+	case n > 0 && p.Charge:
+		next, d, _ := model.Charge(p.Rules, s, clock, n)
+		return next, d
 	case n >= 0:
 		return p.Rules.Decide(s, clock, n)
 	case p.Refund == nil:

@@ -57,13 +57,13 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 
 	pool := pgtest.New(t).Pool
 	seed := limitertest.Seed(t)
-	var took, denied, looked, gaveBack, granted, failed, sets, halfRefused, together int
+	var took, denied, looked, gaveBack, granted, owed, failed, sets, halfRefused, together int
 	varied := func() bool { // whether each kind of event has happened often enough
-		return min(took, denied, looked, gaveBack, granted, failed, sets, halfRefused, together) > 5
+		return min(took, denied, looked, gaveBack, granted, owed, failed, sets, halfRefused, together) > 5
 	}
 	for story := uint64(0); story < uint64(20*limitertest.Rounds(t)) || !varied(); story++ {
-		require.Less(t, story, uint64(5_000), "took %d, denied %d, looked %d, gave back %d, granted %d, failed %d, sets %d, "+
-			"half refused %d, some of several %d", took, denied, looked, gaveBack, granted, failed, sets, halfRefused, together)
+		require.Less(t, story, uint64(5_000), "took %d, denied %d, looked %d, gave back %d, granted %d, owed %d, failed %d, sets %d, "+
+			"half refused %d, some of several %d", took, denied, looked, gaveBack, granted, owed, failed, sets, halfRefused, together)
 		r := rand.New(rand.NewPCG(seed, story))
 		clock := int64(1)<<50 + r.Int64N(1<<51)
 		config := ratelimit.ClientConfig{
@@ -102,7 +102,22 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 				key = [...]string{"x", "y", "ä"}[r.IntN(3)]
 			}
 			var a, b told
-			switch kind := r.IntN(12); {
+			switch kind := r.IntN(14); {
+			case kind >= 12:
+				n := r.Int64N(limitertest.Model(l.real.Config().Policy).Limit)
+				if r.IntN(4) == 0 {
+					n = modeltest.RandomCost(r, limitertest.Model(l.real.Config().Policy).Limit)
+				}
+				on, err := l.real.Charge(t.Context(), key, n)
+				in, memoryErr := l.memory.Charge(t.Context(), key, n)
+				require.Equal(t, err, memoryErr, title)
+				a.err, b.err, a.result, b.result = err, memoryErr, on.Result(), in.Result()
+				require.Equal(t, on.Owed, in.Owed, title)
+				require.Equal(t, on.RetryAfter, in.RetryAfter, title)
+				if err == nil && on.Owed > 0 {
+					owed++
+				}
+				goals = append(goals, clock+model.Micros(on.RetryAfter))
 			case kind < 5:
 				n := modeltest.RandomTake(r, limitertest.Model(l.real.Config().Policy).Limit)
 				if r.IntN(4) == 0 {

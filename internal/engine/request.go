@@ -58,6 +58,7 @@ type Part struct {
 	Name     string // Space.Name; rows of further policies of an All have a suffix, as in api/2
 	Key      string
 	Cost     int64 // 0 looks; a negative Cost gives Refund back, or grants units without a Refund
+	Charge   bool  // count Cost whether it fits or not
 	Refund   *model.Take
 	Decision model.Decision
 }
@@ -116,6 +117,9 @@ func (r *Request) Looks() bool { return r.Parts[0].Cost == 0 }
 // gives returns whether the request gives units back or grants units.
 func (r *Request) gives() bool { return r.Parts[0].Cost < 0 }
 
+// charges returns whether the request counts its costs whether they fit or not.
+func (r *Request) charges() bool { return r.Parts[0].Charge }
+
 // leased returns how many units of a token bucket the request leases, or how many units its lease no longer holds. For
 // other algorithms it returns 0.
 func (r *Request) leased(p *Part) int64 {
@@ -141,7 +145,7 @@ func (r *Request) asksAnyway() bool {
 
 // joins returns whether a request can be merged with another request of its group.
 func (r *Request) joins(other *Request) bool {
-	return r.Policy != nil && !r.gives() &&
+	return r.Policy != nil && !r.gives() && !r.charges() && !other.charges() &&
 		r.Parts[0].Key == other.Parts[0].Key && r.Parts[0].Cost == other.Parts[0].Cost &&
 		r.Shadow.policy().Is(other.Shadow.policy())
 }

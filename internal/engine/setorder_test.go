@@ -131,6 +131,7 @@ func TestLockingSetsInTheOrderGivenDeadlocks(t *testing.T) {
 					false,
 					nil,
 					nil,
+					nil,
 				)
 				return testkit.Later(func() (any, error) { return pool.Exec(context.Background(), engine.Text("all", ""), args...) })
 			}

@@ -71,7 +71,8 @@ func ofOneFunction(requests []*Request) bool {
 	first := &requests[0].Parts[0]
 	for _, r := range requests {
 		p := &r.Parts[0]
-		if len(r.Parts) != 1 || p.Cost < 1 || p.Space != first.Space || p.Rules != first.Rules || r.leased(p) != 0 {
+		if len(r.Parts) != 1 || p.Cost < 1 || p.Charge ||
+			p.Space != first.Space || p.Rules != first.Rules || r.leased(p) != 0 {
 			return false
 		}
 	}
@@ -138,6 +139,7 @@ func (d *Database) callAll(requests []*Request, tx Transaction) Call {
 	rows := argumentsOfRows(into)
 	durables, costs := make([]bool, n), make([]int64, n)
 	var leased []int64 // nil if no request leases units of a token bucket
+	var charges []bool // nil if no request is a charge
 	var refunds RefundArguments
 	durable := false
 	for i, p := range into {
@@ -148,13 +150,19 @@ func (d *Database) callAll(requests []*Request, tx Transaction) Call {
 			}
 			leased[i] = units
 		}
+		if p.Charge {
+			if charges == nil {
+				charges = make([]bool, n)
+			}
+			charges[i] = true
+		}
 		refunds.Set(i, n, p.Refund)
 		durable = durable || p.Space.Durable
 	}
 	return Call{SQL: d.statements[ofAll], Into: into, Args: []any{
 		owners, rows.names, rows.keys, durables, rows.algorithms, rows.limits, rows.spans, rows.refills, costs, counts,
 		tx.LockTimeout, d.synchronousCommit(tx, durable, rows.flush), d.now(),
-		refunds.Since, refunds.In, refunds.At, refunds.Spent, tx.SkipHeld, rows.zones, leased,
+		refunds.Since, refunds.In, refunds.At, refunds.Spent, tx.SkipHeld, rows.zones, leased, charges,
 	}}
 }
 

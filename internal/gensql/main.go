@@ -40,8 +40,8 @@ and policies.`,
 			comment: `Makes the functions in the schema that search_path names first. They use only the tables in this
 schema. Down drops the functions and keeps the tables.`,
 			sources: []string{
-				"types", "fixed", "sliding", "tokenbucket", "slidinglog", "calendar", "all", "refund", "left",
-				"takeall", "reset", "policy", "allow", "twins", "sweep", "policies", "access",
+				"types", "fixed", "sliding", "tokenbucket", "slidinglog", "calendar", "all", "refund", "charge",
+				"left", "takeall", "reset", "policy", "allow", "twins", "sweep", "policies", "access",
 			},
 		},
 		{

@@ -24,6 +24,7 @@ func Calls(l *ratelimit.Limiter, key string) map[string]func() error {
 		"Reset":  func() error { return l.Reset(context.Background(), key) },
 		"Refund": func() error { return allowed(AsResult(l.Refund(context.Background(), Forged(l, key, 2)))) },
 		"Grant":  func() error { return allowed(AsResult(l.Grant(context.Background(), key, 2))) },
+		"Charge": func() error { _, err := l.Charge(context.Background(), key, 2); return err },
 	}
 }
 
@@ -37,6 +38,7 @@ func TxCalls(l *ratelimit.Limiter, tx pgx.Tx, key string) map[string]func() erro
 		"RefundTx":   func() error { _, err := l.WithTx(tx).Refund(ctx, Forged(l, key, 2)); return err },
 		"RefundNTx":  func() error { _, err := l.WithTx(tx).RefundN(ctx, Forged(l, key, 2), 1); return err },
 		"GrantTx":    func() error { _, err := l.WithTx(tx).Grant(ctx, key, 2); return err },
+		"ChargeTx":   func() error { _, err := l.WithTx(tx).Charge(ctx, key, 2); return err },
 		"ResetTx":    func() error { return l.WithTx(tx).Reset(ctx, key) },
 	}
 }

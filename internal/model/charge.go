@@ -28,6 +28,15 @@ func MaxOwed(m Rules) int64 {
 	return most - n.Limit
 }
 
+// Owed returns how many units above its limit a row counts. The row is rolled forward to the clock.
+func Owed(m Rules, s State) int64 {
+	n, count := m.Numbers(), s.Count
+	if n.Refills() {
+		count = CeilDiv(count, s.Scale)
+	}
+	return max(count-n.Limit, 0)
+}
+
 // lasts returns how long a take, a charge or a grant keeps a row alive that has the state s afterwards.
 func lasts(m Rules, s State) int64 {
 	if bucket, ok := m.(TokenBucket); ok {

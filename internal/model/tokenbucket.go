@@ -36,9 +36,11 @@ func (p TokenBucket) FillTime(missing int64) int64 { return CeilDiv(missing, p.R
 
 // Refund gives back the units of a take that the refill has not yet replaced. Think of the missing tokens as a queue: a
 // take joins at the end, the refill serves the front, and a refund leaves from its place in the middle. Suppose that a
+// Refund gives back the units of a take that the refill has not yet replaced. Think of the missing tokens as a queue: a
+// take joins at the end, the refill serves the front, and a refund leaves from its place in the middle. Suppose that a
 // take of n had b tokens before it. If no refund has left the queue since the take, then b + n - refill of the take's
 // tokens are still in the queue. A refund does not record its place, so Refund assumes the worst: all refunds left from
-// before the take. Then this many of the take's tokens are left:
+// before the take, unless they left from the end of the queue. Then this many of the take's tokens are left:
 //
 //	max(b - returned since, 0) + n - refill since, and at most n
 //
@@ -67,15 +69,15 @@ func (p TokenBucket) Refund(s State, clock int64, k Take) (State, Decision) {
 		s.Credit += spent
 		s.ExpiresAt = max(s.ExpiresAt, t+p.Lasts())
 	}
-	back := int64(0)
+	back, last := int64(0), false // last: they leave from the end of the queue
 	if 0 <= k.In && k.In <= t {
 		leased := p.leased(s, t)
 		leased.End(k, t)
-		n := min(k.Units-k.Spent, p.Capacity) * every
+		n := min(k.Units-k.Spent, p.Capacity+MaxOwed(p)) * every
 		left := max(max(k.At, 0)-s.Returned, n) // the tokens left in the queue, without the refill
 		if elapsed := t - k.In; elapsed <= left/p.Refill {
 			place := left - elapsed*p.Refill
-			if rolled.Count <= max(place, full) { // see above
+			if last = rolled.Count <= place; last || rolled.Count <= full { // see above
 				back = max(min(n, place, rolled.Count-p.occupied(leased)), 0)
 			}
 		}
@@ -86,7 +88,9 @@ func (p TokenBucket) Refund(s State, clock int64, k Take) (State, Decision) {
 	if s.Count -= back; back == rolled.Count && s.Credit == 0 { // the row is as good as new
 		s.Count = 0
 	}
-	s.Returned += back
+	if !last {
+		s.Returned += back
+	}
 	if s.Returned > MaxReturned {
 		s.Since, s.Returned = max(s.Since+1, t), 0
 	}

@@ -30,6 +30,7 @@ func NewRows() Rows { return Rows{false: {}, true: {}} }
 type Element struct {
 	Key         string
 	Cost, Count int64
+	Charge      bool         // for a positive cost: it is a charge of Count × Cost
 	Refund      []model.Take // for a negative cost; nil means a grant
 	Decision    model.Decision
 }
@@ -48,7 +49,8 @@ type Step struct {
 func (s Step) String() string {
 	var elements strings.Builder
 	for _, e := range s.Elements {
-		fmt.Fprintf(&elements, " {key: %q, cost: %d, count: %d, refund: %+v}", e.Key, e.Cost, e.Count, e.Refund)
+		fmt.Fprintf(&elements, " {key: %q, cost: %d, count: %d, charge: %v, refund: %+v}",
+			e.Key, e.Cost, e.Count, e.Charge, e.Refund)
 	}
 	return fmt.Sprintf("at %d, %q, durable %v, %#v, skip %v, brief %v:%s",
 		s.Clock, s.Name, s.Durable, s.Policy, s.Skip, s.Brief, elements.String())
@@ -66,10 +68,11 @@ type Part struct {
 
 // Request takes from all of its parts or from none, Count times.
 type Request struct {
-	Parts []Part
-	Count int64
-	Ahead int64 // how many of the Count requests a lease holds to spend later
-	moved bool  // the denial writes a row, because the clock has jumped back behind the row
+	Parts  []Part
+	Count  int64
+	Ahead  int64 // how many of the Count requests a lease holds to spend later
+	Charge bool  // it charges Count × Cost
+	moved  bool  // the denial writes a row, because the clock has jumped back behind the row
 }
 
 // State returns the row of a part, or the zero state if the row belongs to another algorithm.
@@ -101,8 +104,8 @@ func (m Rows) Decide(s Step) {
 		var last model.Decision
 		credit := CreditOf(s.Policy, current, s.Clock)
 		requests := e.Count
-		if e.Cost < 0 {
-			requests = 1 // a refund or a grant is one request
+		if e.Cost < 0 || e.Charge {
+			requests = 1 // a refund, a grant or a charge is one request
 		}
 		for asked := int64(0); asked < requests; asked++ {
 			next, d := e.Decide(s.Policy, current, s.Clock)
@@ -114,8 +117,8 @@ func (m Rows) Decide(s Step) {
 			current = next
 			m[s.Durable][id] = Row{s.Policy.Numbers().Algorithm, current}
 		}
-		if last.Granted = granted; e.Cost < 0 {
-			last.Granted = e.Count
+		if last.Granted = granted; requests == 1 {
+			last.Granted *= e.Count
 		}
 		last.DecidedAt = time.UnixMicro(s.Clock).UTC()
 		last.State = Told(last.State)
@@ -127,14 +130,23 @@ func (m Rows) Decide(s Step) {
 	}
 }
 
-// Decide returns the model's decision of one request of the element, or of the element's whole refund or grant.
+// Decide returns the model's decision of one request of the element, or of the element's whole refund, grant or charge.
 func (e Element) Decide(p model.Rules, s model.State, clock int64) (model.State, model.Decision) {
-	if e.Cost >= 0 {
+	if e.Cost == 0 || e.Cost > 0 && !e.Charge {
 		return p.Decide(s, clock, e.Cost)
 	}
 	units := int64(math.MaxInt64)
-	if e.Count <= -(math.MaxInt64 / e.Cost) {
+	if e.Cost > 0 && e.Count <= math.MaxInt64/e.Cost {
+		units = e.Count * e.Cost
+	}
+	if e.Cost < 0 && e.Count <= -(math.MaxInt64/e.Cost) {
 		units = -e.Count * e.Cost
+	}
+	if e.Charge {
+		next, d, _ := model.Charge(p, s, clock, units)
+		_, after := p.Decide(next, clock, 0)
+		d.RetryAfter = after.RetryAfter // the functions say when a cost of 1 fits after the charge
+		return next, d
 	}
 	if e.Refund == nil {
 		return model.Grant(p, s, clock, min(units, model.MaxCredit))
@@ -163,7 +175,8 @@ func (m Rows) DecideAll(requests []Request, clock int64) {
 			givesBack := r.Parts[0].Refund != nil
 			refused := r.Parts[0].Decision.Granted == 0 && !r.moved ||
 				givesBack && !slices.ContainsFunc(r.Parts, seen.has)
-			if len(r.Parts) == 1 && 1 <= r.Parts[0].Cost && r.Parts[0].Cost <= r.Parts[0].Policy.Numbers().Limit {
+			if len(r.Parts) == 1 && !r.Charge &&
+				1 <= r.Parts[0].Cost && r.Parts[0].Cost <= r.Parts[0].Policy.Numbers().Limit {
 				refused = false // such a request gets a row only if it takes
 			}
 			if refused && !slices.ContainsFunc(r.Parts, func(p Part) bool { return changes[p.Durable][p.ID] }) {
@@ -182,11 +195,12 @@ func (m Rows) DecideAll(requests []Request, clock int64) {
 
 func (m Rows) decideRequest(r *Request, clock int64) {
 	requests := r.Count
-	if r.Parts[0].Cost < 0 {
-		requests = 1 // a refund or a grant is one request
+	if r.Parts[0].Cost < 0 || r.Charge {
+		requests = 1 // a refund, a grant or a charge is one request
 	}
 	decide := func(p Part, cost int64) (model.State, model.Decision) {
-		return Element{Cost: cost, Count: r.Count, Refund: p.Refund}.Decide(p.Policy, m.State(p), clock)
+		e := Element{Cost: cost, Count: r.Count, Charge: r.Charge && cost > 0, Refund: p.Refund}
+		return e.Decide(p.Policy, m.State(p), clock)
 	}
 	fits := func() bool {
 		for _, p := range r.Parts {
@@ -209,7 +223,7 @@ func (m Rows) decideRequest(r *Request, clock int64) {
 		}
 	}
 	if requests < r.Count {
-		granted = r.Count
+		granted *= r.Count
 	}
 	for i := range r.Parts {
 		p := &r.Parts[i]
@@ -217,10 +231,12 @@ func (m Rows) decideRequest(r *Request, clock int64) {
 		credit := CreditOf(p.Policy, before[i], clock)
 		_, p.Decision = decide(*p, 0)
 		next, asked := current, model.Decision{Granted: 1}
-		if granted < r.Count {
+		if granted < r.Count && !r.Charge {
 			next, asked = decide(*p, p.Cost)
 		}
-		p.Decision.Granted, p.Decision.RetryAfter = granted, 0
+		if p.Decision.Granted = granted; !r.Charge { // after a charge it is the RetryAfter of a Peek
+			p.Decision.RetryAfter = 0
+		}
 		if p.Cost > 0 {
 			p.Decision.Taken.Spent = credit - CreditOf(p.Policy, current, clock)
 		}

@@ -61,7 +61,10 @@ func NewStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) model.R
 				Cost:  cost,
 				Count: randomCount(r, policy.Numbers().Limit, cost),
 			}
-			if !ordinary && (cost < 0 || r.IntN(6) == 0) && r.IntN(5) > 0 {
+			if e.Charge = !ordinary && cost > 0 && r.IntN(4) == 0; e.Charge {
+				row := Part{ID: RowID{s.Name, e.Key}, Durable: s.Durable, Policy: policy}
+				e.Cost = RandomCharge(r, policy, asModel.State(row), clock)
+			} else if !ordinary && (cost < 0 || r.IntN(6) == 0) && r.IntN(5) > 0 {
 				e.Cost, e.Count, e.Refund = RandomRefund(r, policy, takes[RowID{s.Name, e.Key}], e.Cost, e.Count)
 			}
 			s.Elements = append(s.Elements, e)
@@ -248,6 +251,20 @@ func RandomTake(r *rand.Rand, limit int64) int64 {
 		return 1 + r.Int64N(min(limit, 3))
 	}
 	return 1
+}
+
+// RandomCharge draws the size of a charge that a row may accept.
+func RandomCharge(r *rand.Rand, p model.Rules, s model.State, clock int64) int64 {
+	_, _, fits := model.Charge(p, s, clock, 0)
+	switch r.IntN(6) {
+	case 0:
+		return max(fits, 1)
+	case 1:
+		return fits + 1
+	case 2:
+		return magnitude(r, max(fits, 1))
+	}
+	return magnitude(r, p.Numbers().Limit)
 }
 
 func randomCount(r *rand.Rand, limit, cost int64) int64 {

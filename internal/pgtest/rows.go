@@ -78,7 +78,8 @@ func Application(t testing.TB, db *DB, root string) *pgxpool.Pool {
 			CREATE OR REPLACE FUNCTION $.cardinality(anyarray) RETURNS integer LANGUAGE sql AS 'SELECT 0';
 			CREATE OR REPLACE FUNCTION $.rate_limit_all(integer[], text[], text[], boolean[], smallint[],
 				bigint[], bigint[], bigint[], bigint[], bigint[],
-				integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean, text[], bigint[])
+				integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean, text[], bigint[],
+				boolean[])
 				RETURNS SETOF public.rate_limit_decision LANGUAGE sql
 				AS 'SELECT NULL::public.rate_limit_decision WHERE false';
 			CREATE OR REPLACE FUNCTION $._rate_limit_late() RETURNS boolean LANGUAGE sql AS 'SELECT true';
