@@ -553,6 +553,7 @@ func TestCommandsAreNotCompiled(t *testing.T) {
 		{"take", "login", "a", policy, "--receipt", receipt},
 		{"refund", receipt},
 		{"grant", "login", "a", policy, "--cost", "5"},
+		{"charge", "login", "a", policy, "--cost", "5"},
 		{"peek", "login", "a", policy},
 		{"limits"},
 		{"limits", policy[:9] + "login=sliding 10/1h"},

@@ -56,7 +56,7 @@ func TestForgettingDurableIsTold(t *testing.T) {
 			before := rows()
 			for _, args := range [][]string{
 				{"take", "api", test.key, policy}, {"take", "api", test.key, policy, "--receipt", t.TempDir() + "/receipt"},
-				{"grant", "api", test.key, policy, "--cost=5"},
+				{"grant", "api", test.key, policy, "--cost=5"}, {"charge", "api", test.key, policy, "--cost=5"},
 			} {
 				run(!test.durable, args...).complains(t, exitFailed, "nothing was done, because "+told, "--force")
 			}

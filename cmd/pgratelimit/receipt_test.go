@@ -203,3 +203,31 @@ func TestGrant(t *testing.T) {
 	}
 	invoke(t, db.URL, "grant", "n", "", "--policy", "fixed 2/1m", "--cost", "1").complains(t, exitUsage, "key")
 }
+
+// A charge counts above the limit, and says how much the key owes. A charge that would be too large counts nothing.
+func TestCharge(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	for _, policy := range []string{
+		"fixed 2/365d", "sliding 2/365d", "log 2/365d", "bucket 2 1/365d", "fixed 2/365d, log 2/365d",
+		"fixed 2/365d, every 2/month Asia/Tokyo",
+	} {
+		ask := func(verb string, args ...string) outcome {
+			return invoke(t, db.URL, append([]string{verb, policy, "alice", "--policy", policy}, args...)...)
+		}
+		require.Regexp(t, `^charged: 1 of 2 remaining, as good as new after \S+\n$`, ask("charge", "--cost", "1").done(t))
+		require.Regexp(t, `^charged: 0 of 2 remaining, 2 owed, retry after \S+, as good as new after \S+\n$`,
+			ask("charge", "--cost", "3").done(t))
+		require.Equal(t, exitDenied, ask("take").code)
+		ask("charge", "--cost", "19").complains(t, exitFailed, "18 would be accepted")
+		charged := decode[keys.Answer](t, ask("charge", "--cost", "18", "--json"))
+		require.EqualValues(t, 20, charged.Owed)
+		require.False(t, charged.Allowed)
+		require.Positive(t, charged.RetryAfterUS)
+		for _, cost := range []string{"0", "-1"} {
+			ask("charge", "--cost="+cost).complains(t, exitUsage)
+		}
+		ask("charge").complains(t, exitUsage, "cost")
+	}
+}

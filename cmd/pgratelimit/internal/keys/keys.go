@@ -1,4 +1,4 @@
-// Package keys has the commands that show the usage of keys, and that take, refund, grant and reset.
+// Package keys has the commands that show the usage of keys, and that take, charge, refund, grant and reset.
 package keys
 
 import (
@@ -61,6 +61,32 @@ func TakeCommand(a *cli.App) *cobra.Command {
 	return cmd
 }
 
+func ChargeCommand(a *cli.App) *cobra.Command {
+	var cost int64
+	cmd := askCommand(a, true, func(ctx context.Context, q question) (Answer, error) {
+		if cost < 1 {
+			return Answer{}, cli.Usage(fmt.Errorf("--cost is %d, and must be at least 1", cost))
+		}
+		c, err := q.limiter.Charge(ctx, q.key, cost)
+		answer := given("charged", ratelimit.Balance{
+			Limit: c.Limit, Remaining: c.Remaining, ResetAfter: c.ResetAfter, DecidedAt: c.DecidedAt,
+		})
+		answer.Decision, answer.Owed = &Decision{c.RetryAfter == 0, c.RetryAfter.Microseconds()}, c.Owed
+		return answer, err
+	})
+	cmd.Use = "charge NAME KEY --policy POLICY --cost N"
+	cmd.Short = "Count what a key has used, even above its limit"
+	cmd.Long = `Counts what a key has used, whether it fits or not. The key owes what is above its limit, up to 10
+limits, and is denied until that has drained. A larger charge fails, and counts nothing. Each run
+charges anew. With --json, allowed says whether a cost of 1 would be allowed now. ` + noPolicies + " " + noForce
+	cmd.Example = `  pgratelimit charge tokens acme --policy "fixed 100000/30d" \
+      --durable --cost 2719
+  pgratelimit charge tokens acme --policy "bucket 4000 50/1s" --cost 512 --json`
+	cmd.Flags().Int64Var(&cost, "cost", 0, "how much was used")
+	cobra.CheckErr(cmd.MarkFlagRequired("cost"))
+	return cmd
+}
+
 func GrantCommand(a *cli.App) *cobra.Command {
 	var cost int64
 	cmd := askCommand(a, true, func(ctx context.Context, q question) (Answer, error) {
@@ -90,6 +116,7 @@ type Answer struct {
 	*Decision              // nil for the commands grant and refund
 	Limit        int64     `json:"limit"`
 	Remaining    int64     `json:"remaining"`
+	Owed         int64     `json:"owed,omitempty"` // how much a charged key counts above its limit
 	ResetAfterUS int64     `json:"reset_after_us"`
 	DecidedAt    time.Time `json:"decided_at"`
 	Warning      string    `json:"warning,omitempty"`
@@ -125,12 +152,15 @@ func given(word string, b ratelimit.Balance) Answer {
 
 func (r Answer) print(a *cli.App) error {
 	return a.Print(r, func(w io.Writer) {
-		retry := ""
+		owed, retry := "", ""
+		if r.Owed > 0 {
+			owed = fmt.Sprintf(", %d owed", r.Owed)
+		}
 		if r.Decision != nil && !r.Allowed {
 			retry = ", retry after " + cli.Span(r.RetryAfterUS)
 		}
-		fmt.Fprintf(w, "%s: %d of %d remaining%s, as good as new after %s\n",
-			r.done, r.Remaining, r.Limit, retry, cli.Span(r.ResetAfterUS))
+		fmt.Fprintf(w, "%s: %d of %d remaining%s%s, as good as new after %s\n",
+			r.done, r.Remaining, r.Limit, owed, retry, cli.Span(r.ResetAfterUS))
 		policies.PrintWarning(w, r.Warning)
 	})
 }
