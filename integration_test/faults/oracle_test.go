@@ -103,10 +103,14 @@ func ruleOf(policy ratelimit.Policy, month time.Duration) rule {
 				if of.Since != rolled.since || of.In > t {
 					return a
 				}
-				// This assumes that all refunds since the take gave back units of earlier takes.
+				// This assumes that all refunds since the take gave back units of earlier takes, except refunds of the
+				// last units, which no other units stand behind.
 				left := max(of.At-a.back, n*every) - (t-of.In)*p.Refill
 				given := max(0, min(left, n*every, rolled.count))
-				a.count, a.back = a.count-given, a.back+given
+				a.count -= given
+				if rolled.count > left {
+					a.back += given
+				}
 				return a
 			},
 			life: (p.Capacity*every + p.Refill - 1) / p.Refill,
