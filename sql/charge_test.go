@@ -27,6 +27,11 @@ import (
 // owing counts what histories with charges have seen.
 type owing struct{ charged, tooLarge, owed, denied, allowed, backWhileOwing, grants, resets, changes int }
 
+// varied tells whether everything has occurred.
+func (o owing) varied() bool {
+	return min(o.charged, o.tooLarge, o.owed, o.denied, o.allowed, o.backWhileOwing, o.grants, o.resets, o.changes) > 0
+}
+
 // TestChargesEqualTheModel compares random histories of takes, charges, refunds, grants, resets and changes of policy
 // with the models, for each algorithm.
 func TestChargesEqualTheModel(t *testing.T) {
@@ -36,18 +41,12 @@ func TestChargesEqualTheModel(t *testing.T) {
 		t.Run(a.Word, func(t *testing.T) {
 			t.Parallel()
 			var seen owing
-			for story := range uint64(16 * limitertest.Rounds(t)) {
+			for story := uint64(0); story < uint64(16*limitertest.Rounds(t)) || !seen.varied(); story++ {
+				require.Less(t, story, uint64(3_000), "%+v", seen)
 				r := rand.New(rand.NewPCG(seed, uint64(a.Code)<<32|story))
 				space := fmt.Sprintf("%s %d ", a.Word, story)
 				err := playCharges(t.Context(), pool, r, a.Code, space, &seen)
 				require.NoError(t, err, "%s=%d, story %d", modeltest.SeedVariable, seed, story)
-			}
-			t.Logf("%+v", seen)
-			for _, n := range []int{
-				seen.charged, seen.tooLarge, seen.owed, seen.denied, seen.allowed, seen.backWhileOwing, seen.grants, seen.resets,
-				seen.changes,
-			} {
-				require.Positive(t, n, "%+v", seen)
 			}
 		})
 	}
@@ -117,7 +116,7 @@ func playCharges(ctx context.Context, pool *pgxpool.Pool, r *rand.Rand, code int
 				e.Cost, e.Count, e.Refund = modeltest.RandomRefund(r, p, takes, -1, 1)
 			}
 		case 5:
-			e.Cost = -dice.Magnitude(1, min(2*limit, model.MaxCredit))
+			e.Cost = -dice.Magnitude(1, 2*min(limit, model.MaxCredit/2))
 		case 6:
 			e.Cost = 0
 		}

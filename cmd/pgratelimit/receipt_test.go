@@ -179,10 +179,7 @@ func TestGrant(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	for _, policy := range []string{
-		"fixed 2/365d", "sliding 2/365d", "log 2/365d", "bucket 2 1/365d", "fixed 2/365d, log 2/365d",
-		"fixed 2/365d, every 2/month Asia/Tokyo",
-	} {
+	for _, policy := range ofTwo() {
 		ask := func(verb string, args ...string) outcome {
 			return invoke(t, db.URL, append([]string{verb, policy, "alice", "--policy", policy}, args...)...)
 		}
@@ -204,15 +201,20 @@ func TestGrant(t *testing.T) {
 	invoke(t, db.URL, "grant", "n", "", "--policy", "fixed 2/1m", "--cost", "1").complains(t, exitUsage, "key")
 }
 
+// ofTwo returns policies with a limit of 2, which do not end during a test.
+func ofTwo() []string {
+	return []string{
+		"fixed 2/365d", "sliding 2/365d", "log 2/365d", "bucket 2 1/365d", "fixed 2/365d, log 2/365d",
+		"fixed 2/365d, every 2/month Asia/Tokyo",
+	}
+}
+
 // A charge counts above the limit, and says how much the key owes. A charge that would be too large counts nothing.
 func TestCharge(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	for _, policy := range []string{
-		"fixed 2/365d", "sliding 2/365d", "log 2/365d", "bucket 2 1/365d", "fixed 2/365d, log 2/365d",
-		"fixed 2/365d, every 2/month Asia/Tokyo",
-	} {
+	for _, policy := range ofTwo() {
 		ask := func(verb string, args ...string) outcome {
 			return invoke(t, db.URL, append([]string{verb, policy, "alice", "--policy", policy}, args...)...)
 		}

@@ -378,8 +378,8 @@ func (b *Batcher) Decide(ctx context.Context, db pg.DB, requests []*Request, tx 
 	return err
 }
 
-// settleDenials remembers the denial of a request, or forgets the key's denials if the request was not denied. A charge
-// could leave them, because it only makes them last longer.
+// settleDenials remembers the denial of a request, or forgets the key's denials if the request was not denied. After a
+// charge they would end too early. A charge that is refused is not remembered.
 func (b *Batcher) settleDenials(r *Request, err error, asked, told time.Duration, since *Changes) {
 	b.forget(r, err, since)
 	if p := &r.Parts[0]; err == nil && len(r.Parts) == 1 && p.Space.Remember && p.Cost > 0 && !p.Charge &&

@@ -36,8 +36,6 @@ func (p TokenBucket) FillTime(missing int64) int64 { return CeilDiv(missing, p.R
 
 // Refund gives back the units of a take that the refill has not yet replaced. Think of the missing tokens as a queue: a
 // take joins at the end, the refill serves the front, and a refund leaves from its place in the middle. Suppose that a
-// Refund gives back the units of a take that the refill has not yet replaced. Think of the missing tokens as a queue: a
-// take joins at the end, the refill serves the front, and a refund leaves from its place in the middle. Suppose that a
 // take of n had b tokens before it. If no refund has left the queue since the take, then b + n - refill of the take's
 // tokens are still in the queue. A refund does not record its place, so Refund assumes the worst: all refunds left from
 // before the take, unless they left from the end of the queue. Then this many of the take's tokens are left:
