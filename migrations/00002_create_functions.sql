@@ -28,6 +28,9 @@ CREATE TYPE rate_limit_row AS (
     refill bigint,
     returned bigint,
     log bigint[],
+    held bigint,           -- the units of the live holds; NULL if there is none
+    held_next bigint,      -- the earliest end of these holds
+    held_until bigint,     -- the last end of these holds
     granted bigint,        -- how many requests were granted
     remaining bigint,      -- the largest cost that fits now
     retry_after_us bigint, -- microseconds until the denied requests may fit; 0 if they fit now; NULL if they never fit
@@ -35,14 +38,21 @@ CREATE TYPE rate_limit_row AS (
     spent bigint,          -- how many of the granted units were paid with granted credit
     taken_at bigint,       -- bucket: the position of the last unit in the queue of missing tokens
     told_log bigint[],     -- log: the entries that determine a denial's retry_after_us, at most 64
+    used bigint,           -- settlement of a hold: how many units it has counted; NULL if there is no such hold
+    late boolean,          -- settlement: whether the hold had ended
+    settled_at bigint,     -- settlement: when the hold was settled
     changed boolean,       -- whether the row must be written
+    moved boolean,         -- whether the clock was set back, so that the row's times were set back too
     durable boolean        -- whether the row is in rate_limit_durable
 );
 
--- _rate_limit_no_row returns the state of a key without a row. A row of another algorithm counts as no row.
-CREATE FUNCTION _rate_limit_no_row(tid tid, algorithm smallint) RETURNS rate_limit_row LANGUAGE sql IMMUTABLE AS $$
-    SELECT ROW(tid, algorithm, 0, 0, 0, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL,
-        0, 0, 0, 0, 0, NULL, NULL, false, NULL)::rate_limit_row
+-- _rate_limit_no_row returns the state of a key without a row. A row of another algorithm counts as no row,
+-- but it keeps the holds.
+CREATE FUNCTION _rate_limit_no_row(
+    tid tid, algorithm smallint, held bigint, held_next bigint, held_until bigint
+) RETURNS rate_limit_row LANGUAGE sql IMMUTABLE AS $$
+    SELECT ROW(tid, algorithm, 0, 0, 0, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL, held, held_next, held_until,
+        0, 0, 0, 0, 0, NULL, NULL, NULL, NULL, NULL, false, false, NULL)::rate_limit_row
 $$;
 
 -- rate_limit_decision has the columns that rate_limit_all returns for each part of a request.
@@ -65,7 +75,11 @@ CREATE TYPE rate_limit_decision AS (
     taken_since bigint,     -- the row's since
     taken_in bigint,        -- the row's window_start: the time of the window, the log entry or the bucket
     taken_at bigint,        -- the last unit's position in the bucket's queue: see TokenBucket.Refund in internal/model
-    taken_spent bigint      -- how many units were paid with granted credit
+    taken_spent bigint,     -- how many units were paid with granted credit
+    -- These columns are for settlements of holds: see rate_limit_row.
+    used bigint,
+    late boolean,
+    settled_at bigint
 );
 
 COMMENT ON TYPE rate_limit_decision IS
@@ -188,6 +202,7 @@ BEGIN
         s.window_start := clock;
         s.expires_at := clock + window_us;
         moved := true;
+        s.moved := true;
     END IF;
     t := greatest(clock, s.window_start);
     IF s.count = 0 OR t - s.window_start >= window_us THEN -- a new window begins
@@ -273,6 +288,7 @@ BEGIN
             window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
             expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
         WHERE _rate_limit_now(now_us) < clock + 10000
+            AND d.held IS NULL
             AND _rate_limit_fixed_fits(d.algorithm, d.count, d.window_start, d.expires_at, d.since,
                 excluded.count, clock, max_count, window_us)
         RETURNING ARRAY[_rate_limit_now(now_us),
@@ -294,6 +310,7 @@ BEGIN
                 window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
                 expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
             WHERE (_rate_limit_now(now_us) < clock + 10000 OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
+                AND d.held IS NULL
                 AND _rate_limit_fixed_fits(d.algorithm, d.count, d.window_start, d.expires_at, d.since,
                     excluded.count, clock, max_count, window_us)
             RETURNING d.key, ARRAY[greatest(clock, least(clock + 10000, _rate_limit_now(now_us))),
@@ -341,6 +358,7 @@ BEGIN
         s.window_start := clock;
         s.expires_at := clock + CASE WHEN s.count > 0 OR s.credit > 0 THEN 2 ELSE 1 END * window_us;
         moved := true;
+        s.moved := true;
     END IF;
     t := greatest(clock, s.window_start);
     IF t - s.window_start >= 2 * window_us
@@ -487,6 +505,7 @@ BEGIN
             expires_at = CASE WHEN d.window_start > ended THEN d.expires_at
                 WHEN d.expires_at > clock THEN d.expires_at + window_us ELSE excluded.expires_at END
         WHERE _rate_limit_now(now_us) < clock + 10000
+            AND d.held IS NULL
             AND _rate_limit_sliding_fits(d.algorithm, d.count, d.prev_count, d.window_start, d.expires_at, d.since,
                 excluded.count, clock, ended, max_count, window_us)
         RETURNING ARRAY[_rate_limit_now(now_us),
@@ -512,6 +531,7 @@ BEGIN
                 expires_at = CASE WHEN d.window_start > ended THEN d.expires_at
                     WHEN d.expires_at > clock THEN d.expires_at + window_us ELSE excluded.expires_at END
             WHERE (_rate_limit_now(now_us) < clock + 10000 OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
+                AND d.held IS NULL
                 AND _rate_limit_sliding_fits(d.algorithm, d.count, d.prev_count, d.window_start, d.expires_at, d.since,
                     excluded.count, clock, ended, max_count, window_us)
             RETURNING d.key, ARRAY[greatest(clock, least(clock + 10000, _rate_limit_now(now_us))),
@@ -589,6 +609,7 @@ BEGIN
             s.expires_at := clock + _rate_limit_ceil_div(
                 CASE WHEN s.credit > 0 THEN greatest(full_count, s.count) ELSE s.count END, refill);
             moved := true;
+            s.moved := true;
         END IF;
     END IF;
     s.scale := every_us;
@@ -712,6 +733,7 @@ BEGIN
             expires_at = greatest(clock, d.window_start) + (excluded.count - 1
                 + _rate_limit_bucket_count(d.count, d.window_start, clock, refill)) / refill + 1
         WHERE _rate_limit_now(now_us) < clock + 10000
+            AND d.held IS NULL
             AND _rate_limit_bucket_fits(d.algorithm, d.count, d.window_start, d.credit, d.scale, d.capacity,
                 d.refill, excluded.count, clock, full_count, capacity, refill, every_us)
         RETURNING ARRAY[_rate_limit_now(now_us),
@@ -740,6 +762,7 @@ BEGIN
                 expires_at = greatest(clock, d.window_start) + (excluded.count - 1
                     + _rate_limit_bucket_count(d.count, d.window_start, clock, refill)) / refill + 1
             WHERE (_rate_limit_now(now_us) < clock + 10000 OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
+                AND d.held IS NULL
                 AND _rate_limit_bucket_fits(d.algorithm, d.count, d.window_start, d.credit, d.scale, d.capacity,
                     d.refill, excluded.count, clock, full_count, capacity, refill, every_us)
             RETURNING d.key, ARRAY[greatest(clock, least(clock + 10000, _rate_limit_now(now_us))),
@@ -822,6 +845,7 @@ BEGIN
         s.window_start := clock;
         s.expires_at := clock + window_us;
         moved := true;
+        s.moved := true;
     END IF;
     t := greatest(clock, s.window_start);
     log := s.log;
@@ -991,6 +1015,7 @@ BEGIN
         s.scale := window_us;
         s.expires_at := clock + CASE WHEN s.credit > 0 THEN 2 ELSE 1 END * window_us;
         moved := true;
+        s.moved := true;
     END IF;
     t := greatest(clock, s.window_start);
     IF s.count = 0 OR t - s.window_start >= s.scale THEN -- a new window begins
@@ -1087,6 +1112,7 @@ BEGIN
             scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
             expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
         WHERE _rate_limit_now(now_us) < clock + 10000
+            AND d.held IS NULL
             AND _rate_limit_calendar_fits(d.algorithm, d.count, d.window_start, d.scale, d.expires_at, d.since,
                 excluded.count, clock, max_count, window_us)
         RETURNING ARRAY[_rate_limit_now(now_us),
@@ -1109,6 +1135,7 @@ BEGIN
                 scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
                 expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
             WHERE (_rate_limit_now(now_us) < clock + 10000 OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
+                AND d.held IS NULL
                 AND _rate_limit_calendar_fits(d.algorithm, d.count, d.window_start, d.scale, d.expires_at, d.since,
                     excluded.count, clock, max_count, window_us)
             RETURNING d.key, ARRAY[greatest(clock, least(clock + 10000, _rate_limit_now(now_us))),
@@ -1159,12 +1186,23 @@ CREATE FUNCTION _rate_limit_step(
         WHEN 5 THEN _rate_limit_calendar(s, clock, cost, asked, most, max_count, span_us, zone) END
 $$;
 
+-- _rate_limit_wrong_hold tells whether the arguments of a part that makes, settles or extends a hold do not go together.
+CREATE FUNCTION _rate_limit_wrong_hold(
+    cost bigint, asked bigint, charges boolean, ttl_us bigint, hold uuid, differs boolean
+) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT (NOT differs AND CASE
+        WHEN hold IS NULL THEN ttl_us IS NULL
+        ELSE coalesce(asked, 1) = 1 AND coalesce(cost, 1) >= 0
+            AND CASE WHEN ttl_us IS NULL THEN charges ELSE ttl_us BETWEEN 1000 AND 86400000000 AND charges IS NOT TRUE END
+        END) IS NOT TRUE
+$$;
+
 -- _rate_limit_check raises an error if arguments of rate_limit_all are invalid. _rate_limit_check returns whether the
 -- parts are in lock order and no two parts have the same row.
 CREATE FUNCTION _rate_limit_check(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[], limits bigint[],
     spans_us bigint[], refills bigint[], zones text[], costs bigint[], counts bigint[], taken_in bigint[],
-    leased bigint[], charges boolean[], looks boolean
+    leased bigint[], charges boolean[], ttls_us bigint[], holds uuid[], looks boolean
 ) RETURNS boolean LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
@@ -1183,12 +1221,12 @@ BEGIN
     lengths := ARRAY[cardinality(requests), cardinality(names), cardinality(durables), cardinality(algorithms),
         cardinality(limits), cardinality(spans_us), cardinality(refills), coalesce(cardinality(costs), n),
         coalesce(cardinality(counts), n), coalesce(cardinality(taken_in), n), coalesce(cardinality(leased), n),
-        coalesce(cardinality(charges), n)];
+        coalesce(cardinality(charges), n), coalesce(cardinality(ttls_us), n), coalesce(cardinality(holds), n)];
     IF (array_ndims(keys) = 1 AND array_lower(keys, 1) = 1 AND n = ALL (lengths)) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: % is not valid', (
                 SELECT coalesce(min(e.name), 'keys')
                 FROM unnest(string_to_array('requests names durables algorithms limits spans_us refills costs counts '
-                    'taken_in leased charges', ' '), lengths) AS e (name, n)
+                    'taken_in leased charges ttls_us holds', ' '), lengths) AS e (name, n)
                 WHERE e.n IS DISTINCT FROM n AND array_ndims(keys) = 1 AND array_lower(keys, 1) = 1)
             USING ERRCODE = 'invalid_parameter_value',
                 HINT = 'At least one key is needed, and as many elements of the others as keys. '
@@ -1215,11 +1253,16 @@ BEGIN
             WHEN durables[part] IS NULL THEN 'durable'
             WHEN (part = 1 OR requests[part] >= requests[part - 1]) IS NOT TRUE THEN 'next request'
             WHEN counts IS NOT NULL AND (counts[part] >= 1) IS NOT TRUE THEN 'count'
+            WHEN (ttls_us IS NOT NULL OR holds IS NOT NULL) AND _rate_limit_wrong_hold(costs[part], counts[part],
+                charges[part], ttls_us[part], holds[part], part > 1 AND requests[part] = requests[part - 1]
+                    AND (ttls_us[part], holds[part], ttls_us[part] IS NULL OR costs[part] = 0) IS DISTINCT FROM
+                        (ttls_us[part - 1], holds[part - 1], ttls_us[part] IS NULL OR costs[part - 1] = 0)) THEN 'hold'
             WHEN (algorithm BETWEEN 1 AND 5) IS NOT TRUE THEN 'algorithm'
             WHEN _rate_limit_valid(algorithm, max_count, span_us, refill, zone) IS NOT TRUE
                 THEN 'policy' END;
         IF takes IS NOT TRUE THEN
             wrong := CASE
+                WHEN holds[part] IS NOT NULL AND costs[part] >= 0 THEN wrong
                 WHEN costs[part] IS NULL
                     OR requests[part] = requests[part - 1] AND sign(costs[part]) <> sign(costs[part - 1])
                     OR costs[part] = 0 AND NOT looks AND requests[part] IN (requests[part - 1], requests[part + 1])
@@ -1241,6 +1284,8 @@ BEGIN
                         'like UTC or Europe/Berlin.'
                     WHEN 'algorithm'
                         THEN 'Write 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window.'
+                    WHEN 'hold' THEN 'A hold has an id, a ttl of 1000 to 86400000000 us, and a count of 1. It is settled by a '
+                        'charge with its id and without a ttl, and extended by a cost of 0 with both.'
                     ELSE 'A name has 1 to 128 bytes, a key 1 to 512, and durable is true or false. Requests ascend. '
                         'A count is at least 1. Costs of a request are all above or all below 0.' END;
     END LOOP;
@@ -1305,8 +1350,9 @@ BEGIN
 END
 $$;
 
--- _rate_limit_look reads a row without a lock. STABLE lets _rate_limit_look see the same data as the calling statement.
-CREATE FUNCTION _rate_limit_look(name text, key text, durable boolean) RETURNS rate_limit_row
+-- _rate_limit_look reads a row and its live holds without a lock. STABLE lets _rate_limit_look see the same data as the
+-- calling statement.
+CREATE FUNCTION _rate_limit_look(name text, key text, durable boolean, now_us bigint) RETURNS rate_limit_row
 LANGUAGE plpgsql STABLE AS $$
 #variable_conflict use_variable
 DECLARE
@@ -1314,14 +1360,20 @@ DECLARE
 BEGIN
     IF durable THEN
         SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
-            d.since, d.capacity, d.refill, d.returned, d.log,
-            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
+            d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
+            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
+            NULL::int8, false, false, false INTO s
         FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = key;
     ELSE
         SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
-            d.since, d.capacity, d.refill, d.returned, d.log,
-            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
+            d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
+            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
+            NULL::int8, false, false, false INTO s
         FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = key;
+    END IF;
+    IF s.held IS NOT NULL THEN
+        s := CASE WHEN durable THEN _rate_limit_live_durable(s, name, key, _rate_limit_now(now_us))
+            ELSE _rate_limit_live_ephemeral(s, name, key, _rate_limit_now(now_us)) END;
     END IF;
     RETURN s;
 END
@@ -1390,7 +1442,8 @@ CREATE FUNCTION rate_limit_all(
     lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL, now timestamptz DEFAULT NULL,
     taken_since bigint[] DEFAULT NULL, taken_in bigint[] DEFAULT NULL, taken_at bigint[] DEFAULT NULL,
     taken_spent bigint[] DEFAULT NULL, skip_held boolean DEFAULT false, zones text[] DEFAULT NULL,
-    leased bigint[] DEFAULT NULL, charges boolean[] DEFAULT NULL
+    leased bigint[] DEFAULT NULL, charges boolean[] DEFAULT NULL, ttls_us bigint[] DEFAULT NULL,
+    holds uuid[] DEFAULT NULL
 ) RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -1402,7 +1455,7 @@ AS $$
 DECLARE
     parts CONSTANT integer := cardinality(keys);
     -- A cost above the limit never fits, so no row must be locked. A charge counts even so.
-    looks CONSTANT boolean := coalesce(0 = ALL (costs)
+    looks CONSTANT boolean := coalesce(0 = ALL (costs) AND holds IS NULL
         OR parts = 1 AND costs[1] > limits[1] AND charges[1] IS NOT TRUE, false);
     -- The time when the waits for all rows have taken too long.
     give_up CONSTANT timestamptz := CASE WHEN lock_timeout_ms > 0
@@ -1428,6 +1481,7 @@ DECLARE
     passed_over boolean;
     decided_at timestamptz;
     clock bigint;
+    now_us CONSTANT bigint := (extract(epoch FROM now) * 1000000)::bigint;
     cost bigint;
     asked bigint;
     most bigint;
@@ -1436,12 +1490,14 @@ DECLARE
     granted bigint;
     gives boolean;                -- whether the request is a refund or a grant
     charging boolean;             -- whether the request is a charge
+    ends boolean;                 -- whether the request settles or extends a hold
+    was rate_limit_row;
     undecided boolean;            -- whether the request may still be granted, so that its rows must be locked
     lent bigint;
     writes boolean := false;
 BEGIN
     IF _rate_limit_check(requests, names, keys, durables, algorithms, limits, spans_us, refills, zones,
-        costs, counts, taken_in, leased, charges, looks)
+        costs, counts, taken_in, leased, charges, ttls_us, holds, looks)
     THEN
         FOR i IN 1 .. parts LOOP
             part_of[i] := i;
@@ -1490,24 +1546,28 @@ BEGIN
                 -- 2. Lock the row, or skip it.
                 IF NOT skip_held AND durables[part] THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
-                        d.since, d.capacity, d.refill, d.returned, d.log,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
+                        d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
+                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
+                        NULL::int8, false, false, false INTO s
                     FROM rate_limit_durable AS d WHERE d.prefix = names[part] AND d.key = keys[part] FOR UPDATE;
                 ELSIF NOT skip_held THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
-                        d.since, d.capacity, d.refill, d.returned, d.log,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
+                        d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
+                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
+                        NULL::int8, false, false, false INTO s
                     FROM rate_limit_ephemeral AS d WHERE d.prefix = names[part] AND d.key = keys[part] FOR UPDATE;
                 ELSIF durables[part] THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
-                        d.since, d.capacity, d.refill, d.returned, d.log,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
+                        d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
+                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
+                        NULL::int8, false, false, false INTO s
                     FROM rate_limit_durable AS d WHERE d.prefix = names[part] AND d.key = keys[part]
                     FOR UPDATE SKIP LOCKED;
                 ELSE
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
-                        d.since, d.capacity, d.refill, d.returned, d.log,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
+                        d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
+                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
+                        NULL::int8, false, false, false INTO s
                     FROM rate_limit_ephemeral AS d WHERE d.prefix = names[part] AND d.key = keys[part]
                     FOR UPDATE SKIP LOCKED;
                 END IF;
@@ -1540,7 +1600,7 @@ BEGIN
         IF NOT locking THEN
             -- Read the other rows. One statement sees all rows at the same moment.
             rows[locked + 1:cardinality(part_of)] := ARRAY(
-                SELECT _rate_limit_look(names[e.part], keys[e.part], durables[e.part])
+                SELECT _rate_limit_look(names[e.part], keys[e.part], durables[e.part], now_us)
                 FROM unnest(part_of) WITH ORDINALITY AS e (part, place)
                 WHERE e.place > locked
                 ORDER BY e.place);
@@ -1564,6 +1624,7 @@ BEGIN
             asked := counts[from_part];
             gives := costs[from_part] < 0;
             charging := coalesce(charges[from_part] AND costs[from_part] > 0, false);
+            ends := holds[from_part] IS NOT NULL AND (charges[from_part] OR costs[from_part] = 0) IS TRUE;
             undecided := false;
             passed_over := false;
             FOR i IN from_part .. CASE WHEN skip_held OR NOT locking THEN to_part ELSE 0 END LOOP
@@ -1577,13 +1638,13 @@ BEGIN
                     RETURN NEXT ROW(i::bigint, CASE WHEN holders[row_of[i]] >= 0 THEN -2 END::bigint,
                         coalesce(holders[row_of[i]], 0), NULL::bigint, 0::bigint, decided_at, 0::bigint, 0::bigint,
                         0::bigint, 0::bigint, 0::bigint, 0::bigint, NULL::bigint[],
-                        0::bigint, 0::bigint, 0::bigint, 0::bigint);
+                        0::bigint, 0::bigint, 0::bigint, 0::bigint, NULL::bigint, NULL::boolean, NULL::bigint);
                 END LOOP;
                 CONTINUE;
             END IF;
 
             -- Find how many requests fit into each part, and grant as many as fit into all parts.
-            most := CASE WHEN gives OR costs[from_part] <> 0 THEN asked ELSE 0 END;
+            most := CASE WHEN gives OR ends OR costs[from_part] <> 0 THEN asked ELSE 0 END;
             FOR pass IN 1 .. 2 LOOP
                 granted := most;
                 FOR i IN from_part .. to_part LOOP
@@ -1593,7 +1654,11 @@ BEGIN
                     span_us := spans_us[i];
                     s := rows[row_of[i]];
                     IF s.algorithm IS DISTINCT FROM algorithms[i] THEN -- a row of another algorithm counts as no row
-                        s := _rate_limit_no_row(s.tid, algorithms[i]);
+                        s := _rate_limit_no_row(s.tid, algorithms[i], s.held, s.held_next, s.held_until);
+                    END IF;
+                    IF s.held_next <= clock THEN
+                        s := CASE WHEN durables[i] THEN _rate_limit_live_durable(s, names[i], keys[i], clock)
+                            ELSE _rate_limit_live_ephemeral(s, names[i], keys[i], clock) END;
                     END IF;
                     IF gives THEN
                         undecided := undecided OR taken_in[from_part] IS NULL OR s.tid IS NOT NULL;
@@ -1603,6 +1668,16 @@ BEGIN
                                 ELSE -asked * cost END, taken_in[from_part] IS NULL, leased[i],
                             taken_since[i], taken_in[i], taken_at[i], taken_spent[i],
                             max_count, span_us, refills[i], zones[i]);
+                    ELSIF s.held IS NOT NULL OR holds[i] IS NOT NULL THEN
+                        s := CASE WHEN durables[i]
+                            THEN _rate_limit_beside_durable(s, names[i], keys[i], algorithms[i], clock, cost, asked,
+                                most, max_count, span_us, refills[i], zones[i], charging OR ends AND charges[i] IS TRUE,
+                                ttls_us[i], holds[i])
+                            ELSE _rate_limit_beside_ephemeral(s, names[i], keys[i], algorithms[i], clock, cost, asked,
+                                most, max_count, span_us, refills[i], zones[i], charging OR ends AND charges[i] IS TRUE,
+                                ttls_us[i], holds[i]) END;
+                        granted := least(granted, s.granted);
+                        undecided := undecided OR s.changed AND (ends OR s.granted = 0);
                     ELSIF charging THEN
                         s := _rate_limit_charge(s, algorithms[i], clock, cost, asked, most,
                             max_count, span_us, refills[i], zones[i]);
@@ -1621,7 +1696,7 @@ BEGIN
             END LOOP;
 
             IF NOT locking THEN
-                undecided := undecided OR granted > 0 AND NOT gives
+                undecided := undecided OR granted > 0 AND NOT gives AND NOT ends
                     OR from_part = to_part AND costs[from_part] BETWEEN 1 AND limits[from_part] AND NOT charging;
             END IF;
             FOR i IN from_part .. to_part LOOP
@@ -1636,10 +1711,30 @@ BEGIN
                     steps[i].told_log := s.log;
                     s.log := _rate_limit_bucket_lend(s, lent * costs[i]);
                 END IF;
+                was := rows[row_of[i]];
                 IF s.changed AND locking THEN
                     s.durable := durables[i];
                     rows[row_of[i]] := s;
                     writes := true;
+                    IF was.held IS NOT NULL OR holds[i] IS NOT NULL THEN
+                        max_count := limits[i];
+                        IF durables[i] THEN
+                            PERFORM _rate_limit_write_holds_durable(s, was, names[i], keys[i], algorithms[i], clock,
+                                costs[i], max_count, spans_us[i], refills[i], zones[i], ttls_us[i], holds[i]);
+                        ELSE
+                            PERFORM _rate_limit_write_holds_ephemeral(s, was, names[i], keys[i], algorithms[i], clock,
+                                costs[i], max_count, spans_us[i], refills[i], zones[i], ttls_us[i], holds[i]);
+                        END IF;
+                        IF NOT (s.moved OR gives) AND (ttls_us[i] IS NOT NULL OR s.granted = 0 OR costs[i] = 0) THEN
+                            -- Only the holds have changed.
+                            was.held := s.held;
+                            was.held_next := s.held_next;
+                            was.held_until := s.held_until;
+                            was.durable := s.durable;
+                            was.changed := true;
+                            rows[row_of[i]] := was;
+                        END IF;
+                    END IF;
                 END IF;
                 IF gives THEN
                     max_count := limits[i];
@@ -1649,12 +1744,25 @@ BEGIN
                     s.granted := asked;
                     s.retry_after_us := 0;
                     s.told_log := NULL;
+                    s.remaining := greatest(s.remaining - coalesce(s.held, 0), 0);
+                    s.reset_after_us := greatest(s.reset_after_us, s.held_until - clock);
                 ELSIF algorithms[i] = 3 THEN
                     s := steps[i];
                 END IF;
+                IF s.retry_after_us = -1 THEN
+                    cost := CASE WHEN charging OR ends THEN 1 ELSE greatest(costs[i], 1) END;
+                    s.retry_after_us := CASE WHEN durables[i]
+                        THEN _rate_limit_earliest_durable(s, names[i], keys[i], algorithms[i], clock, cost,
+                            limits[i], spans_us[i], refills[i], zones[i])
+                        ELSE _rate_limit_earliest_ephemeral(s, names[i], keys[i], algorithms[i], clock, cost,
+                            limits[i], spans_us[i], refills[i], zones[i]) END;
+                END IF;
+                IF ends AND charges[i] AND s.granted = 1 AND s.settled_at IS NULL THEN
+                    s.granted := -3;
+                END IF;
                 RETURN NEXT ROW(i::bigint, s.granted, s.remaining, s.retry_after_us, s.reset_after_us, decided_at,
                     s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.told_log,
-                    s.since, s.window_start, s.taken_at, s.spent);
+                    s.since, s.window_start, s.taken_at, s.spent, s.used, s.late, s.settled_at);
             END LOOP;
         END LOOP;
 
@@ -1664,7 +1772,8 @@ BEGIN
                 UPDATE rate_limit_ephemeral AS d SET
                     algorithm = n.algorithm, count = n.count, prev_count = n.prev_count,
                     window_start = n.window_start, credit = n.credit, scale = n.scale, expires_at = n.expires_at,
-                    since = n.since, capacity = n.capacity, refill = n.refill, returned = n.returned, log = n.log
+                    since = n.since, capacity = n.capacity, refill = n.refill, returned = n.returned, log = n.log,
+                    held = n.held, held_next = n.held_next, held_until = n.held_until
                 FROM unnest(rows) AS n
                 WHERE d.ctid = n.tid AND n.changed AND NOT n.durable;
             END IF;
@@ -1672,7 +1781,8 @@ BEGIN
                 UPDATE rate_limit_durable AS d SET
                     algorithm = n.algorithm, count = n.count, prev_count = n.prev_count,
                     window_start = n.window_start, credit = n.credit, scale = n.scale, expires_at = n.expires_at,
-                    since = n.since, capacity = n.capacity, refill = n.refill, returned = n.returned, log = n.log
+                    since = n.since, capacity = n.capacity, refill = n.refill, returned = n.returned, log = n.log,
+                    held = n.held, held_next = n.held_next, held_until = n.held_until
                 FROM unnest(rows) AS n
                 WHERE d.ctid = n.tid AND n.changed AND n.durable;
             END IF;
@@ -2022,6 +2132,235 @@ BEGIN
 END
 $$;
 
+-- Holds. A hold sets units of a key aside until its end. It is not usage: it only leaves less room for requests, under
+-- every algorithm. Tests compare these functions with internal/model/hold.go.
+--
+-- The row of the key has the sum of its live holds. So a decision does not read the list of the holds, except those
+-- that have ended since the last write. Only RetryAfter of a denial reads more of the list.
+--
+-- Each function has a copy for rate_limit_durable: see twins.sql.
+
+-- _rate_limit_live_ephemeral subtracts from the sum of a row the holds that have ended at the time clock. It writes
+-- nothing.
+CREATE FUNCTION _rate_limit_live_ephemeral(s rate_limit_row, name text, key text, clock bigint) RETURNS rate_limit_row
+LANGUAGE plpgsql STABLE AS $$
+#variable_conflict use_variable
+DECLARE
+    next bigint;
+BEGIN
+    IF s.held_next <= clock THEN
+        next := (SELECT min(h.ends_at) FROM rate_limit_ephemeral_hold AS h
+            WHERE h.key = key AND h.prefix = name AND h.status = 0 AND h.ends_at > clock);
+        IF next IS NULL THEN -- all have ended
+            s.held := NULL;
+            s.held_until := NULL;
+        ELSE
+            s.held := s.held - (SELECT coalesce(sum(h.units), 0) FROM rate_limit_ephemeral_hold AS h
+                WHERE h.key = key AND h.prefix = name AND h.status = 0 AND h.ends_at BETWEEN s.held_next AND clock);
+        END IF;
+        s.held_next := next;
+    END IF;
+    RETURN s;
+END
+$$;
+
+-- _rate_limit_beside_ephemeral decides a request for a row with holds, or a request that makes, settles or extends a
+-- hold. s has the live holds at the time clock. It writes nothing. If retry_after_us is -1, the caller computes it by
+-- _rate_limit_earliest_ephemeral when the holds are written.
+CREATE FUNCTION _rate_limit_beside_ephemeral(
+    s rate_limit_row, name text, key text, algorithm smallint, clock bigint, cost bigint, asked bigint, most bigint,
+    max_count bigint, span_us bigint, refill bigint, zone text, charges boolean, ttl_us bigint, hold uuid
+) RETURNS rate_limit_row
+LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+DECLARE
+    longest CONSTANT bigint := clock + 86400000000; -- no hold ends later
+    was rate_limit_row;
+    known boolean := false; -- whether the hold to settle or to extend is known
+    live boolean;
+    units bigint;
+    ends bigint;
+    status smallint;
+    used bigint;
+    late boolean;
+    settled_at bigint;
+BEGIN
+    s.moved := false;
+    was := s;
+    s := _rate_limit_step(
+        s, algorithm, clock, 0::bigint, 1::bigint, 0::bigint, max_count, span_us, refill, zone);
+    IF hold IS NOT NULL AND (charges OR cost = 0) THEN
+        SELECT h.units, h.ends_at, h.status, h.used, h.late, h.settled_at
+        INTO units, ends, status, used, late, settled_at
+        FROM rate_limit_ephemeral_hold AS h
+        WHERE h.id = hold AND h.key = key AND h.prefix = name
+            AND greatest(h.ends_at, h.settled_at) > clock - 86400000000; -- older holds are forgotten
+        known := found;
+        live := known AND status = 0 AND ends > clock AND was.held IS NOT NULL;
+    END IF;
+
+    IF hold IS NOT NULL AND charges THEN -- settle
+        IF NOT known OR status = 2 OR most < asked THEN
+            s.granted := most;
+        ELSIF cost > 0 THEN
+            s := _rate_limit_charge(was, algorithm, clock, cost, asked, most, max_count, span_us, refill, zone);
+        ELSE
+            s.granted := 1;
+        END IF;
+        IF status = 2 THEN -- repeat the first answer
+            s.used := used;
+            s.late := late;
+            s.settled_at := settled_at;
+        ELSIF known AND s.granted = 1 THEN
+            s.used := cost;
+            s.late := NOT live;
+            s.settled_at := clock;
+            s.changed := true;
+            IF live AND units < s.held THEN
+                s.held := s.held - units;
+                IF ends = s.held_next OR ends = s.held_until THEN
+                    SELECT min(h.ends_at), max(h.ends_at) INTO s.held_next, s.held_until
+                    FROM rate_limit_ephemeral_hold AS h
+                    WHERE h.key = key AND h.prefix = name AND h.status = 0 AND h.ends_at > clock AND h.id <> hold;
+                END IF;
+            ELSIF live THEN -- no other hold is live
+                s.held := NULL;
+                s.held_next := NULL;
+                s.held_until := NULL;
+            END IF;
+        END IF;
+    ELSIF hold IS NOT NULL AND cost = 0 THEN -- extend
+        s.granted := CASE WHEN most < asked THEN most WHEN NOT known THEN -3 WHEN NOT live THEN -4 ELSE 1 END;
+        IF s.granted = 1 AND clock + ttl_us > ends THEN
+            s.held_until := greatest(s.held_until, clock + ttl_us);
+            IF ends = s.held_next THEN
+                SELECT least(min(h.ends_at), clock + ttl_us) INTO s.held_next
+                FROM rate_limit_ephemeral_hold AS h
+                WHERE h.key = key AND h.prefix = name AND h.status = 0 AND h.ends_at > clock AND h.id <> hold;
+            END IF;
+        END IF;
+        s.changed := s.granted = 1;
+    ELSIF charges THEN
+        s := _rate_limit_charge(was, algorithm, clock, cost, asked, most, max_count, span_us, refill, zone);
+    ELSE
+        IF cost BETWEEN 1 AND max_count THEN
+            s.granted := least(most, greatest(s.remaining - coalesce(s.held, 0), 0) / cost);
+            s.changed := s.granted > 0 OR s.remaining - coalesce(s.held, 0) < cost AND (s.moved OR s.held_until > longest);
+        END IF;
+        IF s.granted > 0 AND hold IS NULL THEN
+            s := _rate_limit_step(
+                was, algorithm, clock, cost, s.granted, s.granted, max_count, span_us, refill, zone);
+        ELSIF s.granted > 0 THEN
+            s.held := coalesce(s.held, 0) + cost;
+            s.held_next := least(s.held_next, clock + ttl_us);
+            s.held_until := greatest(s.held_until, clock + ttl_us);
+        END IF;
+    END IF;
+
+    IF s.changed THEN
+        s.expires_at := CASE WHEN s.moved THEN clock + s.reset_after_us ELSE s.expires_at END;
+        s.held_next := CASE WHEN s.held IS NOT NULL THEN least(s.held_next, longest) END;
+        s.held_until := CASE WHEN s.held IS NOT NULL THEN least(s.held_until, longest) END;
+    END IF;
+    s.told_log := NULL; -- a client cannot decide by the log, because it does not know the holds
+    s.remaining := greatest(s.remaining - coalesce(s.held, 0), 0);
+    s.reset_after_us := greatest(s.reset_after_us, s.held_until - clock);
+    s.retry_after_us := CASE
+        WHEN NOT charges AND (s.granted = asked OR s.granted < 0) THEN 0
+        WHEN NOT charges AND cost > max_count THEN NULL
+        WHEN s.remaining >= CASE WHEN charges THEN 1 ELSE greatest(cost, 1) END THEN 0
+        ELSE -1 END;
+    RETURN s;
+END
+$$;
+
+-- _rate_limit_fits_after returns how long it takes until n units fit into a row beside the held units. The result is at
+-- least after. It is NULL if they never fit. The row is rolled forward.
+CREATE FUNCTION _rate_limit_fits_after(
+    s rate_limit_row, algorithm smallint, clock bigint, n bigint, held bigint, after bigint,
+    max_count bigint, span_us bigint, refill bigint, zone text
+) RETURNS bigint LANGUAGE plpgsql AS $$
+DECLARE
+    -- Held units and granted credit cancel out, but the held units stay when the credit expires with the row.
+    by_credit CONSTANT bigint := least(held, s.credit);
+    wait bigint;
+BEGIN
+    IF held - by_credit > max_count - n THEN
+        RETURN NULL;
+    END IF;
+    s.credit := s.credit - by_credit;
+    s := _rate_limit_step(s, algorithm, clock, n + held - by_credit, 1::bigint, 0::bigint,
+        max_count, span_us, refill, zone);
+    wait := greatest(s.retry_after_us, after);
+    RETURN CASE WHEN held <= max_count - n OR clock + wait < s.expires_at THEN wait END;
+END
+$$;
+
+-- _rate_limit_earliest_ephemeral returns how long it takes until n units fit, if nothing happens except that holds end.
+-- The result is NULL if they never fit. s is rolled forward.
+CREATE FUNCTION _rate_limit_earliest_ephemeral(
+    s rate_limit_row, name text, key text, algorithm smallint, clock bigint, n bigint,
+    max_count bigint, span_us bigint, refill bigint, zone text
+) RETURNS bigint
+LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+DECLARE
+    held bigint := coalesce(s.held, 0);
+    best bigint := _rate_limit_fits_after(s, algorithm, clock, n, held, 0::bigint, max_count, span_us, refill, zone);
+    ends bigint;
+    units bigint;
+BEGIN
+    FOR ends, units IN
+        SELECT h.ends_at, h.units FROM rate_limit_ephemeral_hold AS h
+        WHERE h.key = key AND h.prefix = name AND h.status = 0 AND h.ends_at > clock AND s.held IS NOT NULL
+        ORDER BY h.ends_at
+    LOOP
+        EXIT WHEN ends - clock >= best;
+        held := held - units;
+        best := least(best, _rate_limit_fits_after(
+            s, algorithm, clock, n, held, ends - clock, max_count, span_us, refill, zone));
+    END LOOP;
+    RETURN best;
+END
+$$;
+
+-- _rate_limit_write_holds_ephemeral writes the holds of a key whose row changes. was is the row before. First, it notes
+-- which holds have ended, so that a clock that is set back cannot revive a hold whose room others may have got. Then it
+-- makes the hold, or settles or extends it.
+CREATE FUNCTION _rate_limit_write_holds_ephemeral(
+    s rate_limit_row, was rate_limit_row, name text, key text, algorithm smallint, clock bigint, cost bigint,
+    max_count bigint, span_us bigint, refill bigint, zone text, ttl_us bigint, hold uuid
+) RETURNS void
+LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+DECLARE
+    longest CONSTANT bigint := clock + 86400000000;
+BEGIN
+    -- If no hold was in the sum, but some are live in the list, then somebody has deleted the row.
+    IF was.held_next <= clock OR was.held IS NULL THEN
+        UPDATE rate_limit_ephemeral_hold AS h SET status = 1
+        WHERE h.key = key AND h.prefix = name AND h.status = 0 AND (h.ends_at <= clock OR was.held IS NULL);
+    END IF;
+    IF was.held_until > longest THEN -- the clock was set back
+        UPDATE rate_limit_ephemeral_hold AS h SET ends_at = longest
+        WHERE h.key = key AND h.prefix = name AND h.status = 0 AND h.ends_at > longest;
+    END IF;
+    IF s.settled_at IS NOT NULL THEN
+        UPDATE rate_limit_ephemeral_hold AS h
+        SET status = 2, used = s.used, late = s.late, settled_at = s.settled_at
+        WHERE h.id = hold AND h.key = key AND h.prefix = name AND h.status < 2;
+    ELSIF ttl_us IS NOT NULL AND cost = 0 THEN
+        UPDATE rate_limit_ephemeral_hold AS h SET ends_at = greatest(h.ends_at, clock + ttl_us)
+        WHERE h.id = hold AND h.key = key AND h.prefix = name AND h.status = 0;
+    ELSIF ttl_us IS NOT NULL AND s.granted > 0 THEN
+        INSERT INTO rate_limit_ephemeral_hold (
+            id, prefix, key, units, ends_at, algorithm, max_count, span_us, refill, zone)
+        VALUES (hold, name, key, cost, clock + ttl_us, algorithm, max_count, span_us, refill,
+            CASE WHEN algorithm = 5 THEN zone END);
+    END IF;
+END
+$$;
+
 -- _rate_limit_left_ephemeral decides the keys that are not in taken_keys. A rate_limit_take_ function calls
 -- _rate_limit_left_ephemeral if one statement could not take from all keys. _rate_limit_left_ephemeral returns the
 -- statement's numbers in the order of keys, and then fifteen numbers for each other key. rate_limit_take_sliding_window
@@ -2098,10 +2437,12 @@ BEGIN
         place := CASE WHEN places IS NULL THEN i ELSE places[i] END;
         -- Lock the row of the key, and read it.
         SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
-            d.since, d.capacity, d.refill, d.returned, d.log,
-            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
+            d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
+            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
+            NULL::int8, false, false, false INTO s
         FROM rate_limit_ephemeral AS d
         WHERE d.prefix = name AND d.key = keys[place] AND d.algorithm = algorithm
+            AND d.held IS NULL -- rate_limit_all decides keys with holds
         FOR UPDATE;
         EXIT WHEN NOT found;
         clock := _rate_limit_now(now_us); -- after the lock; an earlier reading could be older than the row
@@ -2143,7 +2484,8 @@ BEGIN
             array_fill(refill, ARRAY[n]), costs, counts, lock_timeout_ms, NULL::boolean,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',
             NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false,
-            CASE WHEN algorithm = 5 THEN array_fill(zone, ARRAY[n]) END, NULL::bigint[], NULL::boolean[]) AS a
+            CASE WHEN algorithm = 5 THEN array_fill(zone, ARRAY[n]) END, NULL::bigint[], NULL::boolean[],
+            NULL::bigint[], NULL::uuid[]) AS a
         ORDER BY a.ord);
 END
 $$;
@@ -2151,7 +2493,7 @@ $$;
 -- Functions for many requests that take from several keys each.
 
 -- _rate_limit_steps returns the next state of all rows. _rate_limit_steps returns NULL if a row has no room without
--- granted credit.
+-- granted credit, or has holds.
 CREATE FUNCTION _rate_limit_steps(
     rows rate_limit_row[], algorithms smallint[], clock bigint, units bigint[], limits bigint[], spans_us bigint[],
     refills bigint[], zones text[]
@@ -2163,7 +2505,7 @@ BEGIN
     FOR i IN 1 .. cardinality(rows) LOOP
         s := _rate_limit_step(rows[i], algorithms[i], clock, units[i], 1::bigint, 1::bigint,
             limits[i], spans_us[i], refills[i], zones[i]);
-        IF s.granted = 0 OR s.spent > 0 OR s.credit > 0 THEN
+        IF s.granted = 0 OR s.spent > 0 OR s.credit > 0 OR s.held IS NOT NULL THEN
             RETURN NULL;
         END IF;
         rows[i] := s;
@@ -2196,8 +2538,9 @@ BEGIN
                 CASE WHEN d.algorithm = e.algorithm
                     THEN ROW(d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale,
                         d.expires_at, d.since, d.capacity, d.refill, d.returned, d.log,
-                        0, 0, 0, 0, 0, NULL, NULL, false, NULL)::rate_limit_row
-                    ELSE _rate_limit_no_row(d.ctid, e.algorithm) END)
+                        d.held, d.held_next, d.held_until,
+                        0, 0, 0, 0, 0, NULL, NULL, NULL, NULL, NULL, false, false, NULL)::rate_limit_row
+                    ELSE _rate_limit_no_row(d.ctid, e.algorithm, d.held, d.held_next, d.held_until) END)
             INTO missing, rows
             FROM unnest(names, keys, algorithms) AS e (name, key, algorithm)
             LEFT JOIN LATERAL (
@@ -2247,7 +2590,7 @@ $$;
 --                       the request of each part, its row's place in keys, its cost, and the number of its requests
 --
 -- If every row has room for its units, all requests are granted, and the result has nine numbers for each row, like the
--- result of rate_limit_take_sliding_window. If a row has no room, rate_limit_all decides, and the result has fifteen
+-- result of rate_limit_take_sliding_window. If a row has no room or has holds, rate_limit_all decides, and the result has fifteen
 -- numbers for each part. This costs more than twice as much (measured with 32 requests for three existing rows each).
 CREATE FUNCTION rate_limit_take_all(
     names text[], keys text[], durable boolean, algorithms smallint[], limits bigint[], spans_us bigint[],
@@ -2307,7 +2650,7 @@ BEGIN
             limits, spans_us, refills, costs, counts, lock_timeout_ms, synchronous_commit,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',
             NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[],
-            NULL::boolean[]) AS a);
+            NULL::boolean[], NULL::bigint[], NULL::uuid[]) AS a);
 END
 $$;
 
@@ -2318,7 +2661,8 @@ Example: SELECT rate_limit_take_all(ARRAY[''user'', ''everybody''], ARRAY[''user
     'ARRAY[1, 1], ARRAY[1, 2], NULL, NULL) '
     'takes one of 20 a minute and one of 1000 a minute, or neither.';
 
--- rate_limit_reset makes a key as good as new, for every algorithm. rate_limit_reset returns whether the key had a row.
+-- rate_limit_reset makes a key as good as new, for every algorithm, and ends its holds. rate_limit_reset returns whether
+-- the key had a row.
 -- rate_limit_take_sliding_window explains the parameters.
 CREATE FUNCTION rate_limit_reset(
     name text, key text, durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL,
@@ -2331,6 +2675,8 @@ AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
+    held bigint;
+    existed boolean;
 BEGIN
     IF octet_length(name) > 128 OR octet_length(key) > 512 THEN -- lengths in the database's encoding
         RAISE EXCEPTION 'rate_limit: % is too long', CASE WHEN octet_length(name) > 128 THEN 'name' ELSE 'key' END
@@ -2340,16 +2686,24 @@ BEGIN
     -- LOCK TABLE comes first, so that an error shows whether the table or a row was locked.
     IF durable THEN
         LOCK TABLE rate_limit_durable IN ROW EXCLUSIVE MODE;
-        DELETE FROM rate_limit_durable AS r WHERE r.prefix = name AND r.key = key;
+        DELETE FROM rate_limit_durable AS r WHERE r.prefix = name AND r.key = key RETURNING r.held INTO held;
+        existed := found;
+        IF held IS NOT NULL THEN
+            UPDATE rate_limit_durable_hold AS h SET status = 1 WHERE h.key = key AND h.prefix = name AND h.status = 0;
+        END IF;
     ELSE
         LOCK TABLE rate_limit_ephemeral IN ROW EXCLUSIVE MODE;
-        DELETE FROM rate_limit_ephemeral AS r WHERE r.prefix = name AND r.key = key;
+        DELETE FROM rate_limit_ephemeral AS r WHERE r.prefix = name AND r.key = key RETURNING r.held INTO held;
+        existed := found;
+        IF held IS NOT NULL THEN
+            UPDATE rate_limit_ephemeral_hold AS h SET status = 1 WHERE h.key = key AND h.prefix = name AND h.status = 0;
+        END IF;
     END IF;
-    RETURN found;
+    RETURN existed;
 END
 $$;
 
-COMMENT ON FUNCTION rate_limit_reset IS 'Makes a key as good as new, and returns whether it had a row.
+COMMENT ON FUNCTION rate_limit_reset IS 'Makes a key as good as new, and returns whether it had a row. Its holds end.
 A policy of several parts has a row for each part. Reset the key for name/2, name/3 and so on too.
 Example: SELECT rate_limit_reset(''login'', ''user:123'')';
 
@@ -2550,7 +2904,7 @@ BEGIN
         p.algorithms, p.limits, p.spans_us, p.refills, array_fill(cost, ARRAY[n]), NULL::bigint[],
         NULL::integer, NULL::boolean, NULL::timestamptz,
         NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, p.zones,
-        NULL::bigint[], array_fill(charges, ARRAY[n])) AS a;
+        NULL::bigint[], array_fill(charges, ARRAY[n]), NULL::bigint[], NULL::uuid[]) AS a;
     IF charges AND refused THEN
         RAISE EXCEPTION 'rate_limit: a charge of % is too large, and % would be accepted', cost, accepted
             USING ERRCODE = 'RLS05', DETAIL = accepted::text,
@@ -2663,7 +3017,9 @@ BEGIN
             AND p.proowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
             AND p.proname IN (
                 'rate_limit_take_fixed_window', 'rate_limit_take_sliding_window', 'rate_limit_take_token_bucket',
-                'rate_limit_take_calendar_window', '_rate_limit_left_ephemeral', '_rate_limit_take_all_ephemeral'));
+                'rate_limit_take_calendar_window', '_rate_limit_left_ephemeral', '_rate_limit_take_all_ephemeral',
+                '_rate_limit_live_ephemeral', '_rate_limit_beside_ephemeral', '_rate_limit_earliest_ephemeral',
+                '_rate_limit_write_holds_ephemeral'));
     PERFORM pg_catalog.set_config('search_path', path, true);
     FOR i IN 1 .. pg_catalog.cardinality(texts) LOOP
         EXECUTE texts[i];
@@ -2687,6 +3043,8 @@ $$;
 -- Sweeping changes no decision, because an expired row means the same as no row. After locking a row, the sweeper
 -- checks again whether the row has expired. A call that waits for the lock finds no row, and makes the row again. The
 -- sweeper does not see rows that are being made, and skips locked rows.
+--
+-- Holds are deleted a day after they have ended or were settled.
 --
 -- synchronous_commit is off until the transaction ends. A row that comes back after a crash is still expired.
 --
@@ -2715,7 +3073,9 @@ DECLARE
     clock timestamptz;
     page_bytes bigint := current_setting('block_size')::bigint;
     expired bigint; -- rows that expired before this time are deleted
-    sizes bigint[]; -- the sizes of both tables, in pages
+    forgotten bigint; -- holds that ended or were settled before this time are deleted
+    sizes bigint[]; -- the sizes of the four tables, in pages
+    place integer;  -- the current table's place in sizes
     size bigint;    -- the size of the current table, in pages
     first tid;      -- the sweeper reads next from first to past
     past tid;
@@ -2743,19 +3103,22 @@ BEGIN
     -- BETWEEN prevents that a clock that is set back makes a turn longer.
     skipped := (NOT found
         OR s.held_by IS DISTINCT FROM sweeper AND clock BETWEEN s.held_at AND s.held_at + interval '10 seconds'
-        OR NOT s.durable AND s.next_page = 0
+        OR NOT s.durable AND NOT s.holds AND s.next_page = 0
             AND clock BETWEEN s.completed_at AND s.completed_at + at_most_every) IS TRUE;
     IF skipped THEN
         RETURN;
     END IF;
 
     WHILE NOT complete AND scanned < max_pages AND deleted < max_rows LOOP
-        sizes := ARRAY[
-            (SELECT pg_relation_size(y.typrelid) FROM pg_type AS y WHERE y.oid = pg_typeof(NULL::rate_limit_ephemeral))
-                / page_bytes,
-            (SELECT pg_relation_size(y.typrelid) FROM pg_type AS y WHERE y.oid = pg_typeof(NULL::rate_limit_durable))
-                / page_bytes];
-        size := sizes[CASE WHEN s.durable THEN 2 ELSE 1 END];
+        sizes := ARRAY(
+            SELECT pg_relation_size(y.typrelid) / page_bytes
+            FROM unnest(ARRAY[pg_typeof(NULL::rate_limit_ephemeral), pg_typeof(NULL::rate_limit_ephemeral_hold),
+                pg_typeof(NULL::rate_limit_durable), pg_typeof(NULL::rate_limit_durable_hold)])
+                WITH ORDINALITY AS e (type, place)
+            JOIN pg_type AS y ON y.oid = e.type
+            ORDER BY e.place);
+        place := CASE WHEN s.durable THEN 3 ELSE 1 END + CASE WHEN s.holds THEN 1 ELSE 0 END;
+        size := sizes[place];
         s.next_page := least(s.next_page, size);
         past_page := least(s.next_page + max_pages - scanned, size);
         first := format('(%s,0)', s.next_page)::tid;
@@ -2763,32 +3126,78 @@ BEGIN
         room := max_rows - deleted;
 
         expired := (extract(epoch FROM coalesce(now, clock_timestamp()) - interval '1 minute') * 1000000)::bigint;
-        IF NOT s.durable THEN
+        IF s.holds THEN
+            -- A live hold is in the sum in its key's row, so it stays until a write to the row notes its end.
+            forgotten := expired - 86400000000;
+            IF s.durable THEN
+                SELECT array_agg(e.tid) INTO tids
+                FROM (
+                    SELECT h.ctid AS tid
+                    FROM rate_limit_durable_hold AS h
+                    WHERE h.ctid >= first AND h.ctid < past AND h.status <> 0
+                        AND (greatest(h.ends_at, h.settled_at) <= forgotten OR h.prefix <> ALL (names))
+                    LIMIT room
+                    FOR UPDATE SKIP LOCKED
+                ) AS e;
+                DELETE FROM rate_limit_durable_hold AS h WHERE h.ctid = ANY (tids);
+            ELSE
+                SELECT array_agg(e.tid) INTO tids
+                FROM (
+                    SELECT h.ctid AS tid
+                    FROM rate_limit_ephemeral_hold AS h
+                    WHERE h.ctid >= first AND h.ctid < past AND h.status <> 0
+                        AND (greatest(h.ends_at, h.settled_at) <= forgotten OR h.prefix <> ALL (names))
+                    LIMIT room
+                    FOR UPDATE SKIP LOCKED
+                ) AS e;
+                DELETE FROM rate_limit_ephemeral_hold AS h WHERE h.ctid = ANY (tids);
+            END IF;
+            GET DIAGNOSTICS n = ROW_COUNT;
+        ELSIF NOT s.durable THEN
             SELECT array_agg(e.tid) INTO tids
             FROM (
                 SELECT d.ctid AS tid
                 FROM rate_limit_ephemeral AS d
-                WHERE d.ctid >= first AND d.ctid < past AND (d.expires_at <= expired OR d.prefix <> ALL (names))
+                WHERE d.ctid >= first AND d.ctid < past
+                    AND (d.expires_at <= expired AND (d.held_until <= expired) IS NOT FALSE OR d.prefix <> ALL (names))
                 LIMIT room
                 FOR UPDATE SKIP LOCKED
             ) AS e;
             expired := (extract(epoch FROM coalesce(now, clock_timestamp()) - interval '1 minute') * 1000000)::bigint;
-            DELETE FROM rate_limit_ephemeral AS d
-            WHERE d.ctid = ANY (tids) AND (d.expires_at <= expired OR d.prefix <> ALL (names));
+            WITH gone AS (
+                DELETE FROM rate_limit_ephemeral AS d
+                WHERE d.ctid = ANY (tids) AND (d.expires_at <= expired AND (d.held_until <= expired) IS NOT FALSE
+                    OR d.prefix <> ALL (names))
+                RETURNING d.prefix, d.key, d.held
+            ), ended AS (
+                UPDATE rate_limit_ephemeral_hold AS h SET status = 1
+                FROM gone AS g
+                WHERE g.held IS NOT NULL AND h.key = g.key AND h.prefix = g.prefix AND h.status = 0
+            )
+            SELECT count(*) INTO n FROM gone;
         ELSE
             SELECT array_agg(e.tid) INTO tids
             FROM (
                 SELECT d.ctid AS tid
                 FROM rate_limit_durable AS d
-                WHERE d.ctid >= first AND d.ctid < past AND (d.expires_at <= expired OR d.prefix <> ALL (names))
+                WHERE d.ctid >= first AND d.ctid < past
+                    AND (d.expires_at <= expired AND (d.held_until <= expired) IS NOT FALSE OR d.prefix <> ALL (names))
                 LIMIT room
                 FOR UPDATE SKIP LOCKED
             ) AS e;
             expired := (extract(epoch FROM coalesce(now, clock_timestamp()) - interval '1 minute') * 1000000)::bigint;
-            DELETE FROM rate_limit_durable AS d
-            WHERE d.ctid = ANY (tids) AND (d.expires_at <= expired OR d.prefix <> ALL (names));
+            WITH gone AS (
+                DELETE FROM rate_limit_durable AS d
+                WHERE d.ctid = ANY (tids) AND (d.expires_at <= expired AND (d.held_until <= expired) IS NOT FALSE
+                    OR d.prefix <> ALL (names))
+                RETURNING d.prefix, d.key, d.held
+            ), ended AS (
+                UPDATE rate_limit_durable_hold AS h SET status = 1
+                FROM gone AS g
+                WHERE g.held IS NOT NULL AND h.key = g.key AND h.prefix = g.prefix AND h.status = 0
+            )
+            SELECT count(*) INTO n FROM gone;
         END IF;
-        GET DIAGNOSTICS n = ROW_COUNT;
         deleted := deleted + n;
 
         IF cardinality(tids) = room THEN -- the last page may have more rows to delete
@@ -2800,17 +3209,20 @@ BEGIN
         scanned := scanned + past_page - s.next_page;
         s.next_page := past_page;
         IF past_page = size THEN
-            complete := s.durable;
-            s.durable := NOT s.durable;
+            complete := place = 4;
+            s.durable := place IN (2, 3);
+            s.holds := place IN (1, 3);
             s.next_page := 0;
         END IF;
     END LOOP;
 
-    pages := sizes[1] + sizes[2];
-    page := CASE WHEN complete THEN pages WHEN s.durable THEN sizes[1] + s.next_page ELSE s.next_page END;
+    pages := (SELECT sum(e.size) FROM unnest(sizes) AS e (size));
+    page := CASE WHEN complete THEN pages ELSE s.next_page + (
+        SELECT coalesce(sum(e.size), 0) FROM unnest(sizes) WITH ORDINALITY AS e (size, place)
+        WHERE e.place < CASE WHEN s.durable THEN 3 ELSE 1 END + CASE WHEN s.holds THEN 1 ELSE 0 END) END;
     clock := coalesce(now, clock_timestamp());
     UPDATE rate_limit_sweeper AS w
-    SET durable = s.durable, next_page = s.next_page,
+    SET durable = s.durable, holds = s.holds, next_page = s.next_page,
         held_by = CASE WHEN NOT complete THEN sweeper END,
         held_at = CASE WHEN NOT complete AND sweeper IS NOT NULL THEN clock END,
         completed_at = CASE WHEN complete THEN clock ELSE w.completed_at END
@@ -2822,7 +3234,7 @@ COMMENT ON FUNCTION rate_limit_sweep IS
     'Deletes rows that expired a minute ago or more: at most max_rows of them, from at most max_pages pages. '
     'The next call continues where this one stopped. It does not wait for rows, and changes no decision.
 It returns skipped (another sweeper is at work, so nothing was done), '
-    'complete (it reached the end of both tables), scanned (how many pages it read), deleted (how many rows), '
+    'complete (it reached the end of all tables), scanned (how many pages it read), deleted (how many rows), '
     'and page and pages (the page that it has reached, and the number of pages).
 Example: SELECT * FROM rate_limit_sweep()
 With pg_cron, every minute: SELECT cron.schedule(''rate_limit_sweep'', ''* * * * *'', ''SELECT rate_limit_sweep()'')
@@ -3264,15 +3676,18 @@ DROP FUNCTION IF EXISTS _rate_limit_no_row, _rate_limit_now, _rate_limit_set, _r
     _rate_limit_bucket_fits, rate_limit_take_token_bucket, _rate_limit_valid_log, _rate_limit_entry_age,
     _rate_limit_log_with, _rate_limit_log, rate_limit_take_sliding_log, _rate_limit_valid_calendar,
     _rate_limit_window_end, _rate_limit_calendar, _rate_limit_calendar_fits, rate_limit_take_calendar_window,
-    _rate_limit_valid, _rate_limit_step, _rate_limit_check, _rate_limit_rows_in_lock_order, _rate_limit_try_to_make,
-    _rate_limit_holder, _rate_limit_look, rate_limit_all, _rate_limit_fixed_refund, _rate_limit_sliding_refund,
-    _rate_limit_log_refund, _rate_limit_bucket_leases, _rate_limit_bucket_lend, _rate_limit_bucket_refund,
-    _rate_limit_give, _rate_limit_max_owed, _rate_limit_chargeable, _rate_limit_owed, _rate_limit_lasts,
-    _rate_limit_charge, _rate_limit_left_ephemeral, _rate_limit_steps, _rate_limit_take_all_ephemeral,
-    rate_limit_take_all, rate_limit_reset, _rate_limit_read_policy, _rate_limit_ask, rate_limit_allow, rate_limit_peek,
-    rate_limit_charge, rate_limit_sweep, _rate_limit_check_policy, _rate_limit_note_policy, rate_limit_policies,
-    rate_limit_ban, rate_limit_report, _rate_limit_take_fixed_window_durable, _rate_limit_take_sliding_window_durable,
+    _rate_limit_valid, _rate_limit_step, _rate_limit_wrong_hold, _rate_limit_check, _rate_limit_rows_in_lock_order,
+    _rate_limit_try_to_make, _rate_limit_holder, _rate_limit_look, rate_limit_all, _rate_limit_fixed_refund,
+    _rate_limit_sliding_refund, _rate_limit_log_refund, _rate_limit_bucket_leases, _rate_limit_bucket_lend,
+    _rate_limit_bucket_refund, _rate_limit_give, _rate_limit_max_owed, _rate_limit_chargeable, _rate_limit_owed,
+    _rate_limit_lasts, _rate_limit_charge, _rate_limit_live_ephemeral, _rate_limit_beside_ephemeral,
+    _rate_limit_fits_after, _rate_limit_earliest_ephemeral, _rate_limit_write_holds_ephemeral,
+    _rate_limit_left_ephemeral, _rate_limit_steps, _rate_limit_take_all_ephemeral, rate_limit_take_all,
+    rate_limit_reset, _rate_limit_read_policy, _rate_limit_ask, rate_limit_allow, rate_limit_peek, rate_limit_charge,
+    rate_limit_sweep, _rate_limit_check_policy, _rate_limit_note_policy, rate_limit_policies, rate_limit_ban,
+    rate_limit_report, _rate_limit_take_fixed_window_durable, _rate_limit_take_sliding_window_durable,
     _rate_limit_take_token_bucket_durable, _rate_limit_left_durable, _rate_limit_take_calendar_window_durable,
+    _rate_limit_live_durable, _rate_limit_beside_durable, _rate_limit_write_holds_durable, _rate_limit_earliest_durable,
     _rate_limit_take_all_durable;
 DROP TYPE IF EXISTS rate_limit_row, rate_limit_decision;
 

@@ -47,7 +47,8 @@ BEGIN
         WHERE t.relnamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema)
             AND t.relowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
             AND t.relname IN (
-                'rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
+                'rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_ephemeral_hold', 'rate_limit_durable_hold',
+                'rate_limit_sweeper', 'rate_limit_goose_version',
                 'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow')
             AND a.grantee <> c.relowner
             -- Revoke all rights on tables of this transaction. goose creates its table before the first migration.

@@ -24,12 +24,23 @@ CREATE FUNCTION _rate_limit_step(
         WHEN 5 THEN _rate_limit_calendar(s, clock, cost, asked, most, max_count, span_us, zone) END
 $$;
 
+-- _rate_limit_wrong_hold tells whether the arguments of a part that makes, settles or extends a hold do not go together.
+CREATE FUNCTION _rate_limit_wrong_hold(
+    cost bigint, asked bigint, charges boolean, ttl_us bigint, hold uuid, differs boolean
+) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT (NOT differs AND CASE
+        WHEN hold IS NULL THEN ttl_us IS NULL
+        ELSE coalesce(asked, 1) = 1 AND coalesce(cost, 1) >= 0
+            AND CASE WHEN ttl_us IS NULL THEN charges ELSE ttl_us BETWEEN 1000 AND 86400000000 AND charges IS NOT TRUE END
+        END) IS NOT TRUE
+$$;
+
 -- _rate_limit_check raises an error if arguments of rate_limit_all are invalid. _rate_limit_check returns whether the
 -- parts are in lock order and no two parts have the same row.
 CREATE FUNCTION _rate_limit_check(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[], limits bigint[],
     spans_us bigint[], refills bigint[], zones text[], costs bigint[], counts bigint[], taken_in bigint[],
-    leased bigint[], charges boolean[], looks boolean
+    leased bigint[], charges boolean[], ttls_us bigint[], holds uuid[], looks boolean
 ) RETURNS boolean LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
@@ -48,12 +59,12 @@ BEGIN
     lengths := ARRAY[cardinality(requests), cardinality(names), cardinality(durables), cardinality(algorithms),
         cardinality(limits), cardinality(spans_us), cardinality(refills), coalesce(cardinality(costs), n),
         coalesce(cardinality(counts), n), coalesce(cardinality(taken_in), n), coalesce(cardinality(leased), n),
-        coalesce(cardinality(charges), n)];
+        coalesce(cardinality(charges), n), coalesce(cardinality(ttls_us), n), coalesce(cardinality(holds), n)];
     IF (array_ndims(keys) = 1 AND array_lower(keys, 1) = 1 AND n = ALL (lengths)) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: % is not valid', (
                 SELECT coalesce(min(e.name), 'keys')
                 FROM unnest(string_to_array('requests names durables algorithms limits spans_us refills costs counts '
-                    'taken_in leased charges', ' '), lengths) AS e (name, n)
+                    'taken_in leased charges ttls_us holds', ' '), lengths) AS e (name, n)
                 WHERE e.n IS DISTINCT FROM n AND array_ndims(keys) = 1 AND array_lower(keys, 1) = 1)
             USING ERRCODE = 'invalid_parameter_value',
                 HINT = 'At least one key is needed, and as many elements of the others as keys. '
@@ -80,11 +91,16 @@ BEGIN
             WHEN durables[part] IS NULL THEN 'durable'
             WHEN (part = 1 OR requests[part] >= requests[part - 1]) IS NOT TRUE THEN 'next request'
             WHEN counts IS NOT NULL AND (counts[part] >= 1) IS NOT TRUE THEN 'count'
+            WHEN (ttls_us IS NOT NULL OR holds IS NOT NULL) AND _rate_limit_wrong_hold(costs[part], counts[part],
+                charges[part], ttls_us[part], holds[part], part > 1 AND requests[part] = requests[part - 1]
+                    AND (ttls_us[part], holds[part], ttls_us[part] IS NULL OR costs[part] = 0) IS DISTINCT FROM
+                        (ttls_us[part - 1], holds[part - 1], ttls_us[part] IS NULL OR costs[part - 1] = 0)) THEN 'hold'
             WHEN (algorithm BETWEEN 1 AND 5) IS NOT TRUE THEN 'algorithm'
             WHEN _rate_limit_valid(algorithm, max_count, span_us, refill, zone) IS NOT TRUE
                 THEN 'policy' END;
         IF takes IS NOT TRUE THEN
             wrong := CASE
+                WHEN holds[part] IS NOT NULL AND costs[part] >= 0 THEN wrong
                 WHEN costs[part] IS NULL
                     OR requests[part] = requests[part - 1] AND sign(costs[part]) <> sign(costs[part - 1])
                     OR costs[part] = 0 AND NOT looks AND requests[part] IN (requests[part - 1], requests[part + 1])
@@ -106,6 +122,8 @@ BEGIN
                         'like UTC or Europe/Berlin.'
                     WHEN 'algorithm'
                         THEN 'Write 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window.'
+                    WHEN 'hold' THEN 'A hold has an id, a ttl of 1000 to 86400000000 us, and a count of 1. It is settled by a '
+                        'charge with its id and without a ttl, and extended by a cost of 0 with both.'
                     ELSE 'A name has 1 to 128 bytes, a key 1 to 512, and durable is true or false. Requests ascend. '
                         'A count is at least 1. Costs of a request are all above or all below 0.' END;
     END LOOP;
@@ -170,8 +188,9 @@ BEGIN
 END
 $$;
 
--- _rate_limit_look reads a row without a lock. STABLE lets _rate_limit_look see the same data as the calling statement.
-CREATE FUNCTION _rate_limit_look(name text, key text, durable boolean) RETURNS rate_limit_row
+-- _rate_limit_look reads a row and its live holds without a lock. STABLE lets _rate_limit_look see the same data as the
+-- calling statement.
+CREATE FUNCTION _rate_limit_look(name text, key text, durable boolean, now_us bigint) RETURNS rate_limit_row
 LANGUAGE plpgsql STABLE AS $$
 #variable_conflict use_variable
 DECLARE
@@ -179,14 +198,20 @@ DECLARE
 BEGIN
     IF durable THEN
         SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
-            d.since, d.capacity, d.refill, d.returned, d.log,
-            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
+            d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
+            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
+            NULL::int8, false, false, false INTO s
         FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = key;
     ELSE
         SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
-            d.since, d.capacity, d.refill, d.returned, d.log,
-            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
+            d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
+            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
+            NULL::int8, false, false, false INTO s
         FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = key;
+    END IF;
+    IF s.held IS NOT NULL THEN
+        s := CASE WHEN durable THEN _rate_limit_live_durable(s, name, key, _rate_limit_now(now_us))
+            ELSE _rate_limit_live_ephemeral(s, name, key, _rate_limit_now(now_us)) END;
     END IF;
     RETURN s;
 END
@@ -255,7 +280,8 @@ CREATE FUNCTION rate_limit_all(
     lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL, now timestamptz DEFAULT NULL,
     taken_since bigint[] DEFAULT NULL, taken_in bigint[] DEFAULT NULL, taken_at bigint[] DEFAULT NULL,
     taken_spent bigint[] DEFAULT NULL, skip_held boolean DEFAULT false, zones text[] DEFAULT NULL,
-    leased bigint[] DEFAULT NULL, charges boolean[] DEFAULT NULL
+    leased bigint[] DEFAULT NULL, charges boolean[] DEFAULT NULL, ttls_us bigint[] DEFAULT NULL,
+    holds uuid[] DEFAULT NULL
 ) RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -267,7 +293,7 @@ AS $$
 DECLARE
     parts CONSTANT integer := cardinality(keys);
     -- A cost above the limit never fits, so no row must be locked. A charge counts even so.
-    looks CONSTANT boolean := coalesce(0 = ALL (costs)
+    looks CONSTANT boolean := coalesce(0 = ALL (costs) AND holds IS NULL
         OR parts = 1 AND costs[1] > limits[1] AND charges[1] IS NOT TRUE, false);
     -- The time when the waits for all rows have taken too long.
     give_up CONSTANT timestamptz := CASE WHEN lock_timeout_ms > 0
@@ -293,6 +319,7 @@ DECLARE
     passed_over boolean;
     decided_at timestamptz;
     clock bigint;
+    now_us CONSTANT bigint := (extract(epoch FROM now) * 1000000)::bigint;
     cost bigint;
     asked bigint;
     most bigint;
@@ -301,12 +328,14 @@ DECLARE
     granted bigint;
     gives boolean;                -- whether the request is a refund or a grant
     charging boolean;             -- whether the request is a charge
+    ends boolean;                 -- whether the request settles or extends a hold
+    was rate_limit_row;
     undecided boolean;            -- whether the request may still be granted, so that its rows must be locked
     lent bigint;
     writes boolean := false;
 BEGIN
     IF _rate_limit_check(requests, names, keys, durables, algorithms, limits, spans_us, refills, zones,
-        costs, counts, taken_in, leased, charges, looks)
+        costs, counts, taken_in, leased, charges, ttls_us, holds, looks)
     THEN
         FOR i IN 1 .. parts LOOP
             part_of[i] := i;
@@ -355,24 +384,28 @@ BEGIN
                 -- 2. Lock the row, or skip it.
                 IF NOT skip_held AND durables[part] THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
-                        d.since, d.capacity, d.refill, d.returned, d.log,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
+                        d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
+                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
+                        NULL::int8, false, false, false INTO s
                     FROM rate_limit_durable AS d WHERE d.prefix = names[part] AND d.key = keys[part] FOR UPDATE;
                 ELSIF NOT skip_held THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
-                        d.since, d.capacity, d.refill, d.returned, d.log,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
+                        d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
+                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
+                        NULL::int8, false, false, false INTO s
                     FROM rate_limit_ephemeral AS d WHERE d.prefix = names[part] AND d.key = keys[part] FOR UPDATE;
                 ELSIF durables[part] THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
-                        d.since, d.capacity, d.refill, d.returned, d.log,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
+                        d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
+                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
+                        NULL::int8, false, false, false INTO s
                     FROM rate_limit_durable AS d WHERE d.prefix = names[part] AND d.key = keys[part]
                     FOR UPDATE SKIP LOCKED;
                 ELSE
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
-                        d.since, d.capacity, d.refill, d.returned, d.log,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
+                        d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
+                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
+                        NULL::int8, false, false, false INTO s
                     FROM rate_limit_ephemeral AS d WHERE d.prefix = names[part] AND d.key = keys[part]
                     FOR UPDATE SKIP LOCKED;
                 END IF;
@@ -405,7 +438,7 @@ BEGIN
         IF NOT locking THEN
             -- Read the other rows. One statement sees all rows at the same moment.
             rows[locked + 1:cardinality(part_of)] := ARRAY(
-                SELECT _rate_limit_look(names[e.part], keys[e.part], durables[e.part])
+                SELECT _rate_limit_look(names[e.part], keys[e.part], durables[e.part], now_us)
                 FROM unnest(part_of) WITH ORDINALITY AS e (part, place)
                 WHERE e.place > locked
                 ORDER BY e.place);
@@ -429,6 +462,7 @@ BEGIN
             asked := counts[from_part];
             gives := costs[from_part] < 0;
             charging := coalesce(charges[from_part] AND costs[from_part] > 0, false);
+            ends := holds[from_part] IS NOT NULL AND (charges[from_part] OR costs[from_part] = 0) IS TRUE;
             undecided := false;
             passed_over := false;
             FOR i IN from_part .. CASE WHEN skip_held OR NOT locking THEN to_part ELSE 0 END LOOP
@@ -442,13 +476,13 @@ BEGIN
                     RETURN NEXT ROW(i::bigint, CASE WHEN holders[row_of[i]] >= 0 THEN -2 END::bigint,
                         coalesce(holders[row_of[i]], 0), NULL::bigint, 0::bigint, decided_at, 0::bigint, 0::bigint,
                         0::bigint, 0::bigint, 0::bigint, 0::bigint, NULL::bigint[],
-                        0::bigint, 0::bigint, 0::bigint, 0::bigint);
+                        0::bigint, 0::bigint, 0::bigint, 0::bigint, NULL::bigint, NULL::boolean, NULL::bigint);
                 END LOOP;
                 CONTINUE;
             END IF;
 
             -- Find how many requests fit into each part, and grant as many as fit into all parts.
-            most := CASE WHEN gives OR costs[from_part] <> 0 THEN asked ELSE 0 END;
+            most := CASE WHEN gives OR ends OR costs[from_part] <> 0 THEN asked ELSE 0 END;
             FOR pass IN 1 .. 2 LOOP
                 granted := most;
                 FOR i IN from_part .. to_part LOOP
@@ -458,7 +492,11 @@ BEGIN
                     span_us := spans_us[i];
                     s := rows[row_of[i]];
                     IF s.algorithm IS DISTINCT FROM algorithms[i] THEN -- a row of another algorithm counts as no row
-                        s := _rate_limit_no_row(s.tid, algorithms[i]);
+                        s := _rate_limit_no_row(s.tid, algorithms[i], s.held, s.held_next, s.held_until);
+                    END IF;
+                    IF s.held_next <= clock THEN
+                        s := CASE WHEN durables[i] THEN _rate_limit_live_durable(s, names[i], keys[i], clock)
+                            ELSE _rate_limit_live_ephemeral(s, names[i], keys[i], clock) END;
                     END IF;
                     IF gives THEN
                         undecided := undecided OR taken_in[from_part] IS NULL OR s.tid IS NOT NULL;
@@ -468,6 +506,16 @@ BEGIN
                                 ELSE -asked * cost END, taken_in[from_part] IS NULL, leased[i],
                             taken_since[i], taken_in[i], taken_at[i], taken_spent[i],
                             max_count, span_us, refills[i], zones[i]);
+                    ELSIF s.held IS NOT NULL OR holds[i] IS NOT NULL THEN
+                        s := CASE WHEN durables[i]
+                            THEN _rate_limit_beside_durable(s, names[i], keys[i], algorithms[i], clock, cost, asked,
+                                most, max_count, span_us, refills[i], zones[i], charging OR ends AND charges[i] IS TRUE,
+                                ttls_us[i], holds[i])
+                            ELSE _rate_limit_beside_ephemeral(s, names[i], keys[i], algorithms[i], clock, cost, asked,
+                                most, max_count, span_us, refills[i], zones[i], charging OR ends AND charges[i] IS TRUE,
+                                ttls_us[i], holds[i]) END;
+                        granted := least(granted, s.granted);
+                        undecided := undecided OR s.changed AND (ends OR s.granted = 0);
                     ELSIF charging THEN
                         s := _rate_limit_charge(s, algorithms[i], clock, cost, asked, most,
                             max_count, span_us, refills[i], zones[i]);
@@ -486,7 +534,7 @@ BEGIN
             END LOOP;
 
             IF NOT locking THEN
-                undecided := undecided OR granted > 0 AND NOT gives
+                undecided := undecided OR granted > 0 AND NOT gives AND NOT ends
                     OR from_part = to_part AND costs[from_part] BETWEEN 1 AND limits[from_part] AND NOT charging;
             END IF;
             FOR i IN from_part .. to_part LOOP
@@ -501,10 +549,30 @@ BEGIN
                     steps[i].told_log := s.log;
                     s.log := _rate_limit_bucket_lend(s, lent * costs[i]);
                 END IF;
+                was := rows[row_of[i]];
                 IF s.changed AND locking THEN
                     s.durable := durables[i];
                     rows[row_of[i]] := s;
                     writes := true;
+                    IF was.held IS NOT NULL OR holds[i] IS NOT NULL THEN
+                        max_count := limits[i];
+                        IF durables[i] THEN
+                            PERFORM _rate_limit_write_holds_durable(s, was, names[i], keys[i], algorithms[i], clock,
+                                costs[i], max_count, spans_us[i], refills[i], zones[i], ttls_us[i], holds[i]);
+                        ELSE
+                            PERFORM _rate_limit_write_holds_ephemeral(s, was, names[i], keys[i], algorithms[i], clock,
+                                costs[i], max_count, spans_us[i], refills[i], zones[i], ttls_us[i], holds[i]);
+                        END IF;
+                        IF NOT (s.moved OR gives) AND (ttls_us[i] IS NOT NULL OR s.granted = 0 OR costs[i] = 0) THEN
+                            -- Only the holds have changed.
+                            was.held := s.held;
+                            was.held_next := s.held_next;
+                            was.held_until := s.held_until;
+                            was.durable := s.durable;
+                            was.changed := true;
+                            rows[row_of[i]] := was;
+                        END IF;
+                    END IF;
                 END IF;
                 IF gives THEN
                     max_count := limits[i];
@@ -514,12 +582,25 @@ BEGIN
                     s.granted := asked;
                     s.retry_after_us := 0;
                     s.told_log := NULL;
+                    s.remaining := greatest(s.remaining - coalesce(s.held, 0), 0);
+                    s.reset_after_us := greatest(s.reset_after_us, s.held_until - clock);
                 ELSIF algorithms[i] = 3 THEN
                     s := steps[i];
                 END IF;
+                IF s.retry_after_us = -1 THEN
+                    cost := CASE WHEN charging OR ends THEN 1 ELSE greatest(costs[i], 1) END;
+                    s.retry_after_us := CASE WHEN durables[i]
+                        THEN _rate_limit_earliest_durable(s, names[i], keys[i], algorithms[i], clock, cost,
+                            limits[i], spans_us[i], refills[i], zones[i])
+                        ELSE _rate_limit_earliest_ephemeral(s, names[i], keys[i], algorithms[i], clock, cost,
+                            limits[i], spans_us[i], refills[i], zones[i]) END;
+                END IF;
+                IF ends AND charges[i] AND s.granted = 1 AND s.settled_at IS NULL THEN
+                    s.granted := -3;
+                END IF;
                 RETURN NEXT ROW(i::bigint, s.granted, s.remaining, s.retry_after_us, s.reset_after_us, decided_at,
                     s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.told_log,
-                    s.since, s.window_start, s.taken_at, s.spent);
+                    s.since, s.window_start, s.taken_at, s.spent, s.used, s.late, s.settled_at);
             END LOOP;
         END LOOP;
 
@@ -529,7 +610,8 @@ BEGIN
                 UPDATE rate_limit_ephemeral AS d SET
                     algorithm = n.algorithm, count = n.count, prev_count = n.prev_count,
                     window_start = n.window_start, credit = n.credit, scale = n.scale, expires_at = n.expires_at,
-                    since = n.since, capacity = n.capacity, refill = n.refill, returned = n.returned, log = n.log
+                    since = n.since, capacity = n.capacity, refill = n.refill, returned = n.returned, log = n.log,
+                    held = n.held, held_next = n.held_next, held_until = n.held_until
                 FROM unnest(rows) AS n
                 WHERE d.ctid = n.tid AND n.changed AND NOT n.durable;
             END IF;
@@ -537,7 +619,8 @@ BEGIN
                 UPDATE rate_limit_durable AS d SET
                     algorithm = n.algorithm, count = n.count, prev_count = n.prev_count,
                     window_start = n.window_start, credit = n.credit, scale = n.scale, expires_at = n.expires_at,
-                    since = n.since, capacity = n.capacity, refill = n.refill, returned = n.returned, log = n.log
+                    since = n.since, capacity = n.capacity, refill = n.refill, returned = n.returned, log = n.log,
+                    held = n.held, held_next = n.held_next, held_until = n.held_until
                 FROM unnest(rows) AS n
                 WHERE d.ctid = n.tid AND n.changed AND n.durable;
             END IF;

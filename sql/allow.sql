@@ -90,7 +90,7 @@ BEGIN
         p.algorithms, p.limits, p.spans_us, p.refills, array_fill(cost, ARRAY[n]), NULL::bigint[],
         NULL::integer, NULL::boolean, NULL::timestamptz,
         NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, p.zones,
-        NULL::bigint[], array_fill(charges, ARRAY[n])) AS a;
+        NULL::bigint[], array_fill(charges, ARRAY[n]), NULL::bigint[], NULL::uuid[]) AS a;
     IF charges AND refused THEN
         RAISE EXCEPTION 'rate_limit: a charge of % is too large, and % would be accepted', cost, accepted
             USING ERRCODE = 'RLS05', DETAIL = accepted::text,

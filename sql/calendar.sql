@@ -67,6 +67,7 @@ BEGIN
         s.scale := window_us;
         s.expires_at := clock + CASE WHEN s.credit > 0 THEN 2 ELSE 1 END * window_us;
         moved := true;
+        s.moved := true;
     END IF;
     t := greatest(clock, s.window_start);
     IF s.count = 0 OR t - s.window_start >= s.scale THEN -- a new window begins
@@ -163,6 +164,7 @@ BEGIN
             scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
             expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
         WHERE _rate_limit_now(now_us) < clock + 10000
+            AND d.held IS NULL
             AND _rate_limit_calendar_fits(d.algorithm, d.count, d.window_start, d.scale, d.expires_at, d.since,
                 excluded.count, clock, max_count, window_us)
         RETURNING ARRAY[_rate_limit_now(now_us),
@@ -185,6 +187,7 @@ BEGIN
                 scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
                 expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
             WHERE (_rate_limit_now(now_us) < clock + 10000 OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
+                AND d.held IS NULL
                 AND _rate_limit_calendar_fits(d.algorithm, d.count, d.window_start, d.scale, d.expires_at, d.since,
                     excluded.count, clock, max_count, window_us)
             RETURNING d.key, ARRAY[greatest(clock, least(clock + 10000, _rate_limit_now(now_us))),

@@ -29,6 +29,7 @@ BEGIN
         s.window_start := clock;
         s.expires_at := clock + window_us;
         moved := true;
+        s.moved := true;
     END IF;
     t := greatest(clock, s.window_start);
     IF s.count = 0 OR t - s.window_start >= window_us THEN -- a new window begins
@@ -114,6 +115,7 @@ BEGIN
             window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
             expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
         WHERE _rate_limit_now(now_us) < clock + 10000
+            AND d.held IS NULL
             AND _rate_limit_fixed_fits(d.algorithm, d.count, d.window_start, d.expires_at, d.since,
                 excluded.count, clock, max_count, window_us)
         RETURNING ARRAY[_rate_limit_now(now_us),
@@ -135,6 +137,7 @@ BEGIN
                 window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
                 expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
             WHERE (_rate_limit_now(now_us) < clock + 10000 OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
+                AND d.held IS NULL
                 AND _rate_limit_fixed_fits(d.algorithm, d.count, d.window_start, d.expires_at, d.since,
                     excluded.count, clock, max_count, window_us)
             RETURNING d.key, ARRAY[greatest(clock, least(clock + 10000, _rate_limit_now(now_us))),

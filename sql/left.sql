@@ -74,10 +74,12 @@ BEGIN
         place := CASE WHEN places IS NULL THEN i ELSE places[i] END;
         -- Lock the row of the key, and read it.
         SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
-            d.since, d.capacity, d.refill, d.returned, d.log,
-            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
+            d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
+            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
+            NULL::int8, false, false, false INTO s
         FROM rate_limit_ephemeral AS d
         WHERE d.prefix = name AND d.key = keys[place] AND d.algorithm = algorithm
+            AND d.held IS NULL -- rate_limit_all decides keys with holds
         FOR UPDATE;
         EXIT WHEN NOT found;
         clock := _rate_limit_now(now_us); -- after the lock; an earlier reading could be older than the row
@@ -119,7 +121,8 @@ BEGIN
             array_fill(refill, ARRAY[n]), costs, counts, lock_timeout_ms, NULL::boolean,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',
             NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false,
-            CASE WHEN algorithm = 5 THEN array_fill(zone, ARRAY[n]) END, NULL::bigint[], NULL::boolean[]) AS a
+            CASE WHEN algorithm = 5 THEN array_fill(zone, ARRAY[n]) END, NULL::bigint[], NULL::boolean[],
+            NULL::bigint[], NULL::uuid[]) AS a
         ORDER BY a.ord);
 END
 $$;

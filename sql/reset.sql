@@ -1,4 +1,5 @@
--- rate_limit_reset makes a key as good as new, for every algorithm. rate_limit_reset returns whether the key had a row.
+-- rate_limit_reset makes a key as good as new, for every algorithm, and ends its holds. rate_limit_reset returns whether
+-- the key had a row.
 -- rate_limit_take_sliding_window explains the parameters.
 CREATE FUNCTION rate_limit_reset(
     name text, key text, durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL,
@@ -11,6 +12,8 @@ AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
+    held bigint;
+    existed boolean;
 BEGIN
     IF octet_length(name) > 128 OR octet_length(key) > 512 THEN -- lengths in the database's encoding
         RAISE EXCEPTION 'rate_limit: % is too long', CASE WHEN octet_length(name) > 128 THEN 'name' ELSE 'key' END
@@ -20,15 +23,23 @@ BEGIN
     -- LOCK TABLE comes first, so that an error shows whether the table or a row was locked.
     IF durable THEN
         LOCK TABLE rate_limit_durable IN ROW EXCLUSIVE MODE;
-        DELETE FROM rate_limit_durable AS r WHERE r.prefix = name AND r.key = key;
+        DELETE FROM rate_limit_durable AS r WHERE r.prefix = name AND r.key = key RETURNING r.held INTO held;
+        existed := found;
+        IF held IS NOT NULL THEN
+            UPDATE rate_limit_durable_hold AS h SET status = 1 WHERE h.key = key AND h.prefix = name AND h.status = 0;
+        END IF;
     ELSE
         LOCK TABLE rate_limit_ephemeral IN ROW EXCLUSIVE MODE;
-        DELETE FROM rate_limit_ephemeral AS r WHERE r.prefix = name AND r.key = key;
+        DELETE FROM rate_limit_ephemeral AS r WHERE r.prefix = name AND r.key = key RETURNING r.held INTO held;
+        existed := found;
+        IF held IS NOT NULL THEN
+            UPDATE rate_limit_ephemeral_hold AS h SET status = 1 WHERE h.key = key AND h.prefix = name AND h.status = 0;
+        END IF;
     END IF;
-    RETURN found;
+    RETURN existed;
 END
 $$;
 
-COMMENT ON FUNCTION rate_limit_reset IS 'Makes a key as good as new, and returns whether it had a row.
+COMMENT ON FUNCTION rate_limit_reset IS 'Makes a key as good as new, and returns whether it had a row. Its holds end.
 A policy of several parts has a row for each part. Reset the key for name/2, name/3 and so on too.
 Example: SELECT rate_limit_reset(''login'', ''user:123'')';

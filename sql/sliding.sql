@@ -22,6 +22,7 @@ BEGIN
         s.window_start := clock;
         s.expires_at := clock + CASE WHEN s.count > 0 OR s.credit > 0 THEN 2 ELSE 1 END * window_us;
         moved := true;
+        s.moved := true;
     END IF;
     t := greatest(clock, s.window_start);
     IF t - s.window_start >= 2 * window_us
@@ -168,6 +169,7 @@ BEGIN
             expires_at = CASE WHEN d.window_start > ended THEN d.expires_at
                 WHEN d.expires_at > clock THEN d.expires_at + window_us ELSE excluded.expires_at END
         WHERE _rate_limit_now(now_us) < clock + 10000
+            AND d.held IS NULL
             AND _rate_limit_sliding_fits(d.algorithm, d.count, d.prev_count, d.window_start, d.expires_at, d.since,
                 excluded.count, clock, ended, max_count, window_us)
         RETURNING ARRAY[_rate_limit_now(now_us),
@@ -193,6 +195,7 @@ BEGIN
                 expires_at = CASE WHEN d.window_start > ended THEN d.expires_at
                     WHEN d.expires_at > clock THEN d.expires_at + window_us ELSE excluded.expires_at END
             WHERE (_rate_limit_now(now_us) < clock + 10000 OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
+                AND d.held IS NULL
                 AND _rate_limit_sliding_fits(d.algorithm, d.count, d.prev_count, d.window_start, d.expires_at, d.since,
                     excluded.count, clock, ended, max_count, window_us)
             RETURNING d.key, ARRAY[greatest(clock, least(clock + 10000, _rate_limit_now(now_us))),

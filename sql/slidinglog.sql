@@ -56,6 +56,7 @@ BEGIN
         s.window_start := clock;
         s.expires_at := clock + window_us;
         moved := true;
+        s.moved := true;
     END IF;
     t := greatest(clock, s.window_start);
     log := s.log;

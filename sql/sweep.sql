@@ -15,6 +15,8 @@
 -- checks again whether the row has expired. A call that waits for the lock finds no row, and makes the row again. The
 -- sweeper does not see rows that are being made, and skips locked rows.
 --
+-- Holds are deleted a day after they have ended or were settled.
+--
 -- synchronous_commit is off until the transaction ends. A row that comes back after a crash is still expired.
 --
 -- Rows are kept for a minute after they have expired. So if the clock is set back by up to a minute, no decision
@@ -42,7 +44,9 @@ DECLARE
     clock timestamptz;
     page_bytes bigint := current_setting('block_size')::bigint;
     expired bigint; -- rows that expired before this time are deleted
-    sizes bigint[]; -- the sizes of both tables, in pages
+    forgotten bigint; -- holds that ended or were settled before this time are deleted
+    sizes bigint[]; -- the sizes of the four tables, in pages
+    place integer;  -- the current table's place in sizes
     size bigint;    -- the size of the current table, in pages
     first tid;      -- the sweeper reads next from first to past
     past tid;
@@ -70,19 +74,22 @@ BEGIN
     -- BETWEEN prevents that a clock that is set back makes a turn longer.
     skipped := (NOT found
         OR s.held_by IS DISTINCT FROM sweeper AND clock BETWEEN s.held_at AND s.held_at + interval '10 seconds'
-        OR NOT s.durable AND s.next_page = 0
+        OR NOT s.durable AND NOT s.holds AND s.next_page = 0
             AND clock BETWEEN s.completed_at AND s.completed_at + at_most_every) IS TRUE;
     IF skipped THEN
         RETURN;
     END IF;
 
     WHILE NOT complete AND scanned < max_pages AND deleted < max_rows LOOP
-        sizes := ARRAY[
-            (SELECT pg_relation_size(y.typrelid) FROM pg_type AS y WHERE y.oid = pg_typeof(NULL::rate_limit_ephemeral))
-                / page_bytes,
-            (SELECT pg_relation_size(y.typrelid) FROM pg_type AS y WHERE y.oid = pg_typeof(NULL::rate_limit_durable))
-                / page_bytes];
-        size := sizes[CASE WHEN s.durable THEN 2 ELSE 1 END];
+        sizes := ARRAY(
+            SELECT pg_relation_size(y.typrelid) / page_bytes
+            FROM unnest(ARRAY[pg_typeof(NULL::rate_limit_ephemeral), pg_typeof(NULL::rate_limit_ephemeral_hold),
+                pg_typeof(NULL::rate_limit_durable), pg_typeof(NULL::rate_limit_durable_hold)])
+                WITH ORDINALITY AS e (type, place)
+            JOIN pg_type AS y ON y.oid = e.type
+            ORDER BY e.place);
+        place := CASE WHEN s.durable THEN 3 ELSE 1 END + CASE WHEN s.holds THEN 1 ELSE 0 END;
+        size := sizes[place];
         s.next_page := least(s.next_page, size);
         past_page := least(s.next_page + max_pages - scanned, size);
         first := format('(%s,0)', s.next_page)::tid;
@@ -90,32 +97,78 @@ BEGIN
         room := max_rows - deleted;
 
         expired := (extract(epoch FROM coalesce(now, clock_timestamp()) - interval '1 minute') * 1000000)::bigint;
-        IF NOT s.durable THEN
+        IF s.holds THEN
+            -- A live hold is in the sum in its key's row, so it stays until a write to the row notes its end.
+            forgotten := expired - 86400000000;
+            IF s.durable THEN
+                SELECT array_agg(e.tid) INTO tids
+                FROM (
+                    SELECT h.ctid AS tid
+                    FROM rate_limit_durable_hold AS h
+                    WHERE h.ctid >= first AND h.ctid < past AND h.status <> 0
+                        AND (greatest(h.ends_at, h.settled_at) <= forgotten OR h.prefix <> ALL (names))
+                    LIMIT room
+                    FOR UPDATE SKIP LOCKED
+                ) AS e;
+                DELETE FROM rate_limit_durable_hold AS h WHERE h.ctid = ANY (tids);
+            ELSE
+                SELECT array_agg(e.tid) INTO tids
+                FROM (
+                    SELECT h.ctid AS tid
+                    FROM rate_limit_ephemeral_hold AS h
+                    WHERE h.ctid >= first AND h.ctid < past AND h.status <> 0
+                        AND (greatest(h.ends_at, h.settled_at) <= forgotten OR h.prefix <> ALL (names))
+                    LIMIT room
+                    FOR UPDATE SKIP LOCKED
+                ) AS e;
+                DELETE FROM rate_limit_ephemeral_hold AS h WHERE h.ctid = ANY (tids);
+            END IF;
+            GET DIAGNOSTICS n = ROW_COUNT;
+        ELSIF NOT s.durable THEN
             SELECT array_agg(e.tid) INTO tids
             FROM (
                 SELECT d.ctid AS tid
                 FROM rate_limit_ephemeral AS d
-                WHERE d.ctid >= first AND d.ctid < past AND (d.expires_at <= expired OR d.prefix <> ALL (names))
+                WHERE d.ctid >= first AND d.ctid < past
+                    AND (d.expires_at <= expired AND (d.held_until <= expired) IS NOT FALSE OR d.prefix <> ALL (names))
                 LIMIT room
                 FOR UPDATE SKIP LOCKED
             ) AS e;
             expired := (extract(epoch FROM coalesce(now, clock_timestamp()) - interval '1 minute') * 1000000)::bigint;
-            DELETE FROM rate_limit_ephemeral AS d
-            WHERE d.ctid = ANY (tids) AND (d.expires_at <= expired OR d.prefix <> ALL (names));
+            WITH gone AS (
+                DELETE FROM rate_limit_ephemeral AS d
+                WHERE d.ctid = ANY (tids) AND (d.expires_at <= expired AND (d.held_until <= expired) IS NOT FALSE
+                    OR d.prefix <> ALL (names))
+                RETURNING d.prefix, d.key, d.held
+            ), ended AS (
+                UPDATE rate_limit_ephemeral_hold AS h SET status = 1
+                FROM gone AS g
+                WHERE g.held IS NOT NULL AND h.key = g.key AND h.prefix = g.prefix AND h.status = 0
+            )
+            SELECT count(*) INTO n FROM gone;
         ELSE
             SELECT array_agg(e.tid) INTO tids
             FROM (
                 SELECT d.ctid AS tid
                 FROM rate_limit_durable AS d
-                WHERE d.ctid >= first AND d.ctid < past AND (d.expires_at <= expired OR d.prefix <> ALL (names))
+                WHERE d.ctid >= first AND d.ctid < past
+                    AND (d.expires_at <= expired AND (d.held_until <= expired) IS NOT FALSE OR d.prefix <> ALL (names))
                 LIMIT room
                 FOR UPDATE SKIP LOCKED
             ) AS e;
             expired := (extract(epoch FROM coalesce(now, clock_timestamp()) - interval '1 minute') * 1000000)::bigint;
-            DELETE FROM rate_limit_durable AS d
-            WHERE d.ctid = ANY (tids) AND (d.expires_at <= expired OR d.prefix <> ALL (names));
+            WITH gone AS (
+                DELETE FROM rate_limit_durable AS d
+                WHERE d.ctid = ANY (tids) AND (d.expires_at <= expired AND (d.held_until <= expired) IS NOT FALSE
+                    OR d.prefix <> ALL (names))
+                RETURNING d.prefix, d.key, d.held
+            ), ended AS (
+                UPDATE rate_limit_durable_hold AS h SET status = 1
+                FROM gone AS g
+                WHERE g.held IS NOT NULL AND h.key = g.key AND h.prefix = g.prefix AND h.status = 0
+            )
+            SELECT count(*) INTO n FROM gone;
         END IF;
-        GET DIAGNOSTICS n = ROW_COUNT;
         deleted := deleted + n;
 
         IF cardinality(tids) = room THEN -- the last page may have more rows to delete
@@ -127,17 +180,20 @@ BEGIN
         scanned := scanned + past_page - s.next_page;
         s.next_page := past_page;
         IF past_page = size THEN
-            complete := s.durable;
-            s.durable := NOT s.durable;
+            complete := place = 4;
+            s.durable := place IN (2, 3);
+            s.holds := place IN (1, 3);
             s.next_page := 0;
         END IF;
     END LOOP;
 
-    pages := sizes[1] + sizes[2];
-    page := CASE WHEN complete THEN pages WHEN s.durable THEN sizes[1] + s.next_page ELSE s.next_page END;
+    pages := (SELECT sum(e.size) FROM unnest(sizes) AS e (size));
+    page := CASE WHEN complete THEN pages ELSE s.next_page + (
+        SELECT coalesce(sum(e.size), 0) FROM unnest(sizes) WITH ORDINALITY AS e (size, place)
+        WHERE e.place < CASE WHEN s.durable THEN 3 ELSE 1 END + CASE WHEN s.holds THEN 1 ELSE 0 END) END;
     clock := coalesce(now, clock_timestamp());
     UPDATE rate_limit_sweeper AS w
-    SET durable = s.durable, next_page = s.next_page,
+    SET durable = s.durable, holds = s.holds, next_page = s.next_page,
         held_by = CASE WHEN NOT complete THEN sweeper END,
         held_at = CASE WHEN NOT complete AND sweeper IS NOT NULL THEN clock END,
         completed_at = CASE WHEN complete THEN clock ELSE w.completed_at END
@@ -149,7 +205,7 @@ COMMENT ON FUNCTION rate_limit_sweep IS
     'Deletes rows that expired a minute ago or more: at most max_rows of them, from at most max_pages pages. '
     'The next call continues where this one stopped. It does not wait for rows, and changes no decision.
 It returns skipped (another sweeper is at work, so nothing was done), '
-    'complete (it reached the end of both tables), scanned (how many pages it read), deleted (how many rows), '
+    'complete (it reached the end of all tables), scanned (how many pages it read), deleted (how many rows), '
     'and page and pages (the page that it has reached, and the number of pages).
 Example: SELECT * FROM rate_limit_sweep()
 With pg_cron, every minute: SELECT cron.schedule(''rate_limit_sweep'', ''* * * * *'', ''SELECT rate_limit_sweep()'')

@@ -33,6 +33,9 @@ CREATE UNLOGGED TABLE rate_limit_ephemeral (
     capacity     bigint,
     refill       bigint,
     returned     bigint,
+    held         bigint,
+    held_next    bigint,
+    held_until   bigint,
     CONSTRAINT rate_limit_ephemeral_pkey PRIMARY KEY (key, prefix)
 ) WITH (fillfactor = 50);
 
@@ -84,6 +87,14 @@ COMMENT ON COLUMN rate_limit_ephemeral.refill IS 'Token bucket: the policy''s re
 COMMENT ON COLUMN rate_limit_ephemeral.returned IS
     'Token bucket: the sum of all refunds since the time in since, in units of 1/scale token. Otherwise NULL.';
 
+COMMENT ON COLUMN rate_limit_ephemeral.held IS
+    'The sum of the units of the key''s live holds in rate_limit_ephemeral_hold, or NULL if there is none. '
+    'A hold that has ended stays in the sum until the next write to the row.';
+COMMENT ON COLUMN rate_limit_ephemeral.held_next IS
+    'The earliest end of these holds, in microseconds since 1970 UTC. NULL if held is NULL.';
+COMMENT ON COLUMN rate_limit_ephemeral.held_until IS
+    'The last end of these holds, in microseconds since 1970 UTC. NULL if held is NULL.';
+
 -- This table has the same columns as rate_limit_ephemeral. (With LIKE, event triggers that harden tables would run
 -- twice.)
 CREATE TABLE rate_limit_durable (
@@ -101,6 +112,9 @@ CREATE TABLE rate_limit_durable (
     capacity     bigint,
     refill       bigint,
     returned     bigint,
+    held         bigint,
+    held_next    bigint,
+    held_until   bigint,
     CONSTRAINT rate_limit_durable_pkey PRIMARY KEY (key, prefix)
 ) WITH (fillfactor = 50);
 
@@ -110,10 +124,77 @@ COMMENT ON TABLE rate_limit_durable IS
     'Limits for quotas and billing. Logged: kept after a crash of the server. '
     'For the columns, see the comments on those of rate_limit_ephemeral.';
 
+-- The holds of the keys in rate_limit_ephemeral and rate_limit_durable: see hold.sql. A hold of several limits has a row
+-- for each of them. A hold changes only in a statement that has locked the row of its key, and this statement also
+-- changes held, held_next and held_until in that row. So these columns always agree with the list of live holds.
+--
+-- Ids are random. If they were counted, an unlogged table could give out an id a second time after a crash.
+CREATE UNLOGGED TABLE rate_limit_ephemeral_hold (
+    id         uuid NOT NULL,
+    prefix     text COLLATE "C" NOT NULL,
+    key        text COLLATE "C" NOT NULL,
+    units      bigint NOT NULL,
+    ends_at    bigint NOT NULL,
+    status     smallint NOT NULL DEFAULT 0,
+    used       bigint,
+    late       boolean,
+    settled_at bigint,
+    algorithm  smallint NOT NULL,
+    max_count  bigint NOT NULL,
+    span_us    bigint NOT NULL,
+    refill     bigint NOT NULL,
+    zone       text COLLATE "C",
+    CONSTRAINT rate_limit_ephemeral_hold_pkey PRIMARY KEY (id, key, prefix)
+);
+
+CREATE INDEX rate_limit_ephemeral_hold_live ON rate_limit_ephemeral_hold (key, prefix, ends_at) WHERE status = 0;
+
+COMMENT ON TABLE rate_limit_ephemeral_hold IS
+    'The holds of the keys in rate_limit_ephemeral. A hold is kept for a day after it has ended or was settled.';
+COMMENT ON COLUMN rate_limit_ephemeral_hold.id IS 'The id of the hold. Each limit of the hold has a row with this id.';
+COMMENT ON COLUMN rate_limit_ephemeral_hold.prefix IS 'Name of the limiter.';
+COMMENT ON COLUMN rate_limit_ephemeral_hold.key IS 'The limited user, address or other thing.';
+COMMENT ON COLUMN rate_limit_ephemeral_hold.units IS 'How many units are held.';
+COMMENT ON COLUMN rate_limit_ephemeral_hold.ends_at IS
+    'From this time on the units are free, in microseconds since 1970 UTC.';
+COMMENT ON COLUMN rate_limit_ephemeral_hold.status IS
+    '0 live, 1 ended, 2 settled. After ends_at, 0 means that no write to the row of the key has noted the end yet.';
+COMMENT ON COLUMN rate_limit_ephemeral_hold.used IS 'How many units the settlement has counted.';
+COMMENT ON COLUMN rate_limit_ephemeral_hold.late IS 'Whether the hold had ended when it was settled.';
+COMMENT ON COLUMN rate_limit_ephemeral_hold.settled_at IS
+    'When the hold was settled, in microseconds since 1970 UTC.';
+COMMENT ON COLUMN rate_limit_ephemeral_hold.algorithm IS
+    'The policy that the hold was made with. rate_limit_settle counts by this policy.';
+
+CREATE TABLE rate_limit_durable_hold (
+    id         uuid NOT NULL,
+    prefix     text COLLATE "C" NOT NULL,
+    key        text COLLATE "C" NOT NULL,
+    units      bigint NOT NULL,
+    ends_at    bigint NOT NULL,
+    status     smallint NOT NULL DEFAULT 0,
+    used       bigint,
+    late       boolean,
+    settled_at bigint,
+    algorithm  smallint NOT NULL,
+    max_count  bigint NOT NULL,
+    span_us    bigint NOT NULL,
+    refill     bigint NOT NULL,
+    zone       text COLLATE "C",
+    CONSTRAINT rate_limit_durable_hold_pkey PRIMARY KEY (id, key, prefix)
+);
+
+CREATE INDEX rate_limit_durable_hold_live ON rate_limit_durable_hold (key, prefix, ends_at) WHERE status = 0;
+
+COMMENT ON TABLE rate_limit_durable_hold IS
+    'The holds of the keys in rate_limit_durable. For the columns, see the comments on those of '
+    'rate_limit_ephemeral_hold.';
+
 -- The sweeper's progress: see sweep.sql.
 CREATE TABLE rate_limit_sweeper (
     one          boolean NOT NULL DEFAULT true,
     durable      boolean NOT NULL DEFAULT false,
+    holds        boolean NOT NULL DEFAULT false,
     next_page    bigint NOT NULL DEFAULT 0,
     held_by      text,
     held_at      timestamptz,

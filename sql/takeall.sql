@@ -1,7 +1,7 @@
 -- Functions for many requests that take from several keys each.
 
 -- _rate_limit_steps returns the next state of all rows. _rate_limit_steps returns NULL if a row has no room without
--- granted credit.
+-- granted credit, or has holds.
 CREATE FUNCTION _rate_limit_steps(
     rows rate_limit_row[], algorithms smallint[], clock bigint, units bigint[], limits bigint[], spans_us bigint[],
     refills bigint[], zones text[]
@@ -13,7 +13,7 @@ BEGIN
     FOR i IN 1 .. cardinality(rows) LOOP
         s := _rate_limit_step(rows[i], algorithms[i], clock, units[i], 1::bigint, 1::bigint,
             limits[i], spans_us[i], refills[i], zones[i]);
-        IF s.granted = 0 OR s.spent > 0 OR s.credit > 0 THEN
+        IF s.granted = 0 OR s.spent > 0 OR s.credit > 0 OR s.held IS NOT NULL THEN
             RETURN NULL;
         END IF;
         rows[i] := s;
@@ -46,8 +46,9 @@ BEGIN
                 CASE WHEN d.algorithm = e.algorithm
                     THEN ROW(d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale,
                         d.expires_at, d.since, d.capacity, d.refill, d.returned, d.log,
-                        0, 0, 0, 0, 0, NULL, NULL, false, NULL)::rate_limit_row
-                    ELSE _rate_limit_no_row(d.ctid, e.algorithm) END)
+                        d.held, d.held_next, d.held_until,
+                        0, 0, 0, 0, 0, NULL, NULL, NULL, NULL, NULL, false, false, NULL)::rate_limit_row
+                    ELSE _rate_limit_no_row(d.ctid, e.algorithm, d.held, d.held_next, d.held_until) END)
             INTO missing, rows
             FROM unnest(names, keys, algorithms) AS e (name, key, algorithm)
             LEFT JOIN LATERAL (
@@ -97,7 +98,7 @@ $$;
 --                       the request of each part, its row's place in keys, its cost, and the number of its requests
 --
 -- If every row has room for its units, all requests are granted, and the result has nine numbers for each row, like the
--- result of rate_limit_take_sliding_window. If a row has no room, rate_limit_all decides, and the result has fifteen
+-- result of rate_limit_take_sliding_window. If a row has no room or has holds, rate_limit_all decides, and the result has fifteen
 -- numbers for each part. This costs more than twice as much (measured with 32 requests for three existing rows each).
 CREATE FUNCTION rate_limit_take_all(
     names text[], keys text[], durable boolean, algorithms smallint[], limits bigint[], spans_us bigint[],
@@ -157,7 +158,7 @@ BEGIN
             limits, spans_us, refills, costs, counts, lock_timeout_ms, synchronous_commit,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',
             NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[],
-            NULL::boolean[]) AS a);
+            NULL::boolean[], NULL::bigint[], NULL::uuid[]) AS a);
 END
 $$;
 

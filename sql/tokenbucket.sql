@@ -51,6 +51,7 @@ BEGIN
             s.expires_at := clock + _rate_limit_ceil_div(
                 CASE WHEN s.credit > 0 THEN greatest(full_count, s.count) ELSE s.count END, refill);
             moved := true;
+            s.moved := true;
         END IF;
     END IF;
     s.scale := every_us;
@@ -174,6 +175,7 @@ BEGIN
             expires_at = greatest(clock, d.window_start) + (excluded.count - 1
                 + _rate_limit_bucket_count(d.count, d.window_start, clock, refill)) / refill + 1
         WHERE _rate_limit_now(now_us) < clock + 10000
+            AND d.held IS NULL
             AND _rate_limit_bucket_fits(d.algorithm, d.count, d.window_start, d.credit, d.scale, d.capacity,
                 d.refill, excluded.count, clock, full_count, capacity, refill, every_us)
         RETURNING ARRAY[_rate_limit_now(now_us),
@@ -202,6 +204,7 @@ BEGIN
                 expires_at = greatest(clock, d.window_start) + (excluded.count - 1
                     + _rate_limit_bucket_count(d.count, d.window_start, clock, refill)) / refill + 1
             WHERE (_rate_limit_now(now_us) < clock + 10000 OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
+                AND d.held IS NULL
                 AND _rate_limit_bucket_fits(d.algorithm, d.count, d.window_start, d.credit, d.scale, d.capacity,
                     d.refill, excluded.count, clock, full_count, capacity, refill, every_us)
             RETURNING d.key, ARRAY[greatest(clock, least(clock + 10000, _rate_limit_now(now_us))),

@@ -20,7 +20,9 @@ BEGIN
             AND p.proowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
             AND p.proname IN (
                 'rate_limit_take_fixed_window', 'rate_limit_take_sliding_window', 'rate_limit_take_token_bucket',
-                'rate_limit_take_calendar_window', '_rate_limit_left_ephemeral', '_rate_limit_take_all_ephemeral'));
+                'rate_limit_take_calendar_window', '_rate_limit_left_ephemeral', '_rate_limit_take_all_ephemeral',
+                '_rate_limit_live_ephemeral', '_rate_limit_beside_ephemeral', '_rate_limit_earliest_ephemeral',
+                '_rate_limit_write_holds_ephemeral'));
     PERFORM pg_catalog.set_config('search_path', path, true);
     FOR i IN 1 .. pg_catalog.cardinality(texts) LOOP
         EXECUTE texts[i];

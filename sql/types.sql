@@ -17,6 +17,9 @@ CREATE TYPE rate_limit_row AS (
     refill bigint,
     returned bigint,
     log bigint[],
+    held bigint,           -- the units of the live holds; NULL if there is none
+    held_next bigint,      -- the earliest end of these holds
+    held_until bigint,     -- the last end of these holds
     granted bigint,        -- how many requests were granted
     remaining bigint,      -- the largest cost that fits now
     retry_after_us bigint, -- microseconds until the denied requests may fit; 0 if they fit now; NULL if they never fit
@@ -24,14 +27,21 @@ CREATE TYPE rate_limit_row AS (
     spent bigint,          -- how many of the granted units were paid with granted credit
     taken_at bigint,       -- bucket: the position of the last unit in the queue of missing tokens
     told_log bigint[],     -- log: the entries that determine a denial's retry_after_us, at most 64
+    used bigint,           -- settlement of a hold: how many units it has counted; NULL if there is no such hold
+    late boolean,          -- settlement: whether the hold had ended
+    settled_at bigint,     -- settlement: when the hold was settled
     changed boolean,       -- whether the row must be written
+    moved boolean,         -- whether the clock was set back, so that the row's times were set back too
     durable boolean        -- whether the row is in rate_limit_durable
 );
 
--- _rate_limit_no_row returns the state of a key without a row. A row of another algorithm counts as no row.
-CREATE FUNCTION _rate_limit_no_row(tid tid, algorithm smallint) RETURNS rate_limit_row LANGUAGE sql IMMUTABLE AS $$
-    SELECT ROW(tid, algorithm, 0, 0, 0, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL,
-        0, 0, 0, 0, 0, NULL, NULL, false, NULL)::rate_limit_row
+-- _rate_limit_no_row returns the state of a key without a row. A row of another algorithm counts as no row,
+-- but it keeps the holds.
+CREATE FUNCTION _rate_limit_no_row(
+    tid tid, algorithm smallint, held bigint, held_next bigint, held_until bigint
+) RETURNS rate_limit_row LANGUAGE sql IMMUTABLE AS $$
+    SELECT ROW(tid, algorithm, 0, 0, 0, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL, held, held_next, held_until,
+        0, 0, 0, 0, 0, NULL, NULL, NULL, NULL, NULL, false, false, NULL)::rate_limit_row
 $$;
 
 -- rate_limit_decision has the columns that rate_limit_all returns for each part of a request.
@@ -54,7 +64,11 @@ CREATE TYPE rate_limit_decision AS (
     taken_since bigint,     -- the row's since
     taken_in bigint,        -- the row's window_start: the time of the window, the log entry or the bucket
     taken_at bigint,        -- the last unit's position in the bucket's queue: see TokenBucket.Refund in internal/model
-    taken_spent bigint      -- how many units were paid with granted credit
+    taken_spent bigint,     -- how many units were paid with granted credit
+    -- These columns are for settlements of holds: see rate_limit_row.
+    used bigint,
+    late boolean,
+    settled_at bigint
 );
 
 COMMENT ON TYPE rate_limit_decision IS
