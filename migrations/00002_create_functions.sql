@@ -1668,6 +1668,10 @@ BEGIN
                                 ELSE -asked * cost END, taken_in[from_part] IS NULL, leased[i],
                             taken_since[i], taken_in[i], taken_at[i], taken_spent[i],
                             max_count, span_us, refills[i], zones[i]);
+                        IF s.changed AND s.held_until > clock + 86400000000 THEN -- the clock was set back
+                            s.held_next := least(s.held_next, clock + 86400000000);
+                            s.held_until := clock + 86400000000;
+                        END IF;
                     ELSIF s.held IS NOT NULL OR holds[i] IS NOT NULL THEN
                         s := CASE WHEN durables[i]
                             THEN _rate_limit_beside_durable(s, names[i], keys[i], algorithms[i], clock, cost, asked,
@@ -2283,6 +2287,7 @@ CREATE FUNCTION _rate_limit_fits_after(
 DECLARE
     -- Held units and granted credit cancel out, but the held units stay when the credit expires with the row.
     by_credit CONSTANT bigint := least(held, s.credit);
+    expires_at CONSTANT bigint := s.expires_at;
     wait bigint;
 BEGIN
     IF held - by_credit > max_count - n THEN
@@ -2292,7 +2297,7 @@ BEGIN
     s := _rate_limit_step(s, algorithm, clock, n + held - by_credit, 1::bigint, 0::bigint,
         max_count, span_us, refill, zone);
     wait := greatest(s.retry_after_us, after);
-    RETURN CASE WHEN held <= max_count - n OR clock + wait < s.expires_at THEN wait END;
+    RETURN CASE WHEN held <= max_count - n OR clock + wait < expires_at THEN wait END;
 END
 $$;
 

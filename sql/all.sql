@@ -506,6 +506,10 @@ BEGIN
                                 ELSE -asked * cost END, taken_in[from_part] IS NULL, leased[i],
                             taken_since[i], taken_in[i], taken_at[i], taken_spent[i],
                             max_count, span_us, refills[i], zones[i]);
+                        IF s.changed AND s.held_until > clock + 86400000000 THEN -- the clock was set back
+                            s.held_next := least(s.held_next, clock + 86400000000);
+                            s.held_until := clock + 86400000000;
+                        END IF;
                     ELSIF s.held IS NOT NULL OR holds[i] IS NOT NULL THEN
                         s := CASE WHEN durables[i]
                             THEN _rate_limit_beside_durable(s, names[i], keys[i], algorithms[i], clock, cost, asked,

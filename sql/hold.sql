@@ -149,6 +149,7 @@ CREATE FUNCTION _rate_limit_fits_after(
 DECLARE
     -- Held units and granted credit cancel out, but the held units stay when the credit expires with the row.
     by_credit CONSTANT bigint := least(held, s.credit);
+    expires_at CONSTANT bigint := s.expires_at;
     wait bigint;
 BEGIN
     IF held - by_credit > max_count - n THEN
@@ -158,7 +159,7 @@ BEGIN
     s := _rate_limit_step(s, algorithm, clock, n + held - by_credit, 1::bigint, 0::bigint,
         max_count, span_us, refill, zone);
     wait := greatest(s.retry_after_us, after);
-    RETURN CASE WHEN held <= max_count - n OR clock + wait < s.expires_at THEN wait END;
+    RETURN CASE WHEN held <= max_count - n OR clock + wait < expires_at THEN wait END;
 END
 $$;
 
