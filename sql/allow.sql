@@ -1,12 +1,13 @@
 -- Functions for people, triggers and programs in other languages.
 
--- _rate_limit_ask decides a request, or charges cost. If cost is 0, nothing is taken. If policy is NULL, the row of
+-- _rate_limit_ask decides a request, charges cost, or makes a hold. If cost is 0, nothing is taken. counted is false if
+-- the policy mode decided and nothing was counted. If policy is NULL, the row of
 -- rate_limit_policy that is in force for the key decides. Texts are compared with the tables' collation, not with the
 -- caller's.
 CREATE FUNCTION _rate_limit_ask(
-    name text, key text, policy text, cost bigint, durable boolean, charges boolean,
+    name text, key text, policy text, cost bigint, durable boolean, charges boolean, ttl_us bigint, hold uuid,
     OUT allowed boolean, OUT remaining bigint, OUT retry_after interval, OUT reset_after interval,
-    OUT retry_after_seconds integer, OUT owed bigint
+    OUT retry_after_seconds integer, OUT owed bigint, OUT counted boolean
 ) LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
@@ -75,6 +76,7 @@ BEGIN
         reset_after := retry_after;
         retry_after_seconds := least(ceil(extract(epoch FROM retry_after)), 2147483647);
         owed := 0;
+        counted := false;
         RETURN;
     END IF;
     SELECT max(a.retry_after_us) = 0, min(a.remaining),
@@ -90,7 +92,10 @@ BEGIN
         p.algorithms, p.limits, p.spans_us, p.refills, array_fill(cost, ARRAY[n]), NULL::bigint[],
         NULL::integer, NULL::boolean, NULL::timestamptz,
         NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, p.zones,
-        NULL::bigint[], array_fill(charges, ARRAY[n]), NULL::bigint[], NULL::uuid[]) AS a;
+        NULL::bigint[], array_fill(charges, ARRAY[n]),
+        CASE WHEN hold IS NOT NULL THEN array_fill(ttl_us, ARRAY[n]) END,
+        CASE WHEN hold IS NOT NULL THEN array_fill(hold, ARRAY[n]) END) AS a;
+    counted := true;
     IF charges AND refused THEN
         RAISE EXCEPTION 'rate_limit: a charge of % is too large, and % would be accepted', cost, accepted
             USING ERRCODE = 'RLS05', DETAIL = accepted::text,
@@ -111,7 +116,8 @@ AS $$
 BEGIN
     SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds
     INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
-    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false) AS a;
+    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false,
+        NULL::bigint, NULL::uuid) AS a;
 END
 $$;
 
@@ -146,7 +152,8 @@ AS $$
 BEGIN
     SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds
     INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
-    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", 0::bigint, durable, false) AS a;
+    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", 0::bigint, durable, false,
+        NULL::bigint, NULL::uuid) AS a;
 END
 $$;
 
@@ -166,7 +173,8 @@ AS $$
 BEGIN
     SELECT a.remaining, a.owed, a.retry_after, a.reset_after, a.retry_after_seconds
     INTO remaining, owed, retry_after, reset_after, retry_after_seconds
-    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, true) AS a;
+    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, true,
+        NULL::bigint, NULL::uuid) AS a;
 END
 $$;
 
@@ -180,3 +188,225 @@ See rate_limit_allow for the parameters. It returns
   retry_after_seconds  retry_after in seconds, rounded up
 A key can owe 10 times its limit. A larger charge counts nothing and raises an error with SQLSTATE RLS05, whose DETAIL
 is the charge that would be accepted. The policy modes off and deny count nothing.';
+
+CREATE FUNCTION rate_limit_hold(
+    name text, key text, policy text DEFAULT NULL, cost bigint DEFAULT 1, ttl interval DEFAULT interval '1 minute',
+    durable boolean DEFAULT false,
+    OUT allowed boolean, OUT hold text, OUT remaining bigint, OUT retry_after interval, OUT reset_after interval,
+    OUT retry_after_seconds integer
+)
+LANGUAGE plpgsql
+SECURITY DEFINER
+AS $$
+#variable_conflict use_variable
+DECLARE
+    id uuid := gen_random_uuid();
+    counted boolean;
+BEGIN
+    PERFORM _rate_limit_check_ttl(ttl);
+    IF (cost >= 1) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: cost is %, and a hold needs at least 1', coalesce(cost::text, 'NULL')
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'cost', HINT = 'Hold the cost that is to be expected.';
+    END IF;
+    SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds, a.counted
+    INTO allowed, remaining, retry_after, reset_after, retry_after_seconds, counted
+    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false,
+        (extract(epoch FROM ttl) * 1000000)::bigint, id) AS a;
+    hold := CASE WHEN allowed AND counted THEN concat(id, CASE WHEN durable THEN '.d' ELSE '.e' END)
+        WHEN allowed THEN '' END;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_hold IS 'Sets cost of a key''s limit aside if it fits, for at most ttl. Nothing is counted.
+Example: SELECT * FROM rate_limit_hold(''tokens'', ''user:123'', ''fixed 100000/1d'', 4000, interval ''2 minutes'')
+  ttl          from 1 ms to 24 hours. Then the units are free again
+See rate_limit_allow for the other parameters. It returns what rate_limit_allow does, and
+  hold         the hold, for rate_limit_settle, rate_limit_cancel and rate_limit_extend. NULL if denied. It is empty in
+               the policy mode off, which counts nothing
+A call that uses the limit settles the hold when it knows what it has used:
+SELECT * FROM rate_limit_settle(<hold>, 2719)';
+
+-- _rate_limit_check_ttl raises an error if ttl is not within the bounds of a hold.
+CREATE FUNCTION _rate_limit_check_ttl(ttl interval) RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    IF (ttl BETWEEN interval '1 millisecond' AND interval '24 hours') IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: ttl is %', coalesce(ttl::text, 'NULL')
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'ttl',
+                HINT = 'It is from 1 millisecond to 24 hours. Extend the hold while its work goes on.';
+    END IF;
+END
+$$;
+
+-- _rate_limit_end_hold settles a hold, or extends it if ttl_us is not NULL.
+CREATE FUNCTION _rate_limit_end_hold(
+    hold text, used bigint, policy text, ttl_us bigint,
+    OUT counted bigint, OUT late boolean, OUT settled_at timestamptz, OUT ends_at timestamptz
+) LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+DECLARE
+    words CONSTANT text[] := regexp_match(hold COLLATE "C",
+        '^([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12})[.](e|d|ed)$');
+    id CONSTANT uuid := words[1]::uuid;
+    n integer;
+    names text[];
+    keys text[];
+    durables boolean[];
+    algorithms smallint[];
+    limits bigint[];
+    spans_us bigint[];
+    refills bigint[];
+    zones text[];
+    p record;
+    granted bigint;
+    accepted bigint; -- the largest settlement that the rows accept
+    algorithm smallint;
+    until bigint;
+BEGIN
+    IF (hold = '' OR words IS NOT NULL) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: hold cannot be read'
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'hold',
+                HINT = 'Pass the whole text that the hold was returned as.';
+    END IF;
+    IF ttl_us IS NULL AND (used BETWEEN 0 AND 4611686018427387904) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: used is %', coalesce(used::text, 'NULL')
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'used', HINT = 'It is from 0 to 2^62.';
+    END IF;
+    IF hold = '' THEN -- made by the policy mode off
+        counted := used;
+        late := false;
+        RETURN;
+    END IF;
+    -- The policy of a hold does not change, so this needs no lock. The parts are in lock order.
+    SELECT count(*), array_agg(h.prefix ORDER BY h.place), array_agg(h.key ORDER BY h.place),
+        array_agg(h.durable ORDER BY h.place), array_agg(h.algorithm ORDER BY h.place),
+        array_agg(h.max_count ORDER BY h.place), array_agg(h.span_us ORDER BY h.place),
+        array_agg(h.refill ORDER BY h.place), array_agg(coalesce(h.zone, 'UTC') ORDER BY h.place)
+    INTO n, names, keys, durables, algorithms, limits, spans_us, refills, zones
+    FROM (
+        SELECT a.*, row_number() OVER (ORDER BY a.durable, -octet_length(a.key), a.key, a.prefix) AS place
+        FROM (
+            SELECT false AS durable, e.prefix, e.key, e.algorithm, e.max_count, e.span_us, e.refill, e.zone
+            FROM rate_limit_ephemeral_hold AS e WHERE e.id = id AND words[2] LIKE 'e%'
+            UNION ALL
+            SELECT true, d.prefix, d.key, d.algorithm, d.max_count, d.span_us, d.refill, d.zone
+            FROM rate_limit_durable_hold AS d WHERE d.id = id AND words[2] LIKE '%d'
+        ) AS a
+    ) AS h;
+    IF n > 0 AND policy IS NOT NULL THEN
+        SELECT * INTO p FROM _rate_limit_read_policy(policy);
+        IF cardinality(p.algorithms) <> n THEN
+            RAISE EXCEPTION 'rate_limit: policy has % parts, and the hold has %', cardinality(p.algorithms), n
+                USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
+                    HINT = 'Leave the policy out to count by the policy of the hold.';
+        END IF;
+        algorithms := p.algorithms;
+        limits := p.limits;
+        spans_us := p.spans_us;
+        refills := p.refills;
+        zones := ARRAY(SELECT coalesce(z.zone, 'UTC') FROM unnest(p.zones) WITH ORDINALITY AS z (zone, i) ORDER BY z.i);
+    END IF;
+    FOR i IN 1 .. CASE WHEN used > 0 AND policy IS NULL THEN n ELSE 0 END LOOP
+        IF durables[i] THEN
+            SELECT d.algorithm, d.expires_at INTO algorithm, until
+            FROM rate_limit_durable AS d WHERE d.prefix = names[i] AND d.key = keys[i] FOR UPDATE;
+        ELSE
+            SELECT d.algorithm, d.expires_at INTO algorithm, until
+            FROM rate_limit_ephemeral AS d WHERE d.prefix = names[i] AND d.key = keys[i] FOR UPDATE;
+        END IF;
+        IF algorithm <> algorithms[i] AND until > _rate_limit_now(NULL::bigint) THEN
+            RAISE EXCEPTION 'rate_limit: the key now counts by another algorithm than the hold'
+                USING ERRCODE = 'RLS08',
+                    HINT = 'Nothing was settled. Settle with the policy that is in force for the key.';
+        END IF;
+    END LOOP;
+    IF n > 0 THEN
+        SELECT min(a.granted), max(a.used), bool_or(a.late), timestamptz 'epoch' + max(a.settled_at) * interval '1 us',
+            min(CASE WHEN a.granted = 0 THEN _rate_limit_chargeable(algorithms[a.ord], a.count, a.credit, a.scale,
+                limits[a.ord], spans_us[a.ord], refills[a.ord]) END)
+        INTO granted, counted, late, settled_at, accepted
+        FROM rate_limit_all(
+            array_fill(1, ARRAY[n]), names, keys, durables, algorithms, limits, spans_us, refills,
+            array_fill(coalesce(used, 0), ARRAY[n]), NULL::bigint[], NULL::integer, NULL::boolean, NULL::timestamptz,
+            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[],
+            array_fill(ttl_us IS NULL, ARRAY[n]), array_fill(ttl_us, ARRAY[n]), array_fill(id, ARRAY[n])) AS a;
+    END IF;
+    IF granted = 0 THEN
+        RAISE EXCEPTION 'rate_limit: a settlement of % is too large, and % would be accepted', used, accepted
+            USING ERRCODE = 'RLS05', DETAIL = accepted::text,
+                HINT = 'A key can owe 10 times its limit. The hold is as before. Settle less, or raise the limit.';
+    ELSIF granted = -4 THEN
+        RAISE EXCEPTION 'rate_limit: the hold has ended'
+            USING ERRCODE = 'RLS07', HINT = 'Settle it all the same, and make another hold if more is to come.';
+    ELSIF granted IS NULL OR granted = -3 AND counted IS NULL THEN
+        RAISE EXCEPTION 'rate_limit: there is no such hold'
+            USING ERRCODE = 'RLS06', HINT = 'It is forgotten 24 hours after its end or its settlement. '
+                'It may be of another database or schema. A crash of the server forgets holds that are not durable.';
+    END IF;
+    IF ttl_us IS NOT NULL THEN
+        ends_at := timestamptz 'epoch' + interval '1 us' * (SELECT min(h.ends_at) FROM (
+            SELECT e.ends_at FROM rate_limit_ephemeral_hold AS e WHERE e.id = id AND words[2] LIKE 'e%'
+            UNION ALL
+            SELECT d.ends_at FROM rate_limit_durable_hold AS d WHERE d.id = id AND words[2] LIKE '%d') AS h);
+    END IF;
+END
+$$;
+
+CREATE FUNCTION rate_limit_settle(
+    hold text, used bigint, policy text DEFAULT NULL,
+    OUT counted bigint, OUT late boolean, OUT settled_at timestamptz
+)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off
+AS $$
+#variable_conflict use_variable
+BEGIN
+    SELECT e.counted, e.late, e.settled_at INTO counted, late, settled_at
+    FROM _rate_limit_end_hold(hold COLLATE "C", used, policy COLLATE "C", NULL::bigint) AS e;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_settle IS 'Ends a hold, and counts what was really used, whether it fits or not.
+Example: SELECT * FROM rate_limit_settle(<what rate_limit_hold returned as hold>, 2719)
+  used         what was used, which may be more than was held
+  policy       the policy to count by. NULL (the default) is the policy that the hold was made with
+It returns
+  counted      what was counted
+  late         whether the hold had ended. It counts all the same
+  settled_at   when it was settled
+A hold is settled once. A repetition changes nothing, and returns the first answer, for 24 hours.
+SQLSTATE RLS05: the key would owe too much, as in rate_limit_charge. RLS06: there is no such hold.
+RLS08: the key''s policy now has another algorithm, so pass the policy that is in force.';
+
+CREATE FUNCTION rate_limit_cancel(hold text, OUT counted bigint, OUT late boolean, OUT settled_at timestamptz)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off
+AS $$
+#variable_conflict use_variable
+BEGIN
+    SELECT e.counted, e.late, e.settled_at INTO counted, late, settled_at
+    FROM _rate_limit_end_hold(hold COLLATE "C", 0::bigint, NULL::text, NULL::bigint) AS e;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_cancel IS 'Ends a hold of which nothing was used. It is rate_limit_settle with a used of 0.
+Example: SELECT * FROM rate_limit_cancel(<what rate_limit_hold returned as hold>)';
+
+CREATE FUNCTION rate_limit_extend(hold text, ttl interval, OUT ends_at timestamptz)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off
+AS $$
+#variable_conflict use_variable
+BEGIN
+    PERFORM _rate_limit_check_ttl(ttl);
+    SELECT e.ends_at INTO ends_at
+    FROM _rate_limit_end_hold(hold COLLATE "C", NULL::bigint, NULL::text,
+        (extract(epoch FROM ttl) * 1000000)::bigint) AS e;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_extend IS 'Makes a hold last for at least ttl from now, and returns when it ends.
+Example: SELECT rate_limit_extend(<what rate_limit_hold returned as hold>, interval ''2 minutes'')
+SQLSTATE RLS06: there is no such hold. RLS07: it has ended or is settled, so its units may be taken.';

@@ -315,7 +315,7 @@ func (h *heldKey) step(ctx context.Context, dice modeltest.Dice, seen map[string
 			wrote = keyChanged(k, next)
 		} else {
 			what = "grant"
-			cost = dice.Magnitude(1, min(2*limit, model.MaxCredit))
+			cost = dice.Magnitude(1, min(limit, model.MaxCredit))
 			q = h.request(-cost)
 			next, want = k.Grant(h.p, h.clock, cost)
 			wrote = true
@@ -334,6 +334,24 @@ func (h *heldKey) step(ctx context.Context, dice modeltest.Dice, seen map[string
 		return what, nil
 	}
 	h.last = want
+	if cost > 0 && what == "take" && h.r.IntN(2) == 0 { // by the function of the algorithm
+		c := callOf("", modeltest.Step{
+			Policy: h.p, Durable: h.durable, Name: h.name, Clock: h.clock,
+			Elements: []modeltest.Element{{Key: "key", Cost: cost, Count: q.Count}},
+		})
+		if err := c.Query(ctx, h.pool, false); err != nil {
+			return what, &difference{text: err.Error()}
+		}
+		if wrote {
+			h.write(next)
+		}
+		d := c.Into[0].Decision
+		got := [4]int64{d.Granted, d.Remaining, d.RetryAfter, d.ResetAfter}
+		if told := [4]int64{want.Granted, want.Remaining, want.RetryAfter, want.ResetAfter}; told != got {
+			return what, &difference{text: fmt.Sprintf("%+v by the function of the algorithm: SQL\n%v\nmodel\n%v", q, got, told)}
+		}
+		return what, nil
+	}
 	got, err := h.ask(ctx, q, ttl, hold)
 	if err != nil {
 		return what, &difference{text: err.Error()}
@@ -456,4 +474,86 @@ func sumsDiffer(ctx context.Context, db pgtest.Querier, durable bool, name strin
 		return &difference{text: "the sums of rows and lists differ: " + *wrong}
 	}
 	return err
+}
+
+// The comparison with the model notices mistakes in the functions for holds.
+func TestMistakesInHoldsDifferFromTheModel(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
+	const (
+		live, beside, earliest = "_rate_limit_live_ephemeral", "_rate_limit_beside_ephemeral", "_rate_limit_earliest_ephemeral"
+		write, all             = "_rate_limit_write_holds_ephemeral", "rate_limit_all"
+	)
+	for _, c := range []struct {
+		function     string
+		right, wrong string
+	}{
+		// A settlement counts twice.
+		{beside, "IF NOT known OR status = 2 OR", "IF NOT known OR"},
+		{write, "AND h.status < 2;", "AND h.status < 2 AND false;"},
+		// A hold outlives its end, or ends too early.
+		{live, "IF s.held_next <= clock THEN", "IF false THEN"},
+		{live, "h.ends_at BETWEEN s.held_next AND clock", "h.ends_at BETWEEN s.held_next AND clock - 1"},
+		{live, "h.ends_at > clock", "h.ends_at >= clock"},
+		{beside, "status = 0 AND ends > clock AND", "status = 0 AND"},
+		{beside, "h.settled_at) > clock - 86400000000", "h.settled_at) >= clock - 86400000000"},
+		// A clock that is set back revives a hold.
+		{write, "IF was.held_next <= clock OR was.held IS NULL THEN", "IF false THEN"},
+		{write, "SET ends_at = longest", "SET ends_at = h.ends_at"},
+		{beside, "least(s.held_next, longest)", "s.held_next"},
+		{beside, "OR s.held_until > longest)", ")"},
+		{all, "s.held_until := clock + 86400000000;", ""},
+		{"rate_limit_reset", "SET status = 1", "SET status = 0"},
+		// The sum drifts.
+		{beside, "s.held := s.held - units;", "s.held := s.held - cost;"},
+		{beside, "s.held := coalesce(s.held, 0) + cost;", "s.held := coalesce(s.held, 0) + cost + 1;"},
+		{beside, "AND h.id <> hold;", ";"},
+		{beside, "IF ends = s.held_next OR ends = s.held_until THEN", "IF ends = s.held_until THEN"},
+		{beside, "s.held_next := least(s.held_next, clock + ttl_us);", "s.held_next := coalesce(s.held_next, clock + ttl_us);"},
+		{beside, "s.held_until := greatest(s.held_until, clock + ttl_us);\n        END IF;", "s.held_until := clock + ttl_us;\n        END IF;"},
+		{all, "was.held := s.held;", ""},
+		{all, "held_until = n.held_until", "held_until = d.held_until"},
+		// A request is admitted beside holds, or denied.
+		{beside, "greatest(s.remaining - coalesce(s.held, 0), 0) / cost", "greatest(s.remaining, 0) / cost"},
+		{"rate_limit_take_fixed_window", "AND d.held IS NULL", ""},
+		{"_rate_limit_left_ephemeral", "AND d.held IS NULL", ""},
+		{"_rate_limit_no_row", "held, held_next, held_until,", "NULL, NULL, NULL,"},
+		// A hold counts as usage, or a settlement does not.
+		{all, "(ttls_us[i] IS NOT NULL OR s.granted = 0 OR costs[i] = 0)", "(s.granted = 0 OR costs[i] = 0)"},
+		{all, "IF NOT (s.moved OR gives) AND", "IF NOT gives AND"},
+		{beside, "s.used := cost;", "s.used := cost + 1;"},
+		{beside, "s.late := NOT live;", "s.late := false;"},
+		{beside, "WHEN NOT live THEN -4", "WHEN false THEN -4"},
+		// The wait is too short or too long.
+		{earliest, "EXIT WHEN ends - clock >= best;", "EXIT;"},
+		{earliest, "held := held - units;", "held := held - 2 * units;"},
+		{"_rate_limit_fits_after", "greatest(s.retry_after_us, after)", "s.retry_after_us"},
+		{"_rate_limit_fits_after", "clock + wait < expires_at", "true"},
+		{"_rate_limit_fits_after", "s.credit := s.credit - by_credit;", ""},
+		{beside, "s.reset_after_us := greatest(s.reset_after_us, s.held_until - clock);", ""},
+	} {
+		t.Run(fmt.Sprintf("%s: %s, not %s", c.function, c.wrong, c.right), func(t *testing.T) {
+			t.Parallel()
+			db, seed := pgtest.New(t), limitertest.Seed(t)
+			switch c.function {
+			case live, beside, earliest, write, "_rate_limit_left_ephemeral", "rate_limit_take_fixed_window":
+				pgtest.RewriteTwins(t, db.Pool, c.function, c.right, c.wrong)
+			default:
+				pgtest.Rewrite(t, db.Pool, c.function, c.right, c.wrong)
+			}
+			for story := uint64(0); ; story++ {
+				require.Less(t, story, uint64(3_000), "the model does not tell the mistake")
+				r := rand.New(rand.NewPCG(seed, story))
+				code := modeltest.OneOf(r, algorithm.All()).Code
+				if c.function == "rate_limit_take_fixed_window" {
+					code = algorithm.FixedWindow
+				}
+				err := newHeldKey(db.Pool, r, code, fmt.Sprint(story)).play(t.Context(), map[string]int{})
+				if _, found := errors.AsType[*difference](err); found {
+					return
+				}
+				require.NoError(t, err)
+			}
+		})
+	}
 }
