@@ -135,8 +135,8 @@ COMMENT ON TABLE rate_limit_durable IS
     'Limits for quotas and billing. Logged: kept after a crash of the server. '
     'For the columns, see the comments on those of rate_limit_ephemeral.';
 
--- The holds of the keys in rate_limit_ephemeral and rate_limit_durable: see hold.sql. A hold of several limits has a row
--- for each of them. A hold changes only in a statement that has locked the row of its key, and this statement also
+-- The holds of the keys in rate_limit_ephemeral and rate_limit_durable: see hold.sql. A hold of several limits has a
+-- row for each of them. A hold changes only in a statement that has locked the row of its key, and this statement also
 -- changes held, held_next and held_until in that row. So these columns always agree with the list of live holds.
 --
 -- Ids are random. If they were counted, an unlogged table could give out an id a second time after a crash.

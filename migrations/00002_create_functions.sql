@@ -1186,14 +1186,16 @@ CREATE FUNCTION _rate_limit_step(
         WHEN 5 THEN _rate_limit_calendar(s, clock, cost, asked, most, max_count, span_us, zone) END
 $$;
 
--- _rate_limit_wrong_hold tells whether the arguments of a part that makes, settles or extends a hold do not go together.
+-- _rate_limit_wrong_hold tells whether the arguments of a part that makes, settles or extends a hold do not go
+-- together.
 CREATE FUNCTION _rate_limit_wrong_hold(
     cost bigint, asked bigint, charges boolean, ttl_us bigint, hold uuid, differs boolean
 ) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT (NOT differs AND CASE
         WHEN hold IS NULL THEN ttl_us IS NULL
         ELSE coalesce(asked, 1) = 1 AND coalesce(cost, 1) >= 0
-            AND CASE WHEN ttl_us IS NULL THEN charges ELSE ttl_us BETWEEN 1000 AND 86400000000 AND charges IS NOT TRUE END
+            AND CASE WHEN ttl_us IS NULL THEN charges
+                ELSE ttl_us BETWEEN 1000 AND 86400000000 AND charges IS NOT TRUE END
         END) IS NOT TRUE
 $$;
 
@@ -1284,8 +1286,8 @@ BEGIN
                         'like UTC or Europe/Berlin.'
                     WHEN 'algorithm'
                         THEN 'Write 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window.'
-                    WHEN 'hold' THEN 'A hold has an id, a ttl of 1000 to 86400000000 us, and a count of 1. It is settled by a '
-                        'charge with its id and without a ttl, and extended by a cost of 0 with both.'
+                    WHEN 'hold' THEN 'A hold has an id, a ttl of 1000 to 86400000000 us, and a count of 1. It is '
+                        'settled by a charge with its id and without a ttl, and extended by a cost of 0 with both.'
                     ELSE 'A name has 1 to 128 bytes, a key 1 to 512, and durable is true or false. Requests ascend. '
                         'A count is at least 1. Costs of a request are all above or all below 0.' END;
     END LOOP;
@@ -1491,6 +1493,7 @@ DECLARE
     gives boolean;                -- whether the request is a refund or a grant
     charging boolean;             -- whether the request is a charge
     ends boolean;                 -- whether the request settles or extends a hold
+    beside boolean := holds IS NOT NULL; -- whether a request is for a hold, or a row has holds
     was rate_limit_row;
     undecided boolean;            -- whether the request may still be granted, so that its rows must be locked
     lent bigint;
@@ -1586,6 +1589,7 @@ BEGIN
             END IF;
             IF holders[i] IS NULL THEN -- if a holder was found, s is the previous row
                 rows[i] := s;
+                beside := beside OR s.held IS NOT NULL;
             END IF;
             IF NOT making THEN
                 locked := i;
@@ -1604,6 +1608,9 @@ BEGIN
                 FROM unnest(part_of) WITH ORDINALITY AS e (part, place)
                 WHERE e.place > locked
                 ORDER BY e.place);
+            FOR i IN locked + 1 .. cardinality(part_of) LOOP
+                beside := beside OR (rows[i]).held IS NOT NULL;
+            END LOOP;
         END IF;
         needed := array_fill(false, ARRAY[cardinality(part_of)]);
 
@@ -1656,7 +1663,7 @@ BEGIN
                     IF s.algorithm IS DISTINCT FROM algorithms[i] THEN -- a row of another algorithm counts as no row
                         s := _rate_limit_no_row(s.tid, algorithms[i], s.held, s.held_next, s.held_until);
                     END IF;
-                    IF s.held_next <= clock THEN
+                    IF beside AND s.held_next <= clock THEN
                         s := CASE WHEN durables[i] THEN _rate_limit_live_durable(s, names[i], keys[i], clock)
                             ELSE _rate_limit_live_ephemeral(s, names[i], keys[i], clock) END;
                     END IF;
@@ -1672,7 +1679,7 @@ BEGIN
                             s.held_next := least(s.held_next, clock + 86400000000);
                             s.held_until := clock + 86400000000;
                         END IF;
-                    ELSIF s.held IS NOT NULL OR holds[i] IS NOT NULL THEN
+                    ELSIF beside AND (s.held IS NOT NULL OR holds[i] IS NOT NULL) THEN
                         s := CASE WHEN durables[i]
                             THEN _rate_limit_beside_durable(s, names[i], keys[i], algorithms[i], clock, cost, asked,
                                 most, max_count, span_us, refills[i], zones[i], charging OR ends AND charges[i] IS TRUE,
@@ -1715,12 +1722,14 @@ BEGIN
                     steps[i].told_log := s.log;
                     s.log := _rate_limit_bucket_lend(s, lent * costs[i]);
                 END IF;
-                was := rows[row_of[i]];
+                IF beside THEN
+                    was := rows[row_of[i]];
+                END IF;
                 IF s.changed AND locking THEN
                     s.durable := durables[i];
                     rows[row_of[i]] := s;
                     writes := true;
-                    IF was.held IS NOT NULL OR holds[i] IS NOT NULL THEN
+                    IF beside AND (was.held IS NOT NULL OR holds[i] IS NOT NULL) THEN
                         max_count := limits[i];
                         IF durables[i] THEN
                             PERFORM _rate_limit_write_holds_durable(s, was, names[i], keys[i], algorithms[i], clock,
@@ -1753,7 +1762,7 @@ BEGIN
                 ELSIF algorithms[i] = 3 THEN
                     s := steps[i];
                 END IF;
-                IF s.retry_after_us = -1 THEN
+                IF beside AND s.retry_after_us = -1 THEN
                     cost := CASE WHEN charging OR ends THEN 1 ELSE greatest(costs[i], 1) END;
                     s.retry_after_us := CASE WHEN durables[i]
                         THEN _rate_limit_earliest_durable(s, names[i], keys[i], algorithms[i], clock, cost,
@@ -1761,7 +1770,7 @@ BEGIN
                         ELSE _rate_limit_earliest_ephemeral(s, names[i], keys[i], algorithms[i], clock, cost,
                             limits[i], spans_us[i], refills[i], zones[i]) END;
                 END IF;
-                IF ends AND charges[i] AND s.granted = 1 AND s.settled_at IS NULL THEN
+                IF beside AND ends AND charges[i] AND s.granted = 1 AND s.settled_at IS NULL THEN
                     s.granted := -3;
                 END IF;
                 RETURN NEXT ROW(i::bigint, s.granted, s.remaining, s.retry_after_us, s.reset_after_us, decided_at,
@@ -2249,7 +2258,8 @@ BEGIN
     ELSE
         IF cost BETWEEN 1 AND max_count THEN
             s.granted := least(most, greatest(s.remaining - coalesce(s.held, 0), 0) / cost);
-            s.changed := s.granted > 0 OR s.remaining - coalesce(s.held, 0) < cost AND (s.moved OR s.held_until > longest);
+            s.changed := s.granted > 0
+                OR s.remaining - coalesce(s.held, 0) < cost AND (s.moved OR s.held_until > longest);
         END IF;
         IF s.granted > 0 AND hold IS NULL THEN
             s := _rate_limit_step(
@@ -2595,8 +2605,9 @@ $$;
 --                       the request of each part, its row's place in keys, its cost, and the number of its requests
 --
 -- If every row has room for its units, all requests are granted, and the result has nine numbers for each row, like the
--- result of rate_limit_take_sliding_window. If a row has no room or has holds, rate_limit_all decides, and the result has fifteen
--- numbers for each part. This costs more than twice as much (measured with 32 requests for three existing rows each).
+-- result of rate_limit_take_sliding_window. If a row has no room or has holds, rate_limit_all decides, and the result
+-- has fifteen numbers for each part. This costs more than twice as much (measured with 32 requests for three existing
+-- rows each).
 CREATE FUNCTION rate_limit_take_all(
     names text[], keys text[], durable boolean, algorithms smallint[], limits bigint[], spans_us bigint[],
     refills bigint[], zones text[], units bigint[], requests integer[], row_of integer[], costs bigint[],
@@ -2666,8 +2677,8 @@ Example: SELECT rate_limit_take_all(ARRAY[''user'', ''everybody''], ARRAY[''user
     'ARRAY[1, 1], ARRAY[1, 2], NULL, NULL) '
     'takes one of 20 a minute and one of 1000 a minute, or neither.';
 
--- rate_limit_reset makes a key as good as new, for every algorithm, and ends its holds. rate_limit_reset returns whether
--- the key had a row.
+-- rate_limit_reset makes a key as good as new, for every algorithm, and ends its holds. It returns whether the key
+-- had a row.
 -- rate_limit_take_sliding_window explains the parameters.
 CREATE FUNCTION rate_limit_reset(
     name text, key text, durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL,
@@ -3036,7 +3047,7 @@ BEGIN
 END
 $$;
 
-COMMENT ON FUNCTION rate_limit_hold IS 'Sets cost of a key''s limit aside if it fits, for at most ttl. Nothing is counted.
+COMMENT ON FUNCTION rate_limit_hold IS 'Sets cost of a key''s limit aside for at most ttl, if it fits.
 Example: SELECT * FROM rate_limit_hold(''tokens'', ''user:123'', ''fixed 100000/1d'', 4000, interval ''2 minutes'')
   ttl          from 1 ms to 24 hours. Then the units are free again
 See rate_limit_allow for the other parameters. It returns what rate_limit_allow does, and
@@ -3186,7 +3197,9 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_settle IS 'Ends a hold, and counts what was really used, whether it fits or not.
-Example: SELECT * FROM rate_limit_settle(<what rate_limit_hold returned as hold>, 2719)
+Example: SELECT * FROM rate_limit_settle(
+    (SELECT hold FROM rate_limit_hold(''tokens'', ''user:123'', ''fixed 9000/1d'')), 7)
+  hold         what rate_limit_hold has returned as hold
   used         what was used, which may be more than was held
   policy       the policy to count by. NULL (the default) is the policy that the hold was made with
 It returns
@@ -3209,8 +3222,9 @@ BEGIN
 END
 $$;
 
-COMMENT ON FUNCTION rate_limit_cancel IS 'Ends a hold of which nothing was used. It is rate_limit_settle with a used of 0.
-Example: SELECT * FROM rate_limit_cancel(<what rate_limit_hold returned as hold>)';
+COMMENT ON FUNCTION rate_limit_cancel IS 'Ends a hold of which nothing was used. It settles the hold with 0.
+Example: SELECT * FROM rate_limit_cancel(
+    (SELECT hold FROM rate_limit_hold(''tokens'', ''user:123'', ''fixed 9000/1d'')))';
 
 CREATE FUNCTION rate_limit_extend(hold text, ttl interval, OUT ends_at timestamptz)
 LANGUAGE plpgsql
@@ -3227,7 +3241,8 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_extend IS 'Makes a hold last for at least ttl from now, and returns when it ends.
-Example: SELECT rate_limit_extend(<what rate_limit_hold returned as hold>, interval ''2 minutes'')
+Example: SELECT rate_limit_extend(
+    (SELECT hold FROM rate_limit_hold(''tokens'', ''user:123'', ''fixed 9000/1d'')), ''2 minutes'')
 SQLSTATE RLS06: there is no such hold. RLS07: it has ended or is settled, so its units may be taken.';
 
 -- Each function for rate_limit_ephemeral gets a copy for rate_limit_durable. Only the table's name differs. For

@@ -24,14 +24,16 @@ CREATE FUNCTION _rate_limit_step(
         WHEN 5 THEN _rate_limit_calendar(s, clock, cost, asked, most, max_count, span_us, zone) END
 $$;
 
--- _rate_limit_wrong_hold tells whether the arguments of a part that makes, settles or extends a hold do not go together.
+-- _rate_limit_wrong_hold tells whether the arguments of a part that makes, settles or extends a hold do not go
+-- together.
 CREATE FUNCTION _rate_limit_wrong_hold(
     cost bigint, asked bigint, charges boolean, ttl_us bigint, hold uuid, differs boolean
 ) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT (NOT differs AND CASE
         WHEN hold IS NULL THEN ttl_us IS NULL
         ELSE coalesce(asked, 1) = 1 AND coalesce(cost, 1) >= 0
-            AND CASE WHEN ttl_us IS NULL THEN charges ELSE ttl_us BETWEEN 1000 AND 86400000000 AND charges IS NOT TRUE END
+            AND CASE WHEN ttl_us IS NULL THEN charges
+                ELSE ttl_us BETWEEN 1000 AND 86400000000 AND charges IS NOT TRUE END
         END) IS NOT TRUE
 $$;
 
@@ -122,8 +124,8 @@ BEGIN
                         'like UTC or Europe/Berlin.'
                     WHEN 'algorithm'
                         THEN 'Write 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window.'
-                    WHEN 'hold' THEN 'A hold has an id, a ttl of 1000 to 86400000000 us, and a count of 1. It is settled by a '
-                        'charge with its id and without a ttl, and extended by a cost of 0 with both.'
+                    WHEN 'hold' THEN 'A hold has an id, a ttl of 1000 to 86400000000 us, and a count of 1. It is '
+                        'settled by a charge with its id and without a ttl, and extended by a cost of 0 with both.'
                     ELSE 'A name has 1 to 128 bytes, a key 1 to 512, and durable is true or false. Requests ascend. '
                         'A count is at least 1. Costs of a request are all above or all below 0.' END;
     END LOOP;
@@ -329,6 +331,7 @@ DECLARE
     gives boolean;                -- whether the request is a refund or a grant
     charging boolean;             -- whether the request is a charge
     ends boolean;                 -- whether the request settles or extends a hold
+    beside boolean := holds IS NOT NULL; -- whether a request is for a hold, or a row has holds
     was rate_limit_row;
     undecided boolean;            -- whether the request may still be granted, so that its rows must be locked
     lent bigint;
@@ -424,6 +427,7 @@ BEGIN
             END IF;
             IF holders[i] IS NULL THEN -- if a holder was found, s is the previous row
                 rows[i] := s;
+                beside := beside OR s.held IS NOT NULL;
             END IF;
             IF NOT making THEN
                 locked := i;
@@ -442,6 +446,9 @@ BEGIN
                 FROM unnest(part_of) WITH ORDINALITY AS e (part, place)
                 WHERE e.place > locked
                 ORDER BY e.place);
+            FOR i IN locked + 1 .. cardinality(part_of) LOOP
+                beside := beside OR (rows[i]).held IS NOT NULL;
+            END LOOP;
         END IF;
         needed := array_fill(false, ARRAY[cardinality(part_of)]);
 
@@ -494,7 +501,7 @@ BEGIN
                     IF s.algorithm IS DISTINCT FROM algorithms[i] THEN -- a row of another algorithm counts as no row
                         s := _rate_limit_no_row(s.tid, algorithms[i], s.held, s.held_next, s.held_until);
                     END IF;
-                    IF s.held_next <= clock THEN
+                    IF beside AND s.held_next <= clock THEN
                         s := CASE WHEN durables[i] THEN _rate_limit_live_durable(s, names[i], keys[i], clock)
                             ELSE _rate_limit_live_ephemeral(s, names[i], keys[i], clock) END;
                     END IF;
@@ -510,7 +517,7 @@ BEGIN
                             s.held_next := least(s.held_next, clock + 86400000000);
                             s.held_until := clock + 86400000000;
                         END IF;
-                    ELSIF s.held IS NOT NULL OR holds[i] IS NOT NULL THEN
+                    ELSIF beside AND (s.held IS NOT NULL OR holds[i] IS NOT NULL) THEN
                         s := CASE WHEN durables[i]
                             THEN _rate_limit_beside_durable(s, names[i], keys[i], algorithms[i], clock, cost, asked,
                                 most, max_count, span_us, refills[i], zones[i], charging OR ends AND charges[i] IS TRUE,
@@ -553,12 +560,14 @@ BEGIN
                     steps[i].told_log := s.log;
                     s.log := _rate_limit_bucket_lend(s, lent * costs[i]);
                 END IF;
-                was := rows[row_of[i]];
+                IF beside THEN
+                    was := rows[row_of[i]];
+                END IF;
                 IF s.changed AND locking THEN
                     s.durable := durables[i];
                     rows[row_of[i]] := s;
                     writes := true;
-                    IF was.held IS NOT NULL OR holds[i] IS NOT NULL THEN
+                    IF beside AND (was.held IS NOT NULL OR holds[i] IS NOT NULL) THEN
                         max_count := limits[i];
                         IF durables[i] THEN
                             PERFORM _rate_limit_write_holds_durable(s, was, names[i], keys[i], algorithms[i], clock,
@@ -591,7 +600,7 @@ BEGIN
                 ELSIF algorithms[i] = 3 THEN
                     s := steps[i];
                 END IF;
-                IF s.retry_after_us = -1 THEN
+                IF beside AND s.retry_after_us = -1 THEN
                     cost := CASE WHEN charging OR ends THEN 1 ELSE greatest(costs[i], 1) END;
                     s.retry_after_us := CASE WHEN durables[i]
                         THEN _rate_limit_earliest_durable(s, names[i], keys[i], algorithms[i], clock, cost,
@@ -599,7 +608,7 @@ BEGIN
                         ELSE _rate_limit_earliest_ephemeral(s, names[i], keys[i], algorithms[i], clock, cost,
                             limits[i], spans_us[i], refills[i], zones[i]) END;
                 END IF;
-                IF ends AND charges[i] AND s.granted = 1 AND s.settled_at IS NULL THEN
+                IF beside AND ends AND charges[i] AND s.granted = 1 AND s.settled_at IS NULL THEN
                     s.granted := -3;
                 END IF;
                 RETURN NEXT ROW(i::bigint, s.granted, s.remaining, s.retry_after_us, s.reset_after_us, decided_at,

@@ -217,7 +217,7 @@ BEGIN
 END
 $$;
 
-COMMENT ON FUNCTION rate_limit_hold IS 'Sets cost of a key''s limit aside if it fits, for at most ttl. Nothing is counted.
+COMMENT ON FUNCTION rate_limit_hold IS 'Sets cost of a key''s limit aside for at most ttl, if it fits.
 Example: SELECT * FROM rate_limit_hold(''tokens'', ''user:123'', ''fixed 100000/1d'', 4000, interval ''2 minutes'')
   ttl          from 1 ms to 24 hours. Then the units are free again
 See rate_limit_allow for the other parameters. It returns what rate_limit_allow does, and
@@ -367,7 +367,9 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_settle IS 'Ends a hold, and counts what was really used, whether it fits or not.
-Example: SELECT * FROM rate_limit_settle(<what rate_limit_hold returned as hold>, 2719)
+Example: SELECT * FROM rate_limit_settle(
+    (SELECT hold FROM rate_limit_hold(''tokens'', ''user:123'', ''fixed 9000/1d'')), 7)
+  hold         what rate_limit_hold has returned as hold
   used         what was used, which may be more than was held
   policy       the policy to count by. NULL (the default) is the policy that the hold was made with
 It returns
@@ -390,8 +392,9 @@ BEGIN
 END
 $$;
 
-COMMENT ON FUNCTION rate_limit_cancel IS 'Ends a hold of which nothing was used. It is rate_limit_settle with a used of 0.
-Example: SELECT * FROM rate_limit_cancel(<what rate_limit_hold returned as hold>)';
+COMMENT ON FUNCTION rate_limit_cancel IS 'Ends a hold of which nothing was used. It settles the hold with 0.
+Example: SELECT * FROM rate_limit_cancel(
+    (SELECT hold FROM rate_limit_hold(''tokens'', ''user:123'', ''fixed 9000/1d'')))';
 
 CREATE FUNCTION rate_limit_extend(hold text, ttl interval, OUT ends_at timestamptz)
 LANGUAGE plpgsql
@@ -408,5 +411,6 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_extend IS 'Makes a hold last for at least ttl from now, and returns when it ends.
-Example: SELECT rate_limit_extend(<what rate_limit_hold returned as hold>, interval ''2 minutes'')
+Example: SELECT rate_limit_extend(
+    (SELECT hold FROM rate_limit_hold(''tokens'', ''user:123'', ''fixed 9000/1d'')), ''2 minutes'')
 SQLSTATE RLS06: there is no such hold. RLS07: it has ended or is settled, so its units may be taken.';

@@ -1,5 +1,5 @@
--- rate_limit_reset makes a key as good as new, for every algorithm, and ends its holds. rate_limit_reset returns whether
--- the key had a row.
+-- rate_limit_reset makes a key as good as new, for every algorithm, and ends its holds. It returns whether the key
+-- had a row.
 -- rate_limit_take_sliding_window explains the parameters.
 CREATE FUNCTION rate_limit_reset(
     name text, key text, durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL,

@@ -98,8 +98,9 @@ $$;
 --                       the request of each part, its row's place in keys, its cost, and the number of its requests
 --
 -- If every row has room for its units, all requests are granted, and the result has nine numbers for each row, like the
--- result of rate_limit_take_sliding_window. If a row has no room or has holds, rate_limit_all decides, and the result has fifteen
--- numbers for each part. This costs more than twice as much (measured with 32 requests for three existing rows each).
+-- result of rate_limit_take_sliding_window. If a row has no room or has holds, rate_limit_all decides, and the result
+-- has fifteen numbers for each part. This costs more than twice as much (measured with 32 requests for three existing
+-- rows each).
 CREATE FUNCTION rate_limit_take_all(
     names text[], keys text[], durable boolean, algorithms smallint[], limits bigint[], spans_us bigint[],
     refills bigint[], zones text[], units bigint[], requests integer[], row_of integer[], costs bigint[],
