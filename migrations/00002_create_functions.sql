@@ -2313,6 +2313,11 @@ $$;
 
 -- _rate_limit_earliest_ephemeral returns how long it takes until n units fit, if nothing happens except that holds end.
 -- The result is NULL if they never fit. s is rolled forward.
+--
+-- After each end, fewer units are held, and the time until the row has room for n beside them is shorter. The result is
+-- the first time when both have passed. So it is at the first end that is not before this time, or at the time that the
+-- row needs after the end before. A binary search finds it. But what fits only by granted credit must fit before the
+-- credit expires. So the ends after which n fits only by credit are searched first, and then the others.
 CREATE FUNCTION _rate_limit_earliest_ephemeral(
     s rate_limit_row, name text, key text, algorithm smallint, clock bigint, n bigint,
     max_count bigint, span_us bigint, refill bigint, zone text
@@ -2320,20 +2325,47 @@ CREATE FUNCTION _rate_limit_earliest_ephemeral(
 LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
-    held bigint := coalesce(s.held, 0);
-    best bigint := _rate_limit_fits_after(s, algorithm, clock, n, held, 0::bigint, max_count, span_us, refill, zone);
-    ends bigint;
-    units bigint;
+    best bigint := _rate_limit_fits_after(
+        s, algorithm, clock, n, coalesce(s.held, 0), 0::bigint, max_count, span_us, refill, zone);
+    ends bigint[];  -- when the holds end, from now on
+    rests bigint[]; -- what is held after each end
+    by_credit integer; -- after how many ends n fits only by credit
+    first integer := 1;
+    last integer;
+    low integer;    -- this end is too early
+    high integer;   -- at this end, the row has room
+    middle integer;
 BEGIN
-    FOR ends, units IN
-        SELECT h.ends_at, h.units FROM rate_limit_ephemeral_hold AS h
-        WHERE h.key = key AND h.prefix = name AND h.status = 0 AND h.ends_at > clock AND s.held IS NOT NULL
-        ORDER BY h.ends_at
-    LOOP
-        EXIT WHEN ends - clock >= best;
-        held := held - units;
-        best := least(best, _rate_limit_fits_after(
-            s, algorithm, clock, n, held, ends - clock, max_count, span_us, refill, zone));
+    IF s.held IS NULL THEN
+        RETURN best;
+    END IF;
+    SELECT array_agg(e.ends_at - clock ORDER BY e.ends_at, e.rest DESC),
+        array_agg(e.rest ORDER BY e.ends_at, e.rest DESC), count(*) FILTER (WHERE e.rest > max_count - n)
+    INTO ends, rests, by_credit
+    FROM (
+        SELECT h.ends_at, s.held - (sum(h.units) OVER (ORDER BY h.ends_at ROWS UNBOUNDED PRECEDING))::bigint AS rest
+        FROM rate_limit_ephemeral_hold AS h
+        WHERE h.key = key AND h.prefix = name AND h.status = 0 AND h.ends_at > clock
+            AND (h.ends_at - clock < best) IS NOT FALSE
+    ) AS e;
+    FOREACH last IN ARRAY ARRAY[by_credit, coalesce(cardinality(ends), 0)] LOOP
+        low := first - 1;
+        high := last + 1;
+        WHILE high - low > 1 LOOP
+            middle := (low + high) / 2;
+            IF _rate_limit_fits_after(s, algorithm, clock, n, rests[middle], 0::bigint,
+                max_count, span_us, refill, zone) <= ends[middle]
+            THEN
+                high := middle;
+            ELSE
+                low := middle;
+            END IF;
+        END LOOP;
+        FOR i IN greatest(low, first) .. least(high, last) LOOP
+            best := least(best, _rate_limit_fits_after(
+                s, algorithm, clock, n, rests[i], ends[i], max_count, span_us, refill, zone));
+        END LOOP;
+        first := last + 1;
     END LOOP;
     RETURN best;
 END

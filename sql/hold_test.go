@@ -525,8 +525,11 @@ func TestMistakesInHoldsDifferFromTheModel(t *testing.T) {
 		{beside, "s.late := NOT live;", "s.late := false;"},
 		{beside, "WHEN NOT live THEN -4", "WHEN false THEN -4"},
 		// The wait is too short or too long.
-		{earliest, "EXIT WHEN ends - clock >= best;", "EXIT;"},
-		{earliest, "held := held - units;", "held := held - 2 * units;"},
+		{earliest, "low := middle;", "high := middle;"},
+		{earliest, "FOR i IN greatest(low, first) ..", "FOR i IN greatest(high, first) .."},
+		{earliest, ".. least(high, last) LOOP", ".. least(low, last) LOOP"},
+		{earliest, "ARRAY[by_credit, coalesce", "ARRAY[coalesce"},
+		{earliest, "sum(h.units) OVER", "sum(h.units + 1) OVER"},
 		{"_rate_limit_fits_after", "greatest(s.retry_after_us, after)", "s.retry_after_us"},
 		{"_rate_limit_fits_after", "clock + wait < expires_at", "true"},
 		{"_rate_limit_fits_after", "s.credit := s.credit - by_credit;", ""},
