@@ -2339,14 +2339,15 @@ BEGIN
     IF s.held IS NULL THEN
         RETURN best;
     END IF;
-    SELECT array_agg(e.ends_at - clock ORDER BY e.ends_at, e.rest DESC),
-        array_agg(e.rest ORDER BY e.ends_at, e.rest DESC), count(*) FILTER (WHERE e.rest > max_count - n)
+    -- The index has the order, so nothing is sorted.
+    SELECT array_agg(e.ends_at - clock), array_agg(e.rest), count(*) FILTER (WHERE e.rest > max_count - n)
     INTO ends, rests, by_credit
     FROM (
         SELECT h.ends_at, s.held - (sum(h.units) OVER (ORDER BY h.ends_at ROWS UNBOUNDED PRECEDING))::bigint AS rest
         FROM rate_limit_ephemeral_hold AS h
         WHERE h.key = key AND h.prefix = name AND h.status = 0 AND h.ends_at > clock
             AND (h.ends_at - clock < best) IS NOT FALSE
+        ORDER BY h.ends_at
     ) AS e;
     FOREACH last IN ARRAY ARRAY[by_credit, coalesce(cardinality(ends), 0)] LOOP
         low := first - 1;
