@@ -1412,6 +1412,10 @@ $$;
 --                       leases: see TokenBucket.leased in internal/model
 --   charges             whether each request is a charge, which counts cost * count units whether they fit or not, if
 --                       no key then owes too much: see charge.sql. NULL means that no request is a charge
+--   ttls_us, holds      the length and the new id of each request that makes a hold of its costs: see hold.sql. A
+--                       charge with the id of a hold, and without a length, settles the hold. Its costs are what was
+--                       used, also 0. Costs of 0 with both extend the hold. All parts of a request have the same
+--                       length and id, and a count of 1
 --
 -- The result has a row for each part. granted is the number of granted requests. retry_after_us is 0 if the part has
 -- room for another request. The parts with another retry_after_us have denied the request, which fits after the longest
@@ -1420,7 +1424,9 @@ $$;
 -- is NULL. If the part's row is missing and this call did not try to make it, the result has no row for the part.
 -- After a charge, granted is count, and retry_after_us is the time until a cost of 1 fits. If a key would owe too much,
 -- granted is 0, and nothing is counted. The largest charge that a key accepts follows from the other columns: see
--- _rate_limit_chargeable.
+-- _rate_limit_chargeable. After a settlement, used, late and settled_at are the answer. If the hold was settled before,
+-- they are the first answer, and nothing is counted again. granted is -3 for a part of which no such hold is known.
+-- After an extension, granted is 1, or for all parts -3 if the hold is not known, or -4 if it is not live.
 --
 -- The five steps are: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
 --

@@ -561,3 +561,119 @@ func TestMistakesInHoldsDifferFromTheModel(t *testing.T) {
 		})
 	}
 }
+
+// A request of several parts holds all of them or none, and settles all of them or none. Several requests of one call
+// are decided one after the other. The parts are compared with the model.
+func TestHoldsOfSeveralKeysEqualTheModel(t *testing.T) {
+	t.Parallel()
+	pool, seed := pgtest.New(t).Pool, limitertest.Seed(t)
+	seen := map[string]int{}
+	for story := range uint64(40 * limitertest.Rounds(t)) {
+		r := rand.New(rand.NewPCG(seed, story))
+		title := fmt.Sprintf("%s=%d, story %d", modeltest.SeedVariable, seed, story)
+		type one struct {
+			part modeltest.Part
+			key  model.Key
+		}
+		var all []*one
+		for _, name := range []string{"a", "b", "c"} {
+			n := modeltest.RandomPolicy(r).Numbers()
+			for n.Algorithm == algorithm.CalendarWindow {
+				n = modeltest.RandomPolicy(r).Numbers()
+			}
+			n.Limit, n.Span, n.Refill = 1+r.Int64N(30), time.Duration(1+r.Int64N(1e5))*time.Millisecond, min(n.Refill, 1+r.Int64N(20))
+			id := modeltest.RowID{Name: fmt.Sprintf("%d %s", story, name), Key: fmt.Sprintf("{%d}", story)}
+			all = append(all, &one{part: modeltest.Part{ID: id, Policy: model.Of(n), Durable: r.IntN(2) == 0}})
+		}
+		clock := int64(1)<<50 + r.Int64N(1<<50)
+		ids := map[int64][]*one{}
+		next := int64(1)
+		for range 25 {
+			clock += r.Int64N(3e7)
+			var requests []modeltest.Request
+			var ttls []*int64
+			var holds []*string
+			type told struct{ granted, remaining int64 }
+			var want []told
+			for range 1 + r.IntN(3) {
+				var parts []*one
+				for _, i := range r.Perm(3)[:1+r.IntN(3)] {
+					parts = append(parts, all[i])
+				}
+				q := modeltest.Request{Count: 1}
+				var ttl *int64
+				var hold *string
+				what := [...]string{"take", "hold", "hold", "settle"}[r.IntN(4)]
+				id := next
+				if what == "settle" {
+					if id = 1 + r.Int64N(next); ids[id] == nil {
+						continue
+					}
+					parts, hold, q.Charge = ids[id], new(holdID(id)), true
+				} else if what == "hold" {
+					next++
+					ttl, hold = new(1000+r.Int64N(6e7)), new(holdID(id))
+				}
+				after, granted := make([]model.Key, len(parts)), int64(1)
+				for i, o := range parts {
+					p := o.part
+					p.Cost = 1 + r.Int64N(max(p.Policy.Numbers().Limit/2, 1))
+					var d model.Decision
+					switch what {
+					case "take":
+						after[i], d = o.key.Decide(p.Policy, clock, p.Cost)
+						granted = min(granted, d.Granted)
+					case "hold":
+						after[i], d = o.key.Hold(p.Policy, clock, id, p.Cost, *ttl)
+						granted = min(granted, d.Granted)
+					default:
+						if p.Cost = r.Int64N(2 * p.Policy.Numbers().Limit); r.IntN(10) == 0 {
+							p.Cost = 12 * p.Policy.Numbers().Limit
+						}
+						k, s, err := o.key.Settle(p.Policy, clock, id, p.Cost)
+						if after[i] = k; err != nil {
+							require.ErrorIs(t, err, model.ErrOwesTooMuch, title)
+							granted = 0
+						} else if s.Late {
+							seen["late"]++
+						}
+					}
+					q.Parts = append(q.Parts, p)
+					ttls, holds = append(ttls, ttl), append(holds, hold)
+				}
+				for i, o := range parts {
+					if granted == 1 {
+						o.key = after[i]
+					}
+					_, d := o.key.Decide(o.part.Policy, clock, 0)
+					want = append(want, told{granted, d.Remaining})
+				}
+				if what == "hold" && granted == 1 {
+					ids[id] = parts
+				}
+				requests = append(requests, q)
+				seen[fmt.Sprint(what, " ", granted, len(parts) > 1)]++
+			}
+			if len(requests) == 0 {
+				continue
+			}
+			args := append(limitertest.AllArrays(requests), nil, nil, time.UnixMicro(clock), nil, nil, nil, nil, false, nil, nil,
+				allCharges(requests), ttls, holds)
+			rows, err := pool.Query(t.Context(), `SELECT granted, remaining FROM rate_limit_all($1, $2, $3, $4, $5, $6, $7, $8,
+				$9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21, $22, $23::uuid[]) ORDER BY ord`, args...)
+			require.NoError(t, err, title)
+			got, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (is told, err error) {
+				return is, row.Scan(&is.granted, &is.remaining)
+			})
+			require.NoError(t, err, title)
+			require.Equal(t, want, got, "%s: %+v", title, requests)
+			for _, o := range all {
+				require.NoError(t, sumsDiffer(t.Context(), pool, o.part.Durable, o.part.ID.Name), title)
+			}
+		}
+	}
+	t.Logf("%v", seen)
+	for _, what := range []string{"take 1true", "take 0true", "hold 1true", "hold 0true", "settle 1true", "settle 0true", "late"} {
+		require.Positive(t, seen[what], "%s: %v", what, seen)
+	}
+}
