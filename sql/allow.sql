@@ -248,6 +248,7 @@ DECLARE
         '^([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12})[.](e|d|ed)$');
     id CONSTANT uuid := words[1]::uuid;
     n integer;
+    settled boolean; -- whether the hold is settled already
     names text[];
     keys text[];
     durables boolean[];
@@ -277,18 +278,18 @@ BEGIN
         RETURN;
     END IF;
     -- The policy of a hold does not change, so this needs no lock. The parts are in lock order.
-    SELECT count(*), array_agg(h.prefix ORDER BY h.place), array_agg(h.key ORDER BY h.place),
+    SELECT count(*), bool_and(h.status = 2), array_agg(h.prefix ORDER BY h.place), array_agg(h.key ORDER BY h.place),
         array_agg(h.durable ORDER BY h.place), array_agg(h.algorithm ORDER BY h.place),
         array_agg(h.max_count ORDER BY h.place), array_agg(h.span_us ORDER BY h.place),
         array_agg(h.refill ORDER BY h.place), array_agg(coalesce(h.zone, 'UTC') ORDER BY h.place)
-    INTO n, names, keys, durables, algorithms, limits, spans_us, refills, zones
+    INTO n, settled, names, keys, durables, algorithms, limits, spans_us, refills, zones
     FROM (
         SELECT a.*, row_number() OVER (ORDER BY a.durable, -octet_length(a.key), a.key, a.prefix) AS place
         FROM (
-            SELECT false AS durable, e.prefix, e.key, e.algorithm, e.max_count, e.span_us, e.refill, e.zone
+            SELECT false AS durable, e.status, e.prefix, e.key, e.algorithm, e.max_count, e.span_us, e.refill, e.zone
             FROM rate_limit_ephemeral_hold AS e WHERE e.id = id AND words[2] LIKE 'e%'
             UNION ALL
-            SELECT true, d.prefix, d.key, d.algorithm, d.max_count, d.span_us, d.refill, d.zone
+            SELECT true, d.status, d.prefix, d.key, d.algorithm, d.max_count, d.span_us, d.refill, d.zone
             FROM rate_limit_durable_hold AS d WHERE d.id = id AND words[2] LIKE '%d'
         ) AS a
     ) AS h;
@@ -305,7 +306,7 @@ BEGIN
         refills := p.refills;
         zones := ARRAY(SELECT coalesce(z.zone, 'UTC') FROM unnest(p.zones) WITH ORDINALITY AS z (zone, i) ORDER BY z.i);
     END IF;
-    FOR i IN 1 .. CASE WHEN used > 0 AND policy IS NULL THEN n ELSE 0 END LOOP
+    FOR i IN 1 .. CASE WHEN used > 0 AND policy IS NULL AND NOT settled THEN n ELSE 0 END LOOP
         IF durables[i] THEN
             SELECT d.algorithm, d.expires_at INTO algorithm, until
             FROM rate_limit_durable AS d WHERE d.prefix = names[i] AND d.key = keys[i] FOR UPDATE;

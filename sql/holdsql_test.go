@@ -203,6 +203,9 @@ func TestSettlingAfterAChangeOfAlgorithm(t *testing.T) {
 		refusedWith(t, err, "RLS08", "")
 		require.Equal(t, stored, pgtest.StoredRows(t, db.Pool, durable))
 		require.EqualValues(t, 2, pgtest.Scalar[int64](t, db.Pool, "SELECT counted FROM rate_limit_settle($1, 2, 'log 10/1d')", *got.Hold))
+		again, err := settleSQL(t.Context(), db.Pool, *got.Hold, 5)
+		require.NoError(t, err)
+		require.EqualValues(t, 2, again.Counted)
 		require.EqualValues(t, 4, pgtest.Scalar[int64](t, db.Pool, "SELECT remaining FROM rate_limit_peek('n', 'key', 'log 10/1d', $1)", durable))
 	}
 }
