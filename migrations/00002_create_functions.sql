@@ -2265,7 +2265,7 @@ BEGIN
         IF cost BETWEEN 1 AND max_count THEN
             s.granted := least(most, greatest(s.remaining - coalesce(s.held, 0), 0) / cost);
             s.changed := s.granted > 0
-                OR s.remaining - coalesce(s.held, 0) < cost AND (s.moved OR s.held_until > longest);
+                OR s.remaining - coalesce(s.held, 0) < cost AND (s.moved OR (s.held_until > longest) IS TRUE);
         END IF;
         IF s.granted > 0 AND hold IS NULL THEN
             s := _rate_limit_step(

@@ -501,7 +501,7 @@ func TestMistakesInHoldsDifferFromTheModel(t *testing.T) {
 		{write, "IF was.held_next <= clock OR was.held IS NULL THEN", "IF false THEN"},
 		{write, "SET ends_at = longest", "SET ends_at = h.ends_at"},
 		{beside, "least(s.held_next, longest)", "s.held_next"},
-		{beside, "OR s.held_until > longest)", ")"},
+		{beside, "OR (s.held_until > longest) IS TRUE)", ")"},
 		{all, "s.held_until := clock + 86400000000;", ""},
 		{"rate_limit_reset", "SET status = 1", "SET status = 0"},
 		// The sum drifts.
