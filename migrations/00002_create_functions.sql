@@ -1744,6 +1744,11 @@ BEGIN
                             PERFORM _rate_limit_write_holds_ephemeral(s, was, names[i], keys[i], algorithms[i], clock,
                                 costs[i], max_count, spans_us[i], refills[i], zones[i], ttls_us[i], holds[i]);
                         END IF;
+                        IF s.settled_at IS NOT NULL THEN -- the answer is not that of the next request for the row
+                            rows[row_of[i]].used := NULL;
+                            rows[row_of[i]].late := NULL;
+                            rows[row_of[i]].settled_at := NULL;
+                        END IF;
                         IF NOT (s.moved OR gives) AND (ttls_us[i] IS NOT NULL OR s.granted = 0 OR costs[i] = 0) THEN
                             -- Only the holds have changed.
                             was.held := s.held;

@@ -668,12 +668,12 @@ func TestHoldsOfSeveralKeysEqualTheModel(t *testing.T) {
 			require.NoError(t, err, title)
 			require.Equal(t, want, got, "%s: %+v", title, requests)
 			for _, o := range all {
-				require.NoError(t, sumsDiffer(t.Context(), pool, o.part.Durable, o.part.ID.Name), title)
+				require.NoError(t, sumsDiffer(t.Context(), pool, o.part.Durable, o.part.ID.Name), "%s: %+v, %v: %v", title, requests, want, holds)
 			}
 		}
 	}
 	t.Logf("%v", seen)
-	for _, what := range []string{"take 1true", "take 0true", "hold 1true", "hold 0true", "settle 1true", "settle 0true", "late"} {
+	for _, what := range []string{"take 1 true", "take 0 true", "hold 1 true", "hold 0 true", "settle 1 true", "settle 0 true", "late"} {
 		require.Positive(t, seen[what], "%s: %v", what, seen)
 	}
 }
