@@ -37,10 +37,8 @@ CREATE TYPE rate_limit_row AS (
     reset_after_us bigint, -- microseconds until the key is as good as new
     spent bigint,          -- how many of the granted units were paid with granted credit
     taken_at bigint,       -- bucket: the position of the last unit in the queue of missing tokens
-    told_log bigint[],     -- log: the entries that determine a denial's retry_after_us, at most 64
-    used bigint,           -- settlement of a hold: how many units it has counted; NULL if there is no such hold
-    late boolean,          -- settlement: whether the hold had ended
-    settled_at bigint,     -- settlement: when the hold was settled
+    told_log bigint[],     -- log: the entries that determine a denial's retry_after_us, at most 64. Settlement of a
+                           -- hold: how many units it has counted, 1 if the hold had ended, and when it was settled
     changed boolean,       -- whether the row must be written
     moved boolean,         -- whether the clock was set back, so that the row's times were set back too
     durable boolean        -- whether the row is in rate_limit_durable
@@ -52,7 +50,7 @@ CREATE FUNCTION _rate_limit_no_row(
     tid tid, algorithm smallint, held bigint, held_next bigint, held_until bigint
 ) RETURNS rate_limit_row LANGUAGE sql IMMUTABLE AS $$
     SELECT ROW(tid, algorithm, 0, 0, 0, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL, held, held_next, held_until,
-        0, 0, 0, 0, 0, NULL, NULL, NULL, NULL, NULL, false, false, NULL)::rate_limit_row
+        0, 0, 0, 0, 0, NULL, NULL, false, false, NULL)::rate_limit_row
 $$;
 
 -- rate_limit_decision has the columns that rate_limit_all returns for each part of a request.
@@ -70,16 +68,13 @@ CREATE TYPE rate_limit_decision AS (
     credit bigint,
     scale bigint,
     expires_at bigint,
-    log bigint[],           -- the log entries that must leave before retry_after_us, or a bucket's leases
+    log bigint[],           -- the log entries that must leave before retry_after_us, a bucket's leases, or the answer
+                            -- of a settlement: see told_log
     -- These columns are data that a refund of the last request needs.
     taken_since bigint,     -- the row's since
     taken_in bigint,        -- the row's window_start: the time of the window, the log entry or the bucket
     taken_at bigint,        -- the last unit's position in the bucket's queue: see TokenBucket.Refund in internal/model
-    taken_spent bigint,     -- how many units were paid with granted credit
-    -- These columns are for settlements of holds: see rate_limit_row.
-    used bigint,
-    late boolean,
-    settled_at bigint
+    taken_spent bigint      -- how many units were paid with granted credit
 );
 
 COMMENT ON TYPE rate_limit_decision IS
@@ -1363,14 +1358,12 @@ BEGIN
     IF durable THEN
         SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
             d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
-            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
-            NULL::int8, false, false, false INTO s
+            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false, false INTO s
         FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = key;
     ELSE
         SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
             d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
-            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
-            NULL::int8, false, false, false INTO s
+            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false, false INTO s
         FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = key;
     END IF;
     IF s.held IS NOT NULL THEN
@@ -1424,8 +1417,8 @@ $$;
 -- is NULL. If the part's row is missing and this call did not try to make it, the result has no row for the part.
 -- After a charge, granted is count, and retry_after_us is the time until a cost of 1 fits. If a key would owe too much,
 -- granted is 0, and nothing is counted. The largest charge that a key accepts follows from the other columns: see
--- _rate_limit_chargeable. After a settlement, used, late and settled_at are the answer. If the hold was settled before,
--- they are the first answer, and nothing is counted again. granted is -3 for a part of which no such hold is known.
+-- _rate_limit_chargeable. After a settlement, log is the answer: how many units were counted, 1 if the hold had ended,
+-- and when it was settled. If the hold was settled before, log is the first answer, and nothing is counted again. granted is -3 for a part of which no such hold is known.
 -- After an extension, granted is 1, or for all parts -3 if the hold is not known, or -4 if it is not live.
 --
 -- The five steps are: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
@@ -1556,27 +1549,27 @@ BEGIN
                 IF NOT skip_held AND durables[part] THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
-                        NULL::int8, false, false, false INTO s
+                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false,
+                        false INTO s
                     FROM rate_limit_durable AS d WHERE d.prefix = names[part] AND d.key = keys[part] FOR UPDATE;
                 ELSIF NOT skip_held THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
-                        NULL::int8, false, false, false INTO s
+                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false,
+                        false INTO s
                     FROM rate_limit_ephemeral AS d WHERE d.prefix = names[part] AND d.key = keys[part] FOR UPDATE;
                 ELSIF durables[part] THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
-                        NULL::int8, false, false, false INTO s
+                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false,
+                        false INTO s
                     FROM rate_limit_durable AS d WHERE d.prefix = names[part] AND d.key = keys[part]
                     FOR UPDATE SKIP LOCKED;
                 ELSE
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
-                        NULL::int8, false, false, false INTO s
+                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false,
+                        false INTO s
                     FROM rate_limit_ephemeral AS d WHERE d.prefix = names[part] AND d.key = keys[part]
                     FOR UPDATE SKIP LOCKED;
                 END IF;
@@ -1651,7 +1644,7 @@ BEGIN
                     RETURN NEXT ROW(i::bigint, CASE WHEN holders[row_of[i]] >= 0 THEN -2 END::bigint,
                         coalesce(holders[row_of[i]], 0), NULL::bigint, 0::bigint, decided_at, 0::bigint, 0::bigint,
                         0::bigint, 0::bigint, 0::bigint, 0::bigint, NULL::bigint[],
-                        0::bigint, 0::bigint, 0::bigint, 0::bigint, NULL::bigint, NULL::boolean, NULL::bigint);
+                        0::bigint, 0::bigint, 0::bigint, 0::bigint);
                 END LOOP;
                 CONTINUE;
             END IF;
@@ -1744,11 +1737,6 @@ BEGIN
                             PERFORM _rate_limit_write_holds_ephemeral(s, was, names[i], keys[i], algorithms[i], clock,
                                 costs[i], max_count, spans_us[i], refills[i], zones[i], ttls_us[i], holds[i]);
                         END IF;
-                        IF s.settled_at IS NOT NULL THEN -- the answer is not that of the next request for the row
-                            rows[row_of[i]].used := NULL;
-                            rows[row_of[i]].late := NULL;
-                            rows[row_of[i]].settled_at := NULL;
-                        END IF;
                         IF NOT (s.moved OR gives) AND (ttls_us[i] IS NOT NULL OR s.granted = 0 OR costs[i] = 0) THEN
                             -- Only the holds have changed.
                             was.held := s.held;
@@ -1781,12 +1769,12 @@ BEGIN
                         ELSE _rate_limit_earliest_ephemeral(s, names[i], keys[i], algorithms[i], clock, cost,
                             limits[i], spans_us[i], refills[i], zones[i]) END;
                 END IF;
-                IF beside AND ends AND charges[i] AND s.granted = 1 AND s.settled_at IS NULL THEN
+                IF beside AND ends AND charges[i] AND s.granted = 1 AND s.told_log IS NULL THEN
                     s.granted := -3;
                 END IF;
                 RETURN NEXT ROW(i::bigint, s.granted, s.remaining, s.retry_after_us, s.reset_after_us, decided_at,
                     s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.told_log,
-                    s.since, s.window_start, s.taken_at, s.spent, s.used, s.late, s.settled_at);
+                    s.since, s.window_start, s.taken_at, s.spent);
             END LOOP;
         END LOOP;
 
@@ -2208,6 +2196,7 @@ DECLARE
     used bigint;
     late boolean;
     settled_at bigint;
+    answer bigint[];
 BEGIN
     s.moved := false;
     was := s;
@@ -2232,13 +2221,9 @@ BEGIN
             s.granted := 1;
         END IF;
         IF status = 2 THEN -- repeat the first answer
-            s.used := used;
-            s.late := late;
-            s.settled_at := settled_at;
+            answer := ARRAY[used, late::int, settled_at];
         ELSIF known AND s.granted = 1 THEN
-            s.used := cost;
-            s.late := NOT live;
-            s.settled_at := clock;
+            answer := ARRAY[cost, (NOT live)::int, clock];
             s.changed := true;
             IF live AND units < s.held THEN
                 s.held := s.held - units;
@@ -2287,7 +2272,7 @@ BEGIN
         s.held_next := CASE WHEN s.held IS NOT NULL THEN least(s.held_next, longest) END;
         s.held_until := CASE WHEN s.held IS NOT NULL THEN least(s.held_until, longest) END;
     END IF;
-    s.told_log := NULL; -- a client cannot decide by the log, because it does not know the holds
+    s.told_log := answer; -- otherwise NULL: a client cannot decide by the log, because it does not know the holds
     s.remaining := greatest(s.remaining - coalesce(s.held, 0), 0);
     s.reset_after_us := greatest(s.reset_after_us, s.held_until - clock);
     s.retry_after_us := CASE
@@ -2404,9 +2389,9 @@ BEGIN
         UPDATE rate_limit_ephemeral_hold AS h SET ends_at = longest
         WHERE h.key = key AND h.prefix = name AND h.status = 0 AND h.ends_at > longest;
     END IF;
-    IF s.settled_at IS NOT NULL THEN
+    IF s.told_log IS NOT NULL THEN
         UPDATE rate_limit_ephemeral_hold AS h
-        SET status = 2, used = s.used, late = s.late, settled_at = s.settled_at
+        SET status = 2, used = s.told_log[1], late = s.told_log[2] = 1, settled_at = s.told_log[3]
         WHERE h.id = hold AND h.key = key AND h.prefix = name AND h.status < 2;
     ELSIF ttl_us IS NOT NULL AND cost = 0 THEN
         UPDATE rate_limit_ephemeral_hold AS h SET ends_at = greatest(h.ends_at, clock + ttl_us)
@@ -2497,8 +2482,7 @@ BEGIN
         -- Lock the row of the key, and read it.
         SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
             d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
-            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
-            NULL::int8, false, false, false INTO s
+            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false, false INTO s
         FROM rate_limit_ephemeral AS d
         WHERE d.prefix = name AND d.key = keys[place] AND d.algorithm = algorithm
             AND d.held IS NULL -- rate_limit_all decides keys with holds
@@ -2598,7 +2582,7 @@ BEGIN
                     THEN ROW(d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale,
                         d.expires_at, d.since, d.capacity, d.refill, d.returned, d.log,
                         d.held, d.held_next, d.held_until,
-                        0, 0, 0, 0, 0, NULL, NULL, NULL, NULL, NULL, false, false, NULL)::rate_limit_row
+                        0, 0, 0, 0, 0, NULL, NULL, false, false, NULL)::rate_limit_row
                     ELSE _rate_limit_no_row(d.ctid, e.algorithm, d.held, d.held_next, d.held_until) END)
             INTO missing, rows
             FROM unnest(names, keys, algorithms) AS e (name, key, algorithm)
@@ -3195,7 +3179,8 @@ BEGIN
         END IF;
     END LOOP;
     IF n > 0 THEN
-        SELECT min(a.granted), max(a.used), bool_or(a.late), timestamptz 'epoch' + max(a.settled_at) * interval '1 us',
+        SELECT min(a.granted), max(a.log[1]), max(a.log[2]) = 1,
+            timestamptz 'epoch' + max(a.log[3]) * interval '1 us',
             min(CASE WHEN a.granted = 0 THEN _rate_limit_chargeable(algorithms[a.ord], a.count, a.credit, a.scale,
                 limits[a.ord], spans_us[a.ord], refills[a.ord]) END)
         INTO granted, counted, late, settled_at, accepted

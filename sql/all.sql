@@ -201,14 +201,12 @@ BEGIN
     IF durable THEN
         SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
             d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
-            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
-            NULL::int8, false, false, false INTO s
+            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false, false INTO s
         FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = key;
     ELSE
         SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
             d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
-            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
-            NULL::int8, false, false, false INTO s
+            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false, false INTO s
         FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = key;
     END IF;
     IF s.held IS NOT NULL THEN
@@ -262,8 +260,8 @@ $$;
 -- is NULL. If the part's row is missing and this call did not try to make it, the result has no row for the part.
 -- After a charge, granted is count, and retry_after_us is the time until a cost of 1 fits. If a key would owe too much,
 -- granted is 0, and nothing is counted. The largest charge that a key accepts follows from the other columns: see
--- _rate_limit_chargeable. After a settlement, used, late and settled_at are the answer. If the hold was settled before,
--- they are the first answer, and nothing is counted again. granted is -3 for a part of which no such hold is known.
+-- _rate_limit_chargeable. After a settlement, log is the answer: how many units were counted, 1 if the hold had ended,
+-- and when it was settled. If the hold was settled before, log is the first answer, and nothing is counted again. granted is -3 for a part of which no such hold is known.
 -- After an extension, granted is 1, or for all parts -3 if the hold is not known, or -4 if it is not live.
 --
 -- The five steps are: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
@@ -394,27 +392,27 @@ BEGIN
                 IF NOT skip_held AND durables[part] THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
-                        NULL::int8, false, false, false INTO s
+                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false,
+                        false INTO s
                     FROM rate_limit_durable AS d WHERE d.prefix = names[part] AND d.key = keys[part] FOR UPDATE;
                 ELSIF NOT skip_held THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
-                        NULL::int8, false, false, false INTO s
+                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false,
+                        false INTO s
                     FROM rate_limit_ephemeral AS d WHERE d.prefix = names[part] AND d.key = keys[part] FOR UPDATE;
                 ELSIF durables[part] THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
-                        NULL::int8, false, false, false INTO s
+                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false,
+                        false INTO s
                     FROM rate_limit_durable AS d WHERE d.prefix = names[part] AND d.key = keys[part]
                     FOR UPDATE SKIP LOCKED;
                 ELSE
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
-                        NULL::int8, false, false, false INTO s
+                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false,
+                        false INTO s
                     FROM rate_limit_ephemeral AS d WHERE d.prefix = names[part] AND d.key = keys[part]
                     FOR UPDATE SKIP LOCKED;
                 END IF;
@@ -489,7 +487,7 @@ BEGIN
                     RETURN NEXT ROW(i::bigint, CASE WHEN holders[row_of[i]] >= 0 THEN -2 END::bigint,
                         coalesce(holders[row_of[i]], 0), NULL::bigint, 0::bigint, decided_at, 0::bigint, 0::bigint,
                         0::bigint, 0::bigint, 0::bigint, 0::bigint, NULL::bigint[],
-                        0::bigint, 0::bigint, 0::bigint, 0::bigint, NULL::bigint, NULL::boolean, NULL::bigint);
+                        0::bigint, 0::bigint, 0::bigint, 0::bigint);
                 END LOOP;
                 CONTINUE;
             END IF;
@@ -582,11 +580,6 @@ BEGIN
                             PERFORM _rate_limit_write_holds_ephemeral(s, was, names[i], keys[i], algorithms[i], clock,
                                 costs[i], max_count, spans_us[i], refills[i], zones[i], ttls_us[i], holds[i]);
                         END IF;
-                        IF s.settled_at IS NOT NULL THEN -- the answer is not that of the next request for the row
-                            rows[row_of[i]].used := NULL;
-                            rows[row_of[i]].late := NULL;
-                            rows[row_of[i]].settled_at := NULL;
-                        END IF;
                         IF NOT (s.moved OR gives) AND (ttls_us[i] IS NOT NULL OR s.granted = 0 OR costs[i] = 0) THEN
                             -- Only the holds have changed.
                             was.held := s.held;
@@ -619,12 +612,12 @@ BEGIN
                         ELSE _rate_limit_earliest_ephemeral(s, names[i], keys[i], algorithms[i], clock, cost,
                             limits[i], spans_us[i], refills[i], zones[i]) END;
                 END IF;
-                IF beside AND ends AND charges[i] AND s.granted = 1 AND s.settled_at IS NULL THEN
+                IF beside AND ends AND charges[i] AND s.granted = 1 AND s.told_log IS NULL THEN
                     s.granted := -3;
                 END IF;
                 RETURN NEXT ROW(i::bigint, s.granted, s.remaining, s.retry_after_us, s.reset_after_us, decided_at,
                     s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.told_log,
-                    s.since, s.window_start, s.taken_at, s.spent, s.used, s.late, s.settled_at);
+                    s.since, s.window_start, s.taken_at, s.spent);
             END LOOP;
         END LOOP;
 

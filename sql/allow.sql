@@ -321,7 +321,8 @@ BEGIN
         END IF;
     END LOOP;
     IF n > 0 THEN
-        SELECT min(a.granted), max(a.used), bool_or(a.late), timestamptz 'epoch' + max(a.settled_at) * interval '1 us',
+        SELECT min(a.granted), max(a.log[1]), max(a.log[2]) = 1,
+            timestamptz 'epoch' + max(a.log[3]) * interval '1 us',
             min(CASE WHEN a.granted = 0 THEN _rate_limit_chargeable(algorithms[a.ord], a.count, a.credit, a.scale,
                 limits[a.ord], spans_us[a.ord], refills[a.ord]) END)
         INTO granted, counted, late, settled_at, accepted

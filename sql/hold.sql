@@ -50,6 +50,7 @@ DECLARE
     used bigint;
     late boolean;
     settled_at bigint;
+    answer bigint[];
 BEGIN
     s.moved := false;
     was := s;
@@ -74,13 +75,9 @@ BEGIN
             s.granted := 1;
         END IF;
         IF status = 2 THEN -- repeat the first answer
-            s.used := used;
-            s.late := late;
-            s.settled_at := settled_at;
+            answer := ARRAY[used, late::int, settled_at];
         ELSIF known AND s.granted = 1 THEN
-            s.used := cost;
-            s.late := NOT live;
-            s.settled_at := clock;
+            answer := ARRAY[cost, (NOT live)::int, clock];
             s.changed := true;
             IF live AND units < s.held THEN
                 s.held := s.held - units;
@@ -129,7 +126,7 @@ BEGIN
         s.held_next := CASE WHEN s.held IS NOT NULL THEN least(s.held_next, longest) END;
         s.held_until := CASE WHEN s.held IS NOT NULL THEN least(s.held_until, longest) END;
     END IF;
-    s.told_log := NULL; -- a client cannot decide by the log, because it does not know the holds
+    s.told_log := answer; -- otherwise NULL: a client cannot decide by the log, because it does not know the holds
     s.remaining := greatest(s.remaining - coalesce(s.held, 0), 0);
     s.reset_after_us := greatest(s.reset_after_us, s.held_until - clock);
     s.retry_after_us := CASE
@@ -246,9 +243,9 @@ BEGIN
         UPDATE rate_limit_ephemeral_hold AS h SET ends_at = longest
         WHERE h.key = key AND h.prefix = name AND h.status = 0 AND h.ends_at > longest;
     END IF;
-    IF s.settled_at IS NOT NULL THEN
+    IF s.told_log IS NOT NULL THEN
         UPDATE rate_limit_ephemeral_hold AS h
-        SET status = 2, used = s.used, late = s.late, settled_at = s.settled_at
+        SET status = 2, used = s.told_log[1], late = s.told_log[2] = 1, settled_at = s.told_log[3]
         WHERE h.id = hold AND h.key = key AND h.prefix = name AND h.status < 2;
     ELSIF ttl_us IS NOT NULL AND cost = 0 THEN
         UPDATE rate_limit_ephemeral_hold AS h SET ends_at = greatest(h.ends_at, clock + ttl_us)

@@ -148,9 +148,11 @@ func (h *heldKey) ask(ctx context.Context, q modeltest.Request, ttl *int64, hold
 	}
 	rows, err := h.pool.Query(ctx, `
 		SELECT granted, remaining, retry_after_us, reset_after_us, count, prev_count, window_start, credit, coalesce(scale, 0),
-			expires_at, used, late, settled_at, taken_spent, coalesce(taken_since, 0), taken_in, coalesce(taken_at, 0)
-		FROM rate_limit_all($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21,
-			$22, $23::uuid[])`, args...)
+			expires_at, answer[1], answer[2] = 1, answer[3], taken_spent, coalesce(taken_since, 0), taken_in,
+			coalesce(taken_at, 0)
+		FROM (SELECT *, CASE WHEN $23::uuid[] IS NOT NULL THEN log END AS answer
+			FROM rate_limit_all($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20,
+				$21, $22, $23::uuid[])) AS a`, args...)
 	if err != nil {
 		return toldHeld{}, err
 	}
@@ -521,8 +523,8 @@ func TestMistakesInHoldsDifferFromTheModel(t *testing.T) {
 		// A hold counts as usage, or a settlement does not.
 		{all, "(ttls_us[i] IS NOT NULL OR s.granted = 0 OR costs[i] = 0)", "(s.granted = 0 OR costs[i] = 0)"},
 		{all, "IF NOT (s.moved OR gives) AND", "IF NOT gives AND"},
-		{beside, "s.used := cost;", "s.used := cost + 1;"},
-		{beside, "s.late := NOT live;", "s.late := false;"},
+		{beside, "ARRAY[cost, (NOT live)::int, clock]", "ARRAY[cost + 1, (NOT live)::int, clock]"},
+		{beside, "ARRAY[cost, (NOT live)::int, clock]", "ARRAY[cost, 0, clock]"},
 		{beside, "WHEN NOT live THEN -4", "WHEN false THEN -4"},
 		// The wait is too short or too long.
 		{earliest, "low := middle;", "high := middle;"},

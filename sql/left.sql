@@ -75,8 +75,7 @@ BEGIN
         -- Lock the row of the key, and read it.
         SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
             d.since, d.capacity, d.refill, d.returned, d.log, d.held, d.held_next, d.held_until,
-            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], NULL::int8, NULL::bool,
-            NULL::int8, false, false, false INTO s
+            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false, false INTO s
         FROM rate_limit_ephemeral AS d
         WHERE d.prefix = name AND d.key = keys[place] AND d.algorithm = algorithm
             AND d.held IS NULL -- rate_limit_all decides keys with holds

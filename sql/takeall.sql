@@ -47,7 +47,7 @@ BEGIN
                     THEN ROW(d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale,
                         d.expires_at, d.since, d.capacity, d.refill, d.returned, d.log,
                         d.held, d.held_next, d.held_until,
-                        0, 0, 0, 0, 0, NULL, NULL, NULL, NULL, NULL, false, false, NULL)::rate_limit_row
+                        0, 0, 0, 0, 0, NULL, NULL, false, false, NULL)::rate_limit_row
                     ELSE _rate_limit_no_row(d.ctid, e.algorithm, d.held, d.held_next, d.held_until) END)
             INTO missing, rows
             FROM unnest(names, keys, algorithms) AS e (name, key, algorithm)

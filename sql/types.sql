@@ -26,10 +26,8 @@ CREATE TYPE rate_limit_row AS (
     reset_after_us bigint, -- microseconds until the key is as good as new
     spent bigint,          -- how many of the granted units were paid with granted credit
     taken_at bigint,       -- bucket: the position of the last unit in the queue of missing tokens
-    told_log bigint[],     -- log: the entries that determine a denial's retry_after_us, at most 64
-    used bigint,           -- settlement of a hold: how many units it has counted; NULL if there is no such hold
-    late boolean,          -- settlement: whether the hold had ended
-    settled_at bigint,     -- settlement: when the hold was settled
+    told_log bigint[],     -- log: the entries that determine a denial's retry_after_us, at most 64. Settlement of a
+                           -- hold: how many units it has counted, 1 if the hold had ended, and when it was settled
     changed boolean,       -- whether the row must be written
     moved boolean,         -- whether the clock was set back, so that the row's times were set back too
     durable boolean        -- whether the row is in rate_limit_durable
@@ -41,7 +39,7 @@ CREATE FUNCTION _rate_limit_no_row(
     tid tid, algorithm smallint, held bigint, held_next bigint, held_until bigint
 ) RETURNS rate_limit_row LANGUAGE sql IMMUTABLE AS $$
     SELECT ROW(tid, algorithm, 0, 0, 0, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL, held, held_next, held_until,
-        0, 0, 0, 0, 0, NULL, NULL, NULL, NULL, NULL, false, false, NULL)::rate_limit_row
+        0, 0, 0, 0, 0, NULL, NULL, false, false, NULL)::rate_limit_row
 $$;
 
 -- rate_limit_decision has the columns that rate_limit_all returns for each part of a request.
@@ -59,16 +57,13 @@ CREATE TYPE rate_limit_decision AS (
     credit bigint,
     scale bigint,
     expires_at bigint,
-    log bigint[],           -- the log entries that must leave before retry_after_us, or a bucket's leases
+    log bigint[],           -- the log entries that must leave before retry_after_us, a bucket's leases, or the answer
+                            -- of a settlement: see told_log
     -- These columns are data that a refund of the last request needs.
     taken_since bigint,     -- the row's since
     taken_in bigint,        -- the row's window_start: the time of the window, the log entry or the bucket
     taken_at bigint,        -- the last unit's position in the bucket's queue: see TokenBucket.Refund in internal/model
-    taken_spent bigint,     -- how many units were paid with granted credit
-    -- These columns are for settlements of holds: see rate_limit_row.
-    used bigint,
-    late boolean,
-    settled_at bigint
+    taken_spent bigint      -- how many units were paid with granted credit
 );
 
 COMMENT ON TYPE rate_limit_decision IS
