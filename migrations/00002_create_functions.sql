@@ -74,7 +74,8 @@ CREATE TYPE rate_limit_decision AS (
     taken_since bigint,     -- the row's since
     taken_in bigint,        -- the row's window_start: the time of the window, the log entry or the bucket
     taken_at bigint,        -- the last unit's position in the bucket's queue: see TokenBucket.Refund in internal/model
-    taken_spent bigint      -- how many units were paid with granted credit
+    taken_spent bigint,     -- how many units were paid with granted credit
+    held bigint             -- the units of the key's live holds after the decision
 );
 
 COMMENT ON TYPE rate_limit_decision IS
@@ -1418,8 +1419,9 @@ $$;
 -- After a charge, granted is count, and retry_after_us is the time until a cost of 1 fits. If a key would owe too much,
 -- granted is 0, and nothing is counted. The largest charge that a key accepts follows from the other columns: see
 -- _rate_limit_chargeable. After a settlement, log is the answer: how many units were counted, 1 if the hold had ended,
--- and when it was settled. If the hold was settled before, log is the first answer, and nothing is counted again. granted is -3 for a part of which no such hold is known.
--- After an extension, granted is 1, or for all parts -3 if the hold is not known, or -4 if it is not live.
+-- and when it was settled. If the hold was settled before, log is the first answer, and nothing is counted again.
+-- granted is -3 for a part of which no such hold is known. After an extension, granted is 1, or for all parts -3 if the
+-- hold is not known, or -4 if it is not live.
 --
 -- The five steps are: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
 --
@@ -1644,7 +1646,7 @@ BEGIN
                     RETURN NEXT ROW(i::bigint, CASE WHEN holders[row_of[i]] >= 0 THEN -2 END::bigint,
                         coalesce(holders[row_of[i]], 0), NULL::bigint, 0::bigint, decided_at, 0::bigint, 0::bigint,
                         0::bigint, 0::bigint, 0::bigint, 0::bigint, NULL::bigint[],
-                        0::bigint, 0::bigint, 0::bigint, 0::bigint);
+                        0::bigint, 0::bigint, 0::bigint, 0::bigint, 0::bigint);
                 END LOOP;
                 CONTINUE;
             END IF;
@@ -1774,7 +1776,7 @@ BEGIN
                 END IF;
                 RETURN NEXT ROW(i::bigint, s.granted, s.remaining, s.retry_after_us, s.reset_after_us, decided_at,
                     s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.told_log,
-                    s.since, s.window_start, s.taken_at, s.spent);
+                    s.since, s.window_start, s.taken_at, s.spent, coalesce(s.held, 0));
             END LOOP;
         END LOOP;
 
@@ -2403,6 +2405,15 @@ BEGIN
             CASE WHEN algorithm = 5 THEN zone END);
     END IF;
 END
+$$;
+
+-- _rate_limit_hold_id returns an id for a new hold of a key. It is random, except that the last four hex digits are bits
+-- 0 to 15 of the number by which shardkey.Of finds the shard of the key. So a proxy finds the shard of a hold.
+CREATE FUNCTION _rate_limit_hold_id(key text) RETURNS uuid LANGUAGE sql AS $$
+    SELECT overlay(gen_random_uuid()::text PLACING substr(encode(sha256(convert_to(
+        coalesce(substring(key COLLATE "C", '^[^{]*[{]([^}]+)[}]'), key),
+        -- The bytes of a text in an SQL_ASCII database need not be UTF-8.
+        CASE getdatabaseencoding() WHEN 'SQL_ASCII' THEN 'SQL_ASCII' ELSE 'UTF8' END)), 'hex'), 5, 4) FROM 33)::uuid
 $$;
 
 -- _rate_limit_left_ephemeral decides the keys that are not in taken_keys. A rate_limit_take_ function calls
@@ -3058,7 +3069,7 @@ SECURITY DEFINER
 AS $$
 #variable_conflict use_variable
 DECLARE
-    id uuid := gen_random_uuid();
+    id uuid := _rate_limit_hold_id(key COLLATE "C");
     counted boolean;
 BEGIN
     PERFORM _rate_limit_check_ttl(ttl);
@@ -3095,6 +3106,48 @@ BEGIN
 END
 $$;
 
+-- _rate_limit_unknown_hold raises an error.
+CREATE FUNCTION _rate_limit_unknown_hold() RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    RAISE EXCEPTION 'rate_limit: there is no such hold'
+        USING ERRCODE = 'RLS06', HINT = 'It is forgotten 24 hours after its end or its settlement. '
+            'It may be of another database or schema. A crash of the server forgets holds that are not durable.';
+END
+$$;
+
+-- _rate_limit_parts_of_hold returns the parts of a hold in lock order. It returns nothing for the empty hold that the
+-- policy mode off makes.
+CREATE FUNCTION _rate_limit_parts_of_hold(hold text) RETURNS TABLE (
+    name text, key text, durable boolean, units bigint, ends_at bigint, status smallint, used bigint,
+    algorithm smallint, max_count bigint, span_us bigint, refill bigint, zone text
+) LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+DECLARE
+    words CONSTANT text[] := regexp_match(hold COLLATE "C",
+        '^([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12})[.](e|d|ed)$');
+    id CONSTANT uuid := words[1]::uuid;
+BEGIN
+    IF (hold = '' OR words IS NOT NULL) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: hold cannot be read'
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'hold',
+                HINT = 'Pass the whole text that the hold was returned as.';
+    END IF;
+    RETURN QUERY
+        SELECT h.prefix, h.key, h.durable, h.units, h.ends_at, h.status, h.used,
+            h.algorithm, h.max_count, h.span_us, h.refill, h.zone
+        FROM (
+            SELECT false AS durable, e.* FROM rate_limit_ephemeral_hold AS e WHERE e.id = id AND words[2] LIKE 'e%'
+            UNION ALL
+            SELECT true, d.* FROM rate_limit_durable_hold AS d WHERE d.id = id AND words[2] LIKE '%d'
+        ) AS h
+        WHERE greatest(h.ends_at, h.settled_at) > _rate_limit_now(NULL::bigint) - 86400000000
+        ORDER BY h.durable, -octet_length(h.key), h.key, h.prefix;
+    IF NOT found AND hold <> '' THEN
+        PERFORM _rate_limit_unknown_hold();
+    END IF;
+END
+$$;
+
 -- _rate_limit_end_hold settles a hold, or extends it if ttl_us is not NULL.
 CREATE FUNCTION _rate_limit_end_hold(
     hold text, used bigint, policy text, ttl_us bigint,
@@ -3102,9 +3155,7 @@ CREATE FUNCTION _rate_limit_end_hold(
 ) LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
-    words CONSTANT text[] := regexp_match(hold COLLATE "C",
-        '^([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12})[.](e|d|ed)$');
-    id CONSTANT uuid := words[1]::uuid;
+    id uuid;
     n integer;
     settled boolean; -- whether the hold is settled already
     names text[];
@@ -3121,11 +3172,6 @@ DECLARE
     algorithm smallint;
     until bigint;
 BEGIN
-    IF (hold = '' OR words IS NOT NULL) IS NOT TRUE THEN
-        RAISE EXCEPTION 'rate_limit: hold cannot be read'
-            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'hold',
-                HINT = 'Pass the whole text that the hold was returned as.';
-    END IF;
     IF ttl_us IS NULL AND (used BETWEEN 0 AND 4611686018427387904) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: used is %', coalesce(used::text, 'NULL')
             USING ERRCODE = 'invalid_parameter_value', COLUMN = 'used', HINT = 'It is from 0 to 2^62.';
@@ -3135,22 +3181,15 @@ BEGIN
         late := false;
         RETURN;
     END IF;
-    -- The policy of a hold does not change, so this needs no lock. The parts are in lock order.
-    SELECT count(*), bool_and(h.status = 2), array_agg(h.prefix ORDER BY h.place), array_agg(h.key ORDER BY h.place),
-        array_agg(h.durable ORDER BY h.place), array_agg(h.algorithm ORDER BY h.place),
-        array_agg(h.max_count ORDER BY h.place), array_agg(h.span_us ORDER BY h.place),
-        array_agg(h.refill ORDER BY h.place), array_agg(coalesce(h.zone, 'UTC') ORDER BY h.place)
+    -- The policy of a hold does not change, so this needs no lock.
+    SELECT count(*), bool_and(h.status = 2), array_agg(h.name ORDER BY h.ordinality),
+        array_agg(h.key ORDER BY h.ordinality), array_agg(h.durable ORDER BY h.ordinality),
+        array_agg(h.algorithm ORDER BY h.ordinality), array_agg(h.max_count ORDER BY h.ordinality),
+        array_agg(h.span_us ORDER BY h.ordinality), array_agg(h.refill ORDER BY h.ordinality),
+        array_agg(coalesce(h.zone, 'UTC') ORDER BY h.ordinality)
     INTO n, settled, names, keys, durables, algorithms, limits, spans_us, refills, zones
-    FROM (
-        SELECT a.*, row_number() OVER (ORDER BY a.durable, -octet_length(a.key), a.key, a.prefix) AS place
-        FROM (
-            SELECT false AS durable, e.status, e.prefix, e.key, e.algorithm, e.max_count, e.span_us, e.refill, e.zone
-            FROM rate_limit_ephemeral_hold AS e WHERE e.id = id AND words[2] LIKE 'e%'
-            UNION ALL
-            SELECT true, d.status, d.prefix, d.key, d.algorithm, d.max_count, d.span_us, d.refill, d.zone
-            FROM rate_limit_durable_hold AS d WHERE d.id = id AND words[2] LIKE '%d'
-        ) AS a
-    ) AS h;
+    FROM _rate_limit_parts_of_hold(hold) WITH ORDINALITY AS h;
+    id := left(hold, 36)::uuid;
     IF n > 0 AND policy IS NOT NULL THEN
         SELECT * INTO p FROM _rate_limit_read_policy(policy);
         IF cardinality(p.algorithms) <> n THEN
@@ -3197,16 +3236,11 @@ BEGIN
     ELSIF granted = -4 THEN
         RAISE EXCEPTION 'rate_limit: the hold has ended'
             USING ERRCODE = 'RLS07', HINT = 'Settle it all the same, and make another hold if more is to come.';
-    ELSIF granted IS NULL OR granted = -3 AND counted IS NULL THEN
-        RAISE EXCEPTION 'rate_limit: there is no such hold'
-            USING ERRCODE = 'RLS06', HINT = 'It is forgotten 24 hours after its end or its settlement. '
-                'It may be of another database or schema. A crash of the server forgets holds that are not durable.';
+    ELSIF granted = -3 AND counted IS NULL THEN -- it was forgotten in the meantime
+        PERFORM _rate_limit_unknown_hold();
     END IF;
     IF ttl_us IS NOT NULL THEN
-        ends_at := timestamptz 'epoch' + interval '1 us' * (SELECT min(h.ends_at) FROM (
-            SELECT e.ends_at FROM rate_limit_ephemeral_hold AS e WHERE e.id = id AND words[2] LIKE 'e%'
-            UNION ALL
-            SELECT d.ends_at FROM rate_limit_durable_hold AS d WHERE d.id = id AND words[2] LIKE '%d') AS h);
+        ends_at := timestamptz 'epoch' + interval '1 us' * min(h.ends_at) FROM _rate_limit_parts_of_hold(hold) AS h;
     END IF;
 END
 $$;
@@ -3274,6 +3308,36 @@ COMMENT ON FUNCTION rate_limit_extend IS 'Makes a hold last for at least ttl fro
 Example: SELECT rate_limit_extend(
     (SELECT hold FROM rate_limit_hold(''tokens'', ''user:123'', ''fixed 9000/1d'')), ''2 minutes'')
 SQLSTATE RLS06: there is no such hold. RLS07: it has ended or is settled, so its units may be taken.';
+
+CREATE FUNCTION rate_limit_find_hold(
+    hold text,
+    OUT name text, OUT key text, OUT durable boolean, OUT units bigint, OUT ends_at timestamptz, OUT live boolean,
+    OUT used bigint
+) RETURNS SETOF record
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off
+AS $$
+#variable_conflict use_variable
+BEGIN
+    RETURN QUERY
+        SELECT h.name, h.key, h.durable, h.units, timestamptz 'epoch' + h.ends_at * interval '1 us',
+            h.status = 0 AND h.ends_at > _rate_limit_now(NULL::bigint), h.used
+        FROM _rate_limit_parts_of_hold(hold COLLATE "C") WITH ORDINALITY AS h
+        ORDER BY h.ordinality;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_find_hold IS 'Shows a hold: a row for each part of its policy.
+Example: SELECT * FROM rate_limit_find_hold(
+    (SELECT hold FROM rate_limit_hold(''tokens'', ''user:123'', ''fixed 9000/1d'')))
+It returns
+  name, key, durable  the limit: see rate_limit_allow
+  units               how many units are held
+  ends_at             from then on they are free, if the hold is not settled before
+  live                whether they are held now
+  used                what the settlement has counted. NULL if the hold is not settled
+SQLSTATE RLS06: there is no such hold.';
 
 -- Each function for rate_limit_ephemeral gets a copy for rate_limit_durable. Only the table's name differs. For
 -- example, rate_limit_take_fixed_window calls _rate_limit_take_fixed_window_durable, which has the rights and settings
@@ -3900,7 +3964,7 @@ BEGIN
                 'rate_limit_take_fixed_window', 'rate_limit_take_sliding_window', 'rate_limit_take_token_bucket',
                 'rate_limit_take_sliding_log', 'rate_limit_take_calendar_window', 'rate_limit_all',
                 'rate_limit_take_all', 'rate_limit_reset', 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_charge',
-                'rate_limit_hold', 'rate_limit_settle', 'rate_limit_cancel', 'rate_limit_extend',
+                'rate_limit_hold', 'rate_limit_settle', 'rate_limit_cancel', 'rate_limit_extend', 'rate_limit_find_hold',
                 'rate_limit_sweep', 'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report'))
     LOOP
         signature := fn.oid::regprocedure::text;
@@ -3962,12 +4026,13 @@ DROP FUNCTION IF EXISTS _rate_limit_no_row, _rate_limit_now, _rate_limit_set, _r
     _rate_limit_sliding_refund, _rate_limit_log_refund, _rate_limit_bucket_leases, _rate_limit_bucket_lend,
     _rate_limit_bucket_refund, _rate_limit_give, _rate_limit_max_owed, _rate_limit_chargeable, _rate_limit_owed,
     _rate_limit_lasts, _rate_limit_charge, _rate_limit_live_ephemeral, _rate_limit_beside_ephemeral,
-    _rate_limit_fits_after, _rate_limit_earliest_ephemeral, _rate_limit_write_holds_ephemeral,
+    _rate_limit_fits_after, _rate_limit_earliest_ephemeral, _rate_limit_write_holds_ephemeral, _rate_limit_hold_id,
     _rate_limit_left_ephemeral, _rate_limit_steps, _rate_limit_take_all_ephemeral, rate_limit_take_all,
     rate_limit_reset, _rate_limit_read_policy, _rate_limit_ask, rate_limit_allow, rate_limit_peek, rate_limit_charge,
-    rate_limit_hold, _rate_limit_check_ttl, _rate_limit_end_hold, rate_limit_settle, rate_limit_cancel,
-    rate_limit_extend, rate_limit_sweep, _rate_limit_check_policy, _rate_limit_note_policy, rate_limit_policies,
-    rate_limit_ban, rate_limit_report, _rate_limit_take_fixed_window_durable, _rate_limit_take_sliding_window_durable,
+    rate_limit_hold, _rate_limit_check_ttl, _rate_limit_unknown_hold, _rate_limit_parts_of_hold, _rate_limit_end_hold,
+    rate_limit_settle, rate_limit_cancel, rate_limit_extend, rate_limit_find_hold, rate_limit_sweep,
+    _rate_limit_check_policy, _rate_limit_note_policy, rate_limit_policies, rate_limit_ban, rate_limit_report,
+    _rate_limit_take_fixed_window_durable, _rate_limit_take_sliding_window_durable,
     _rate_limit_take_token_bucket_durable, _rate_limit_left_durable, _rate_limit_take_calendar_window_durable,
     _rate_limit_live_durable, _rate_limit_beside_durable, _rate_limit_write_holds_durable, _rate_limit_earliest_durable,
     _rate_limit_take_all_durable;

@@ -261,8 +261,9 @@ $$;
 -- After a charge, granted is count, and retry_after_us is the time until a cost of 1 fits. If a key would owe too much,
 -- granted is 0, and nothing is counted. The largest charge that a key accepts follows from the other columns: see
 -- _rate_limit_chargeable. After a settlement, log is the answer: how many units were counted, 1 if the hold had ended,
--- and when it was settled. If the hold was settled before, log is the first answer, and nothing is counted again. granted is -3 for a part of which no such hold is known.
--- After an extension, granted is 1, or for all parts -3 if the hold is not known, or -4 if it is not live.
+-- and when it was settled. If the hold was settled before, log is the first answer, and nothing is counted again.
+-- granted is -3 for a part of which no such hold is known. After an extension, granted is 1, or for all parts -3 if the
+-- hold is not known, or -4 if it is not live.
 --
 -- The five steps are: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
 --
@@ -487,7 +488,7 @@ BEGIN
                     RETURN NEXT ROW(i::bigint, CASE WHEN holders[row_of[i]] >= 0 THEN -2 END::bigint,
                         coalesce(holders[row_of[i]], 0), NULL::bigint, 0::bigint, decided_at, 0::bigint, 0::bigint,
                         0::bigint, 0::bigint, 0::bigint, 0::bigint, NULL::bigint[],
-                        0::bigint, 0::bigint, 0::bigint, 0::bigint);
+                        0::bigint, 0::bigint, 0::bigint, 0::bigint, 0::bigint);
                 END LOOP;
                 CONTINUE;
             END IF;
@@ -617,7 +618,7 @@ BEGIN
                 END IF;
                 RETURN NEXT ROW(i::bigint, s.granted, s.remaining, s.retry_after_us, s.reset_after_us, decided_at,
                     s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.told_log,
-                    s.since, s.window_start, s.taken_at, s.spent);
+                    s.since, s.window_start, s.taken_at, s.spent, coalesce(s.held, 0));
             END LOOP;
         END LOOP;
 

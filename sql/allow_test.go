@@ -367,7 +367,7 @@ func TestHelpersAreOutOfSight(t *testing.T) {
 		WHERE pronamespace = 'public'::regnamespace AND proname ~ '^(rate_limit_.*)$'`)
 	want := append([]string{
 		"rate_limit_allow", "rate_limit_peek", "rate_limit_charge", "rate_limit_hold", "rate_limit_settle", "rate_limit_cancel",
-		"rate_limit_extend", "rate_limit_sweep", "rate_limit_version", "rate_limit_policies", "rate_limit_ban",
+		"rate_limit_extend", "rate_limit_find_hold", "rate_limit_sweep", "rate_limit_version", "rate_limit_policies", "rate_limit_ban",
 		"rate_limit_report",
 	}, algorithm.Functions()...)
 	require.ElementsMatch(t, want, names)

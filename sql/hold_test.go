@@ -134,6 +134,7 @@ type toldHeld struct {
 	Late                 *bool
 	SettledAt            *int64
 	Spent, Since, In, At int64
+	Held                 int64
 }
 
 // ask sends one request.
@@ -149,7 +150,7 @@ func (h *heldKey) ask(ctx context.Context, q modeltest.Request, ttl *int64, hold
 	rows, err := h.pool.Query(ctx, `
 		SELECT granted, remaining, retry_after_us, reset_after_us, count, prev_count, window_start, credit, coalesce(scale, 0),
 			expires_at, answer[1], answer[2] = 1, answer[3], taken_spent, coalesce(taken_since, 0), taken_in,
-			coalesce(taken_at, 0)
+			coalesce(taken_at, 0), held
 		FROM (SELECT *, CASE WHEN $23::uuid[] IS NOT NULL THEN log END AS answer
 			FROM rate_limit_all($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20,
 				$21, $22, $23::uuid[])) AS a`, args...)
@@ -371,7 +372,7 @@ func (h *heldKey) step(ctx context.Context, dice modeltest.Dice, seen map[string
 	told := toldHeld{
 		Granted: want.Granted, Remaining: want.Remaining, ResetAfter: want.ResetAfter, Count: s.Count, PrevCount: s.PrevCount,
 		WindowStart: s.WindowStart, Credit: s.Credit, Scale: s.Scale, ExpiresAt: s.ExpiresAt,
-		Spent: got.Spent, Since: got.Since, In: got.In, At: got.At,
+		Spent: got.Spent, Since: got.Since, In: got.In, At: got.At, Held: next.Held(h.clock),
 	}
 	if want.RetryAfter != model.Never {
 		told.RetryAfter = &want.RetryAfter
@@ -595,7 +596,7 @@ func TestHoldsOfSeveralKeysEqualTheModel(t *testing.T) {
 			var requests []modeltest.Request
 			var ttls []*int64
 			var holds []*string
-			type told struct{ granted, remaining int64 }
+			type told struct{ granted, remaining, held int64 }
 			var want []told
 			for range 1 + r.IntN(3) {
 				var parts []*one
@@ -648,7 +649,7 @@ func TestHoldsOfSeveralKeysEqualTheModel(t *testing.T) {
 						o.key = after[i]
 					}
 					_, d := o.key.Decide(o.part.Policy, clock, 0)
-					want = append(want, told{granted, d.Remaining})
+					want = append(want, told{granted, d.Remaining, o.key.Held(clock)})
 				}
 				if what == "hold" && granted == 1 {
 					ids[id] = parts
@@ -661,11 +662,11 @@ func TestHoldsOfSeveralKeysEqualTheModel(t *testing.T) {
 			}
 			args := append(limitertest.AllArrays(requests), nil, nil, time.UnixMicro(clock), nil, nil, nil, nil, false, nil, nil,
 				allCharges(requests), ttls, holds)
-			rows, err := pool.Query(t.Context(), `SELECT granted, remaining FROM rate_limit_all($1, $2, $3, $4, $5, $6, $7, $8,
+			rows, err := pool.Query(t.Context(), `SELECT granted, remaining, held FROM rate_limit_all($1, $2, $3, $4, $5, $6, $7, $8,
 				$9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21, $22, $23::uuid[]) ORDER BY ord`, args...)
 			require.NoError(t, err, title)
 			got, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (is told, err error) {
-				return is, row.Scan(&is.granted, &is.remaining)
+				return is, row.Scan(&is.granted, &is.remaining, &is.held)
 			})
 			require.NoError(t, err, title)
 			require.Equal(t, want, got, "%s: %+v", title, requests)

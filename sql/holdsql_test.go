@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -15,6 +16,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/shardkey"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
@@ -50,6 +52,24 @@ func settleSQL(ctx context.Context, db pgtest.Querier, hold string, used int64) 
 	return pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[settledSQL])
 }
 
+// foundSQL is a row that rate_limit_find_hold returns.
+type foundSQL struct {
+	Name, Key string
+	Durable   bool
+	Units     int64
+	Live      bool
+	Used      *int64
+}
+
+func findSQL(t *testing.T, db pgtest.Querier, hold string) []foundSQL {
+	t.Helper()
+	rows, err := db.Query(t.Context(), "SELECT name, key, durable, units, live, used FROM rate_limit_find_hold($1)", hold)
+	require.NoError(t, err)
+	found, err := pgx.CollectRows(rows, pgx.RowToStructByPos[foundSQL])
+	require.NoError(t, err)
+	return found
+}
+
 func refusedWith(t *testing.T, err error, code, column string) *pgconn.PgError {
 	t.Helper()
 	var refused *pgconn.PgError
@@ -79,6 +99,8 @@ func TestSQLHolds(t *testing.T) {
 			require.True(t, got.Allowed)
 			require.EqualValues(t, 4, got.Remaining)
 			require.NotContains(t, *got.Hold, "key")
+			require.Equal(t, foundSQL{name, "key", durable, 6, true, nil}, findSQL(t, db.Pool, *got.Hold)[0])
+			require.Len(t, findSQL(t, db.Pool, *got.Hold), strings.Count(policy, ",")+1)
 			require.Zero(t, got.RetryAfter)
 
 			denied, err := holdSQL(t.Context(), db.Pool, name, policy, 5, "1 hour", durable)
@@ -101,6 +123,7 @@ func TestSQLHolds(t *testing.T) {
 			require.EqualValues(t, 2, first.Counted)
 			require.False(t, first.Late)
 			require.EqualValues(t, 4, remaining())
+			require.Equal(t, foundSQL{name, "key", durable, 6, false, new(int64(2))}, findSQL(t, db.Pool, *got.Hold)[0])
 			again, err := settleSQL(t.Context(), db.Pool, *got.Hold, 9)
 			require.NoError(t, err)
 			require.Equal(t, first, again)
@@ -126,6 +149,7 @@ func TestSQLHolds(t *testing.T) {
 				require.NoError(t, sumsDiffer(t.Context(), db.Pool, durable, part))
 			}
 			require.EqualValues(t, 10, remaining())
+			require.False(t, findSQL(t, db.Pool, *late.Hold)[0].Live)
 			settled, err := settleSQL(t.Context(), db.Pool, *late.Hold, 3)
 			require.NoError(t, err)
 			require.True(t, settled.Late)
@@ -165,13 +189,15 @@ func TestSQLHoldsRefuseBadInput(t *testing.T) {
 		"rate_limit_cancel('" + unknown + "')":                                    "hold",
 		"rate_limit_extend('" + *good.Hold + "', interval '25 hours')":            "ttl",
 		"rate_limit_extend('" + unknown + ".x', interval '1 hour')":               "hold",
+		"rate_limit_find_hold('" + unknown + "')":                                 "hold",
+		"rate_limit_find_hold(NULL)":                                              "hold",
 	} {
 		_, err := db.Pool.Exec(t.Context(), "SELECT "+sql)
 		refusedWith(t, err, "22023", column)
 	}
 	for _, sql := range []string{
 		"rate_limit_settle('" + unknown + ".e', 1)", "rate_limit_cancel('" + unknown + ".ed')",
-		"rate_limit_extend('" + unknown + ".d', interval '1 hour')",
+		"rate_limit_extend('" + unknown + ".d', interval '1 hour')", "rate_limit_find_hold('" + unknown + ".e')",
 		"rate_limit_settle('" + strings.Replace(*good.Hold, ".e", ".d", 1) + "', 1)",
 	} {
 		_, err := db.Pool.Exec(t.Context(), "SELECT "+sql)
@@ -184,6 +210,7 @@ func TestSQLHoldsRefuseBadInput(t *testing.T) {
 	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, mode, policy, comment) VALUES
 		('off', 'off', NULL, 'why'), ('deny', 'deny', NULL, 'why')`)
 	require.Empty(t, pgtest.Scalar[string](t, db.Pool, "SELECT hold FROM rate_limit_hold('off', 'key')"))
+	require.Empty(t, findSQL(t, db.Pool, ""))
 	require.EqualValues(t, 7, pgtest.Scalar[int64](t, db.Pool, "SELECT counted FROM rate_limit_settle('', 7)"))
 	require.False(t, pgtest.Scalar[bool](t, db.Pool, "SELECT allowed FROM rate_limit_hold('deny', 'key')"))
 	require.Equal(t, stored, pgtest.StoredRows(t, db.Pool, false))
@@ -300,4 +327,21 @@ func TestHoldsOfADeletedRow(t *testing.T) {
 			pgtest.Exec(t, db.Pool, "DELETE FROM "+pgtest.Table(durable))
 		}
 	}
+}
+
+// A hold's id ends with the digits by which a proxy finds the shard of the key.
+func TestHoldIDsHaveTheShard(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	seen := map[string]bool{}
+	for _, key := range []string{"user:1", "{user:1}:day", "a{b}{c}", "{}x", "a{b", "}a{b", "}{a}", "{{a}", "ключ {🦊}", "{ключ}{x}"} {
+		id := pgtest.Scalar[string](t, db.All()[0].Pool, "SELECT _rate_limit_hold_id($1)::text", key)
+		digits, err := strconv.ParseUint(id[len(id)-4:], 16, 16)
+		require.NoError(t, err)
+		for shards := 2; shards <= 1024; shards *= 2 {
+			require.EqualValues(t, shardkey.Of(key, shards), digits%uint64(shards), key)
+		}
+		seen[id[:32]] = true
+	}
+	require.Len(t, seen, 10)
 }

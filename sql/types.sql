@@ -63,7 +63,8 @@ CREATE TYPE rate_limit_decision AS (
     taken_since bigint,     -- the row's since
     taken_in bigint,        -- the row's window_start: the time of the window, the log entry or the bucket
     taken_at bigint,        -- the last unit's position in the bucket's queue: see TokenBucket.Refund in internal/model
-    taken_spent bigint      -- how many units were paid with granted credit
+    taken_spent bigint,     -- how many units were paid with granted credit
+    held bigint             -- the units of the key's live holds after the decision
 );
 
 COMMENT ON TYPE rate_limit_decision IS
