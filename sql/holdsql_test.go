@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
-	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -16,7 +15,6 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
-	"github.com/pgratelimit/ratelimit/internal/shardkey"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
@@ -327,21 +325,4 @@ func TestHoldsOfADeletedRow(t *testing.T) {
 			pgtest.Exec(t, db.Pool, "DELETE FROM "+pgtest.Table(durable))
 		}
 	}
-}
-
-// A hold's id ends with the digits by which a proxy finds the shard of the key.
-func TestHoldIDsHaveTheShard(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	seen := map[string]bool{}
-	for _, key := range []string{"user:1", "{user:1}:day", "a{b}{c}", "{}x", "a{b", "}a{b", "}{a}", "{{a}", "ключ {🦊}", "{ключ}{x}"} {
-		id := pgtest.Scalar[string](t, db.All()[0].Pool, "SELECT _rate_limit_hold_id($1)::text", key)
-		digits, err := strconv.ParseUint(id[len(id)-4:], 16, 16)
-		require.NoError(t, err)
-		for shards := 2; shards <= 1024; shards *= 2 {
-			require.EqualValues(t, shardkey.Of(key, shards), digits%uint64(shards), key)
-		}
-		seen[id[:32]] = true
-	}
-	require.Len(t, seen, 10)
 }

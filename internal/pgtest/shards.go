@@ -129,8 +129,8 @@ func (c *cluster) each(do func(shard *cluster) error) error {
 }
 
 // foreignTablesSQL defines foreign tables for a shard's tables. With foreign tables, tests can read, change and lock
-// the rows of all shards on the proxy. Real proxies have no such tables. The ephemeral and durable tables are
-// partitioned by key; all other tables are on shard 0.
+// the rows of all shards on the proxy. Real proxies have no such tables. The tables with keys of limits are partitioned
+// by key; all other tables are on shard 0.
 const foreignTablesSQL = `
 WITH columns AS (
 	SELECT c.relname, string_agg(format('%I %s', a.attname, format_type(a.atttypid, a.atttypmod)) || CASE
@@ -144,7 +144,7 @@ WITH columns AS (
 	GROUP BY c.relname
 )
 SELECT string_agg(CASE
-	WHEN relname IN ('rate_limit_ephemeral', 'rate_limit_durable') THEN
+	WHEN relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_ephemeral_hold', 'rate_limit_durable_hold') THEN
 		format('CREATE TABLE %I (%s) PARTITION BY LIST (_rate_limit_shard(key, %s));', relname, columns, $1::integer)
 		|| (SELECT string_agg(format('CREATE FOREIGN TABLE %I PARTITION OF %I FOR VALUES IN (%s) '
 				'SERVER test_%s OPTIONS (table_name %L);', relname || i, relname, i, i, relname), '')

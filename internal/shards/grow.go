@@ -129,7 +129,7 @@ func (c GrowConfig) empty(ctx context.Context, conn *pgx.Conn) error {
 			return err
 		}
 		return c.run(ctx, tx,
-			"TRUNCATE {schema}.rate_limit_ephemeral, {schema}.rate_limit_durable, {schema}.rate_limit_shard")
+			"TRUNCATE "+allTables()+", {schema}.rate_limit_shard")
 	})
 }
 
@@ -258,7 +258,23 @@ func (c GrowConfig) sameDivision(ctx context.Context, from, to *pgx.Conn) error 
 }
 
 // tables returns the names of the tables whose rows move.
-func tables() []string { return []string{"rate_limit_ephemeral", "rate_limit_durable"} }
+func tables() []string {
+	return []string{
+		"rate_limit_ephemeral", "rate_limit_durable", "rate_limit_ephemeral_hold", "rate_limit_durable_hold",
+	}
+}
+
+// allTables returns these names for a statement.
+func allTables() string { return "{schema}." + strings.Join(tables(), ", {schema}.") }
+
+// same returns the condition that row r of a table is the row that another row, o, is about.
+func same(table, o string) string {
+	condition := "r.prefix = " + o + ".prefix AND r.key = " + o + ".key"
+	if strings.HasSuffix(table, "_hold") {
+		condition += " AND r.id = " + o + ".id::uuid"
+	}
+	return condition
+}
 
 // move copies the rows of half of the keys to the new shard. Then the old shard gives up these keys.
 func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) error {
@@ -269,7 +285,7 @@ func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) e
 		return err
 	}
 	// Remove rows that an interrupted call of move has copied.
-	if err := c.run(ctx, to, "TRUNCATE {schema}.rate_limit_ephemeral, {schema}.rate_limit_durable"); err != nil {
+	if err := c.run(ctx, to, "TRUNCATE "+allTables()); err != nil {
 		return err
 	}
 	if err := c.noteDeleted(ctx, from, true); err != nil {
@@ -299,7 +315,7 @@ func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) e
 		// lock_timeout is short, because new calls wait too.
 		if err := c.run(ctx, tx, "SET LOCAL lock_timeout = '1s'",
 			"LOCK TABLE {schema}.rate_limit_shard IN ACCESS EXCLUSIVE MODE",
-			"LOCK TABLE {schema}.rate_limit_ephemeral, {schema}.rate_limit_durable IN SHARE MODE"); err != nil {
+			"LOCK TABLE "+allTables()+" IN SHARE MODE"); err != nil {
 			return busy(err)
 		}
 		if err := c.catchUp(ctx, tx, to, moves, horizon); err != nil {
@@ -366,8 +382,8 @@ func (c GrowConfig) catchUp(ctx context.Context, from pgx.Tx, to *pgx.Conn, move
 				"CREATE TEMP TABLE gone (LIKE {schema}.rate_limit_shard_deleted) ON COMMIT DROP"); err != nil {
 				return err
 			}
-			if err := c.pipe(ctx, from.Conn(), to, "SELECT of, prefix, key FROM {schema}.rate_limit_shard_deleted "+
-				"WHERE of = '"+table+"'", "gone (of, prefix, key)"); err != nil {
+			if err := c.pipe(ctx, from.Conn(), to, "SELECT of, prefix, key, id FROM {schema}.rate_limit_shard_deleted "+
+				"WHERE of = '"+table+"'", "gone (of, prefix, key, id)"); err != nil {
 				return err
 			}
 			// A row that was frozen long ago may seem to be new. Copying a row again does no harm.
@@ -377,8 +393,8 @@ func (c GrowConfig) catchUp(ctx context.Context, from pgx.Tx, to *pgx.Conn, move
 			}
 			if err := c.run(ctx, tx, "ANALYZE changed", "ANALYZE gone",
 				"DELETE FROM {schema}."+table+" WHERE EXISTS (SELECT FROM gone WHERE key = '')",
-				"DELETE FROM {schema}."+table+" AS r USING gone AS g WHERE r.prefix = g.prefix AND r.key = g.key",
-				"DELETE FROM {schema}."+table+" AS r USING changed AS c WHERE r.prefix = c.prefix AND r.key = c.key",
+				"DELETE FROM {schema}."+table+" AS r USING gone AS g WHERE "+same(table, "g"),
+				"DELETE FROM {schema}."+table+" AS r USING changed AS c WHERE "+same(table, "c"),
 				"INSERT INTO {schema}."+table+" ("+columns+") SELECT "+columns+" FROM changed",
 				"DROP TABLE changed, gone"); err != nil {
 				return err

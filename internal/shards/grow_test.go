@@ -134,6 +134,94 @@ func TestGrowAdmitsWhatTheLimitAdmits(t *testing.T) {
 	}
 }
 
+// While shards are divided, each unit that is held leaves once: holds are made, settled, extended and forgotten between
+// the steps, and Grow also goes on after a failure.
+func TestGrowMovesHolds(t *testing.T) {
+	t.Parallel()
+
+	for _, fails := range []shards.Step{"", shards.Copied, shards.GaveUp, shards.Switched} {
+		t.Run(string("after "+fails), func(t *testing.T) {
+			t.Parallel()
+
+			c := newCluster(t, 2)
+			live, used := map[string][]string{}, map[string]int64{} // of each key
+			// call calls a function for a hold, unless the key belongs to no shard between two steps.
+			call := func(sql string, args ...any) (result string, ok bool) {
+				err := c.proxy.Pool.QueryRow(t.Context(), sql, args...).Scan(&result)
+				if wrongShard(err) {
+					return "", false
+				}
+				require.NoError(t, err)
+				return result, true
+			}
+			step := 0
+			more := func() {
+				step++
+				for i := range 24 {
+					key := fmt.Sprint("key ", i)
+					if hold, ok := call("SELECT hold FROM rate_limit_hold('api', $1, 'fixed 1000/1d', 7, durable => $2)", key, i%2 == 0); ok {
+						live[key] = append(live[key], hold)
+					}
+					if len(live[key]) == 0 || (i+step)%2 == 0 {
+						continue
+					}
+					if _, ok := call("SELECT rate_limit_extend($1, interval '2 hours')::text", live[key][0]); !ok {
+						continue
+					}
+					if late, ok := call("SELECT late::text FROM rate_limit_settle($1, 3)", live[key][0]); ok {
+						require.Equal(t, "false", late)
+						live[key], used[key] = live[key][1:], used[key]+3
+					}
+				}
+			}
+			more()
+			failure := errors.New("fails here")
+			progress := func(_ int, step shards.Step) error {
+				if step != shards.Stopped { // calls would wait while the shard is stopped
+					more()
+				}
+				if step == shards.Copied { // forget the holds that are settled
+					for _, db := range c.shards {
+						pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_ephemeral_hold WHERE status = 2")
+						pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_durable_hold WHERE status = 2")
+					}
+				}
+				if step == fails {
+					fails = ""
+					return failure
+				}
+				return nil
+			}
+			if fails != "" {
+				require.ErrorIs(t, shards.Grow(t.Context(), c.growConfig(t, progress)), failure)
+			}
+			require.NoError(t, shards.Grow(t.Context(), c.growConfig(t, progress)))
+			more()
+
+			rows := int64(0)
+			for _, db := range append(c.shards, c.more...) {
+				rows += pgtest.Scalar[int64](t, db.Pool, `SELECT (SELECT count(*) FROM rate_limit_ephemeral_hold WHERE status = 0)
+					+ (SELECT count(*) FROM rate_limit_durable_hold WHERE status = 0)`)
+			}
+			want := int64(0)
+			for i := range 24 {
+				key := fmt.Sprint("key ", i)
+				remaining := func() int64 {
+					return pgtest.Scalar[int64](t, c.proxy.Pool, "SELECT remaining FROM rate_limit_peek('api', $1, 'fixed 1000/1d', $2)", key, i%2 == 0)
+				}
+				want += int64(len(live[key]))
+				require.EqualValues(t, 1000-used[key]-7*int64(len(live[key])), remaining(), key)
+				for _, hold := range live[key] {
+					require.Equal(t, key, pgtest.Scalar[string](t, c.proxy.Pool, "SELECT key FROM rate_limit_find_hold($1) WHERE live", hold))
+					require.False(t, pgtest.Scalar[bool](t, c.proxy.Pool, "SELECT late FROM rate_limit_cancel($1)", hold))
+				}
+				require.EqualValues(t, 1000-used[key], remaining(), key)
+			}
+			require.Equal(t, want, rows, "each hold is on exactly one shard")
+		})
+	}
+}
+
 // No key gets more than its limit while calls go on during all steps of Grow.
 func TestGrowUnderLoad(t *testing.T) {
 	t.Parallel()

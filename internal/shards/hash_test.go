@@ -2,6 +2,7 @@ package shards_test
 
 import (
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"testing"
 
@@ -13,7 +14,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// The database and the client compute the same shard for a key with any characters, braces and collation.
+// The database and the client compute the same shard for a key with any characters, braces and collation. The ids of the
+// key's holds name this shard.
 func TestHashIsThatOfTheClient(t *testing.T) {
 	t.Parallel()
 
@@ -49,6 +51,9 @@ func TestHashIsThatOfTheClient(t *testing.T) {
 					require.Equal(t, want[i], found[i], "%q", key)
 				}
 			}
+			held := pgtest.Scalar[[]int](t, db.Pool, "SELECT array_agg(('x' || right(_rate_limit_hold_id(key"+collation+
+				")::text, 4))::bit(16)::integer & ($2 - 1) ORDER BY i) FROM unnest($1::text[]) WITH ORDINALITY AS u (key, i)", keys, n)
+			require.True(t, slices.Equal(found, held))
 		}
 	}
 }

@@ -66,6 +66,14 @@ BEGIN
 END
 $$;
 
+-- _rate_limit_shard_of_hold returns the shard of the keys of a hold. _rate_limit_hold_id has put it into the id. If the
+-- text is not that of a hold, the result is NULL.
+CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_shard_of_hold(hold text, shards integer)
+RETURNS integer
+LANGUAGE sql
+IMMUTABLE
+AS $$ SELECT ('x' || substring(hold COLLATE "C", '^[0-9a-f-]{32}([0-9a-f]{4})[.]'))::bit(16)::integer & (shards - 1) $$;
+
 CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_no_transaction()
 RETURNS void
 LANGUAGE plpgsql
@@ -133,7 +141,8 @@ AS $$
 #variable_conflict use_variable
 DECLARE
     shards CONSTANT integer := {{$.Schema}}.rate_limit_shards();
-    shard integer := {{if .ByKey}}coalesce({{$.Schema}}._rate_limit_shard(key, shards), 0){{else}}0{{end}};
+    shard integer := {{if .ByKey}}coalesce({{$.Schema}}._rate_limit_shard(key, shards), 0)
+        {{- else if .ByHold}}coalesce({{$.Schema}}._rate_limit_shard_of_hold(hold, shards), 0){{else}}0{{end}};
 {{- if .ByKeys}}
     places bigint[];
     decisions {{$.Schema}}.rate_limit_decision[];

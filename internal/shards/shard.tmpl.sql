@@ -18,7 +18,8 @@ COMMENT ON TABLE {{.Schema}}.rate_limit_shard IS
 CREATE UNLOGGED TABLE IF NOT EXISTS {{.Schema}}.rate_limit_shard_deleted (
     of     text NOT NULL, -- the table's name
     prefix text COLLATE "C" NOT NULL,
-    key    text COLLATE "C" NOT NULL -- '' means that all keys were deleted
+    key    text COLLATE "C" NOT NULL, -- '' means that all rows were deleted
+    id     text -- of a hold
 );
 
 -- A platform may enable row security on new tables, or grant rights on them. Undo this, because all callers must be
@@ -54,7 +55,8 @@ BEGIN
     IF TG_OP = 'TRUNCATE' THEN
         INSERT INTO {{.Schema}}.rate_limit_shard_deleted (of, prefix, key) VALUES (TG_TABLE_NAME, '', '');
     ELSE
-        INSERT INTO {{.Schema}}.rate_limit_shard_deleted (of, prefix, key) VALUES (TG_TABLE_NAME, OLD.prefix, OLD.key);
+        INSERT INTO {{.Schema}}.rate_limit_shard_deleted (of, prefix, key, id)
+        VALUES (TG_TABLE_NAME, OLD.prefix, OLD.key, to_jsonb(OLD) ->> 'id');
     END IF;
     RETURN NULL;
 END
