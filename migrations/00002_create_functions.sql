@@ -2407,8 +2407,9 @@ BEGIN
 END
 $$;
 
--- _rate_limit_hold_id returns an id for a new hold of a key. It is random, except that the last four hex digits are bits
--- 0 to 15 of the number by which shardkey.Of finds the shard of the key. So a proxy finds the shard of a hold.
+-- _rate_limit_hold_id returns an id for a new hold of a key. The id is random, except for its last four hex digits.
+-- These are bits 0 to 15 of the number by which shardkey.Of finds the shard of the key. So a proxy finds the shard of a
+-- hold.
 CREATE FUNCTION _rate_limit_hold_id(key text) RETURNS uuid LANGUAGE sql AS $$
     SELECT overlay(gen_random_uuid()::text PLACING substr(encode(sha256(convert_to(
         coalesce(substring(key COLLATE "C", '^[^{]*[{]([^}]+)[}]'), key),
@@ -3575,7 +3576,8 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_sweep IS
-    'Deletes rows that expired a minute ago or more: at most max_rows of them, from at most max_pages pages. '
+    'Deletes rows that expired a minute ago or more, and holds that ended or were settled a day ago or more: '
+    'at most max_rows of them, from at most max_pages pages. '
     'The next call continues where this one stopped. It does not wait for rows, and changes no decision.
 It returns skipped (another sweeper is at work, so nothing was done), '
     'complete (it reached the end of all tables), scanned (how many pages it read), deleted (how many rows), '
@@ -3964,8 +3966,8 @@ BEGIN
                 'rate_limit_take_fixed_window', 'rate_limit_take_sliding_window', 'rate_limit_take_token_bucket',
                 'rate_limit_take_sliding_log', 'rate_limit_take_calendar_window', 'rate_limit_all',
                 'rate_limit_take_all', 'rate_limit_reset', 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_charge',
-                'rate_limit_hold', 'rate_limit_settle', 'rate_limit_cancel', 'rate_limit_extend', 'rate_limit_find_hold',
-                'rate_limit_sweep', 'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report'))
+                'rate_limit_hold', 'rate_limit_settle', 'rate_limit_cancel', 'rate_limit_extend',
+                'rate_limit_find_hold', 'rate_limit_sweep', 'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report'))
     LOOP
         signature := fn.oid::regprocedure::text;
         -- An earlier migration may have inserted the schema. (A twin has the schema that its original already had.)

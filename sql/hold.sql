@@ -259,8 +259,9 @@ BEGIN
 END
 $$;
 
--- _rate_limit_hold_id returns an id for a new hold of a key. It is random, except that the last four hex digits are bits
--- 0 to 15 of the number by which shardkey.Of finds the shard of the key. So a proxy finds the shard of a hold.
+-- _rate_limit_hold_id returns an id for a new hold of a key. The id is random, except for its last four hex digits.
+-- These are bits 0 to 15 of the number by which shardkey.Of finds the shard of the key. So a proxy finds the shard of a
+-- hold.
 CREATE FUNCTION _rate_limit_hold_id(key text) RETURNS uuid LANGUAGE sql AS $$
     SELECT overlay(gen_random_uuid()::text PLACING substr(encode(sha256(convert_to(
         coalesce(substring(key COLLATE "C", '^[^{]*[{]([^}]+)[}]'), key),

@@ -202,7 +202,8 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_sweep IS
-    'Deletes rows that expired a minute ago or more: at most max_rows of them, from at most max_pages pages. '
+    'Deletes rows that expired a minute ago or more, and holds that ended or were settled a day ago or more: '
+    'at most max_rows of them, from at most max_pages pages. '
     'The next call continues where this one stopped. It does not wait for rows, and changes no decision.
 It returns skipped (another sweeper is at work, so nothing was done), '
     'complete (it reached the end of all tables), scanned (how many pages it read), deleted (how many rows), '

@@ -157,7 +157,7 @@ const (
 
 // AllTables lists the tables in the order in which commands lock them. The functions lock in the same order.
 var AllTables = []string{"rate_limit_policy", "rate_limit_policy_history", "rate_limit_shadow", "rate_limit_sweeper",
-	Table(true), Table(false)}
+	Table(true), Table(false), Table(true) + "_hold", Table(false) + "_hold"}
 
 // LockedError means that another session has locked the limiter's tables for too long.
 type LockedError struct{ error }

@@ -93,7 +93,8 @@ func (s *State) judgeNew(all []*State, w wantedShard) {
 		s.add(cli.Problem, "counts",
 			"run `pgratelimit shard list` for the proxy of that shard, and do what it says, or "+
 				"use another database; only if that growth was undone are they nobody's, and "+
-				"`TRUNCATE rate_limit_ephemeral, rate_limit_durable, rate_limit_shard` loses nothing",
+				"`TRUNCATE rate_limit_ephemeral, rate_limit_durable, rate_limit_ephemeral_hold, "+
+				"rate_limit_durable_hold, rate_limit_shard` loses nothing",
 			"has rows of a shard that is being divided, perhaps the only ones of their keys")
 	case counts && w.had:
 		s.add(cli.Problem, "counts", s.become(w.is)+" if it was that shard before, and has its counts; otherwise use "+

@@ -5,9 +5,9 @@ WITH ours AS (
     FROM pg_class AS c
     JOIN pg_namespace AS n ON n.oid = c.relnamespace
     WHERE n.nspname = current_setting('pgratelimit.schema') AND c.relkind = 'r'
-        AND c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper',
-            'rate_limit_goose_version', 'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow',
-            'rate_limit_shard', 'rate_limit_shard_deleted')
+        AND c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_ephemeral_hold',
+            'rate_limit_durable_hold', 'rate_limit_sweeper', 'rate_limit_goose_version', 'rate_limit_policy',
+            'rate_limit_policy_history', 'rate_limit_shadow', 'rate_limit_shard', 'rate_limit_shard_deleted')
 ),
 -- Other roles must not read keys, which are personal data, or set sequences back. strangers.sql reports TRIGGER.
 granted AS (
@@ -72,7 +72,9 @@ SELECT 'warning', format('each take that changes %s also runs the trigger %I, wh
 FROM ours AS o
 JOIN pg_trigger AS t ON t.tgrelid = o.oid
 JOIN pg_proc AS p ON p.oid = t.tgfoid
-WHERE o.relname IN ('rate_limit_ephemeral', 'rate_limit_durable') AND NOT t.tgisinternal
+WHERE o.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_ephemeral_hold',
+        'rate_limit_durable_hold')
+    AND NOT t.tgisinternal
     AND NOT starts_with(ltrim(p.proname, '_'), 'rate_limit_')
 UNION ALL
 SELECT 'ok', format('row-level security is on for %s. It does not bind the owner, as whom the functions run, so an '

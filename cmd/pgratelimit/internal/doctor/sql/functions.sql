@@ -9,16 +9,12 @@ SELECT
         SELECT FROM aclexplode(coalesce(p.proacl, acldefault('f', p.proowner)))
         WHERE grantee = 0 AND privilege_type = 'EXECUTE'
     ),
-    NOT (
-        has_schema_privilege(p.proowner, p.pronamespace, 'USAGE')
-        AND has_table_privilege(p.proowner, e.oid, 'SELECT')
-        AND has_table_privilege(p.proowner, e.oid, 'INSERT')
-        AND has_table_privilege(p.proowner, e.oid, 'UPDATE')
-        AND has_table_privilege(p.proowner, e.oid, 'DELETE')
-        AND has_table_privilege(p.proowner, d.oid, 'SELECT')
-        AND has_table_privilege(p.proowner, d.oid, 'INSERT')
-        AND has_table_privilege(p.proowner, d.oid, 'UPDATE')
-        AND has_table_privilege(p.proowner, d.oid, 'DELETE')
+    NOT has_schema_privilege(p.proowner, p.pronamespace, 'USAGE') OR EXISTS (
+        SELECT FROM pg_class AS c
+        CROSS JOIN unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS r (privilege)
+        WHERE c.reltype IN (pg_typeof(NULL::rate_limit_ephemeral), pg_typeof(NULL::rate_limit_durable),
+                pg_typeof(NULL::rate_limit_ephemeral_hold), pg_typeof(NULL::rate_limit_durable_hold))
+            AND NOT has_table_privilege(p.proowner, c.oid, r.privilege)
     ),
     NOT o.rolcanlogin AND NOT EXISTS (
         SELECT FROM aclexplode(coalesce(p.proacl, acldefault('f', p.proowner)))
@@ -27,6 +23,5 @@ SELECT
 FROM pg_proc AS p
 JOIN pg_roles AS o ON o.oid = p.proowner
 JOIN pg_class AS e ON e.reltype = pg_typeof(NULL::rate_limit_ephemeral)
-JOIN pg_class AS d ON d.reltype = pg_typeof(NULL::rate_limit_durable)
 WHERE p.pronamespace = e.relnamespace AND p.proowner = e.relowner AND starts_with(ltrim(p.proname, '_'), 'rate_limit_')
 ORDER BY p.proname

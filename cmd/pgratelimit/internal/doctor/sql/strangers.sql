@@ -54,9 +54,9 @@ SELECT
 FROM schema AS s
 CROSS JOIN owner AS o
 JOIN pg_class AS c ON c.relnamespace = s.oid AND c.relowner <> o.oid
-WHERE c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
-        'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow', 'rate_limit_shard',
-        'rate_limit_shard_deleted')
+WHERE c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_ephemeral_hold',
+        'rate_limit_durable_hold', 'rate_limit_sweeper', 'rate_limit_goose_version', 'rate_limit_policy',
+        'rate_limit_policy_history', 'rate_limit_shadow', 'rate_limit_shard', 'rate_limit_shard_deleted')
 UNION ALL
 SELECT
     format('function %s belongs to %I, and not to %s, as the tables do',
@@ -76,8 +76,8 @@ CROSS JOIN owner AS o
 JOIN pg_class AS c ON c.relnamespace = s.oid AND c.relowner = o.oid
 CROSS JOIN aclexplode(c.relacl) AS a
 LEFT JOIN pg_roles AS r ON r.oid = a.grantee
-WHERE c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
-        'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow', 'rate_limit_shard',
-        'rate_limit_shard_deleted')
+WHERE c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_ephemeral_hold',
+        'rate_limit_durable_hold', 'rate_limit_sweeper', 'rate_limit_goose_version', 'rate_limit_policy',
+        'rate_limit_policy_history', 'rate_limit_shadow', 'rate_limit_shard', 'rate_limit_shard_deleted')
     AND a.privilege_type = 'TRIGGER' AND a.grantee <> o.oid
 ORDER BY 1
