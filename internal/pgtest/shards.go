@@ -144,7 +144,8 @@ WITH columns AS (
 	GROUP BY c.relname
 )
 SELECT string_agg(CASE
-	WHEN relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_ephemeral_hold', 'rate_limit_durable_hold') THEN
+	WHEN relname IN (
+		'rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_ephemeral_hold', 'rate_limit_durable_hold') THEN
 		format('CREATE TABLE %I (%s) PARTITION BY LIST (_rate_limit_shard(key, %s));', relname, columns, $1::integer)
 		|| (SELECT string_agg(format('CREATE FOREIGN TABLE %I PARTITION OF %I FOR VALUES IN (%s) '
 				'SERVER test_%s OPTIONS (table_name %L);', relname || i, relname, i, i, relname), '')

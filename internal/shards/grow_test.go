@@ -210,12 +210,12 @@ func TestGrowMovesHolds(t *testing.T) {
 					return pgtest.Scalar[int64](t, c.proxy.Pool, "SELECT remaining FROM rate_limit_peek('api', $1, 'fixed 1000/1d', $2)", key, i%2 == 0)
 				}
 				want += int64(len(live[key]))
-				require.EqualValues(t, 1000-used[key]-7*int64(len(live[key])), remaining(), key)
+				require.Equal(t, 1000-used[key]-7*int64(len(live[key])), remaining(), key)
 				for _, hold := range live[key] {
 					require.Equal(t, key, pgtest.Scalar[string](t, c.proxy.Pool, "SELECT key FROM rate_limit_find_hold($1) WHERE live", hold))
 					require.False(t, pgtest.Scalar[bool](t, c.proxy.Pool, "SELECT late FROM rate_limit_cancel($1)", hold))
 				}
-				require.EqualValues(t, 1000-used[key], remaining(), key)
+				require.Equal(t, 1000-used[key], remaining(), key)
 			}
 			require.Equal(t, want, rows, "each hold is on exactly one shard")
 		})
