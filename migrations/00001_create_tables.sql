@@ -220,7 +220,7 @@ COMMENT ON COLUMN rate_limit_sweeper.held_by IS
     'The sweeper that makes the current pass. NULL if any sweeper may continue the pass.';
 COMMENT ON COLUMN rate_limit_sweeper.held_at IS
     'When a batch was last swept. 10 seconds later, any sweeper may continue the pass.';
-COMMENT ON COLUMN rate_limit_sweeper.completed_at IS 'When a pass last reached the end of both tables.';
+COMMENT ON COLUMN rate_limit_sweeper.completed_at IS 'When a pass last reached the end of all tables.';
 
 -- Policies in the database: see policies.sql.
 CREATE TABLE rate_limit_policy (

@@ -30,11 +30,11 @@ var tablesQL string
 //   - ratelimit.table.size, a gauge in bytes, with indexes;
 //   - ratelimit.table.rows, a gauge of the number of rows, as Postgres estimates it;
 //   - ratelimit.table.deleted, a counter of rows that were deleted, by sweeps and resets;
-//   - ratelimit.sweep.age, a gauge of the seconds since a sweep last reached the end of both tables. It is missing
+//   - ratelimit.sweep.age, a gauge of the seconds since a sweep last reached the end of all tables. It is missing
 //     before the first sweep.
 //
-// The first three metrics have the attribute table, which is ephemeral or durable. All processes of an application may
-// call ObserveTables. They report the same values.
+// The first three metrics have the attribute table, which is ephemeral, durable, ephemeral_hold or durable_hold. All
+// processes of an application may call ObserveTables. They report the same values.
 //
 // db is a *pgxpool.Pool, or a *sql.DB in sqldb.Pool. Its role needs USAGE on the schema, and SELECT on the table
 // rate_limit_sweeper. schema is the schema that has the tables, or "" for the schema that the connection's search_path
@@ -58,7 +58,7 @@ func ObserveTables(meter metric.Meter, db ratelimit.DBTX, schema string) (metric
 	deleted, err3 := meter.Int64ObservableCounter("ratelimit.table.deleted",
 		metric.WithUnit("{row}"), metric.WithDescription("How many rows were deleted, by sweeps and resets."))
 	age, err4 := meter.Float64ObservableGauge("ratelimit.sweep.age",
-		metric.WithUnit("s"), metric.WithDescription("How long ago a sweep last reached the end of both tables."))
+		metric.WithUnit("s"), metric.WithDescription("How long ago a sweep last reached the end of all tables."))
 	if err := errors.Join(err1, err2, err3, err4); err != nil {
 		return nil, err
 	}
@@ -74,7 +74,7 @@ func ObserveTables(meter metric.Meter, db ratelimit.DBTX, schema string) (metric
 			o.ObserveInt64(rows, t.Rows, table)
 			o.ObserveInt64(deleted, t.Deleted, table)
 			if t.SweepAge != nil {
-				o.ObserveFloat64(age, *t.SweepAge) // both rows have the same age
+				o.ObserveFloat64(age, *t.SweepAge) // all rows have the same age
 			}
 		}
 		return nil

@@ -95,7 +95,7 @@ func TestTables(t *testing.T) {
 		found["ratelimit.table.size ephemeral"], 0)
 	require.InDelta(t, pgtest.Scalar[int64](t, db.Pool, "SELECT pg_total_relation_size('rate_limit_durable')"),
 		found["ratelimit.table.size durable"], 0)
-	require.Len(t, found, 6, "nobody has swept")
+	require.Len(t, found, 12, "nobody has swept")
 
 	sweeper, err := cleanup.New(db.Pool, cleanup.Config{})
 	require.NoError(t, err)
@@ -140,7 +140,7 @@ func TestTablesInASchema(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "GRANT SELECT ON "+quoted+".rate_limit_sweeper TO "+pgtest.DecoyRole)
 	found, err := collect()
 	require.NoError(t, err)
-	require.Len(t, found, 6)
+	require.Len(t, found, 12)
 
 	pool, err := sql.Open("pgx", db.URL)
 	require.NoError(t, err)
@@ -148,7 +148,7 @@ func TestTablesInASchema(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "SELECT "+quoted+".rate_limit_sweep()")
 	found, err = observeTables(t, sqldb.Pool(pool), schema)()
 	require.NoError(t, err)
-	require.Len(t, found, 7)
+	require.Len(t, found, 13)
 
 	_, err = observeTables(t, db.Pool, "")()
 	require.ErrorContains(t, err, "ask for the tables of the limiters")

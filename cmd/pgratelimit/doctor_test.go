@@ -479,8 +479,9 @@ func TestDoctorFindsAnOwnerWithoutRights(t *testing.T) {
 	db := pgtest.New(t)
 	pgtest.Exec(t, db.Pool, `DO $$ BEGIN EXECUTE format('ALTER DATABASE %I OWNER TO pg_monitor', current_database()); END $$;
 		GRANT CREATE ON SCHEMA public TO pg_monitor; ALTER TABLE rate_limit_ephemeral OWNER TO pg_monitor;
-		ALTER TABLE rate_limit_durable OWNER TO pg_monitor; ALTER FUNCTION rate_limit_reset OWNER TO pg_monitor;
-		REVOKE INSERT ON rate_limit_durable FROM pg_monitor`)
+		ALTER TABLE rate_limit_durable OWNER TO pg_monitor; ALTER TABLE rate_limit_ephemeral_hold OWNER TO pg_monitor;
+		ALTER TABLE rate_limit_durable_hold OWNER TO pg_monitor; ALTER FUNCTION rate_limit_reset OWNER TO pg_monitor;
+		REVOKE DELETE ON rate_limit_ephemeral_hold FROM pg_monitor; REVOKE INSERT ON rate_limit_durable FROM pg_monitor`)
 	found := examined(t, db.URL)["rights"]
 	require.Equal(t, cli.Problem, found.Level)
 	require.Contains(t, found.Found, "may not use the tables: rate_limit_reset")
@@ -626,7 +627,7 @@ func TestDoctorOfADatabaseThatIsBehind(t *testing.T) {
 	require.Equal(t, exitFailed, o.code)
 	require.Regexp(t, `(?m)^problem +migrations +not applied: 2 create_functions`, o.stdout)
 	require.Contains(t, o.stdout, "→ run `pgratelimit migrate up`\n")
-	require.Regexp(t, `(?m)^ok +objects +the 7 that`, o.stdout)
+	require.Regexp(t, `(?m)^ok +objects +the 9 that`, o.stdout)
 
 	invoke(t, db.URL, "migrate", "up").done(t)
 	invoke(t, db.URL, "doctor").done(t)

@@ -323,8 +323,8 @@ func (s Server) judgeRights(found []foundFunction) cli.Finding {
 	switch {
 	case len(blocked) > 0:
 		return cli.Problem.Finding(fmt.Sprintf("`GRANT USAGE ON SCHEMA %s TO %s`, "+
-			"`GRANT SELECT, INSERT, UPDATE, DELETE ON %s, %s TO %s`",
-			s.Schema, s.OwnerSQL, s.name(cli.Table(false)), s.name(cli.Table(true)), s.OwnerSQL),
+			"`GRANT SELECT, INSERT, UPDATE, DELETE ON %[3]s, %[4]s, %[3]s_hold, %[4]s_hold TO %[2]s`",
+			s.Schema, s.OwnerSQL, s.name(cli.Table(false)), s.name(cli.Table(true))),
 			"the functions run with the rights of their owner, and it may not use the tables: %s",
 			strings.Join(blocked, ", "))
 	case len(public) > 0:
