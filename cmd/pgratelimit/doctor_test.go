@@ -132,7 +132,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		found, do  string
 	}{
 		"changed function": {
-			sql:   `DO $$ BEGIN EXECUTE replace(pg_get_functiondef('rate_limit_reset'::regproc), 'RETURN found', 'RETURN true'); END $$`,
+			sql:   `DO $$ BEGIN EXECUTE replace(pg_get_functiondef('rate_limit_reset'::regproc), 'RETURN existed', 'RETURN true'); END $$`,
 			check: "objects", level: cli.Problem, found: "function rate_limit_reset(text, text, boolean, integer, boolean) has another body",
 			do: "`pgratelimit doctor --fix`, which makes it anew in place, and loses nothing",
 		},
@@ -354,7 +354,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		},
 		"rights of everybody": {
 			sql:   `GRANT SELECT ON ALL TABLES IN SCHEMA public TO PUBLIC`,
-			check: "additions", level: cli.Warning, found: "everybody has rights on public.rate_limit_durable, public.rate_limit_ephemeral, public.rate_limit_policy",
+			check: "additions", level: cli.Warning, found: "everybody has rights on public.rate_limit_durable, public.rate_limit_durable_hold, public.rate_limit_ephemeral, public.rate_limit_ephemeral_hold",
 			do: "FROM PUBLIC`",
 		},
 		"row-level security hides rows": {
