@@ -180,9 +180,12 @@ BEGIN
         scanned := scanned + past_page - s.next_page;
         s.next_page := past_page;
         IF past_page = size THEN
-            complete := place = 4;
-            s.durable := place IN (2, 3);
-            s.holds := place IN (1, 3);
+            -- Go on with the next table that has pages.
+            place := (SELECT min(e.place) FROM unnest(sizes) WITH ORDINALITY AS e (size, place)
+                WHERE e.place > place AND e.size > 0);
+            complete := place IS NULL;
+            s.durable := NOT complete AND place > 2;
+            s.holds := NOT complete AND place IN (2, 4);
             s.next_page := 0;
         END IF;
     END LOOP;
