@@ -16,7 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// TestNodeOfTheCookbook runs the Node program in docs/cookbook.md unchanged.
+// TestNodeOfTheCookbook runs the Node programs in docs/cookbook.md unchanged.
 func TestNodeOfTheCookbook(t *testing.T) {
 	t.Parallel()
 
@@ -28,10 +28,12 @@ func TestNodeOfTheCookbook(t *testing.T) {
 	text, err := os.ReadFile(filepath.Join(repository, "docs/cookbook.md"))
 	require.NoError(t, err)
 	programs := regexp.MustCompile("(?ms)^```js\n(.*?)^```").FindAllSubmatch(text, -1)
-	require.Len(t, programs, 1)
+	require.Len(t, programs, 2)
 
 	dir := t.TempDir()
-	require.NoError(t, os.WriteFile(filepath.Join(dir, "server.mjs"), programs[0][1], 0o600))
+	for i, name := range []string{"server.mjs", "tokens.mjs"} {
+		require.NoError(t, os.WriteFile(filepath.Join(dir, name), programs[i][1], 0o600))
+	}
 	install := exec.CommandContext(t.Context(), "npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "pg@8")
 	install.Dir = dir
 	if output, err := install.CombinedOutput(); err != nil {
@@ -39,14 +41,47 @@ func TestNodeOfTheCookbook(t *testing.T) {
 	}
 
 	db := pgtest.New(t)
+	limitsByAddress(t, db, dir)
+	countsTokens(t, db, dir)
+}
+
+// node returns a process that will run a program in the folder dir.
+func node(t *testing.T, db *pgtest.DB, dir, program string, environment ...string) *exec.Cmd {
+	t.Helper()
+	node := exec.CommandContext(t.Context(), "node", program)
+	node.Dir = dir
+	node.Env = append(append(os.Environ(), "DATABASE_URL="+db.URL), environment...)
+	return node
+}
+
+// countsTokens checks that the program holds tokens, and that only those that were used count.
+func countsTokens(t *testing.T, db *pgtest.DB, dir string) {
+	t.Helper()
+	remaining := func() int64 {
+		return pgtest.Scalar[int64](t, db.Pool, "SELECT remaining FROM rate_limit_peek('tokens', 'acme', 'fixed 100000/1d')")
+	}
+	output, err := node(t, db, dir, "tokens.mjs").CombinedOutput()
+	require.NoError(t, err, string(output))
+	require.Equal(t, "the answer of a model\n", string(output))
+	require.EqualValues(t, 100_000-2719, remaining())
+
+	pgtest.Exec(t, db.Pool, "SELECT rate_limit_allow('tokens', 'acme', 'fixed 100000/1d', $1)", remaining()-3999)
+	output, err = node(t, db, dir, "tokens.mjs").CombinedOutput()
+	require.ErrorAs(t, err, new(*exec.ExitError))
+	require.Regexp(t, `too few tokens are left, try again in \d+ s`, string(output))
+	require.EqualValues(t, 3999, remaining())
+}
+
+// limitsByAddress checks that the program answers a request above the limit with a status and the time to wait.
+func limitsByAddress(t *testing.T, db *pgtest.DB, dir string) {
+	t.Helper()
 	address := testkit.FreeAddress(t)
 	_, port, err := net.SplitHostPort(address)
 	require.NoError(t, err)
-	node := exec.CommandContext(t.Context(), "node", "server.mjs")
-	node.Dir, node.Stderr = dir, os.Stderr
-	node.Env = append(os.Environ(), "DATABASE_URL="+db.URL, "PORT="+port)
-	require.NoError(t, node.Start())
-	t.Cleanup(func() { _ = node.Wait() })
+	server := node(t, db, dir, "server.mjs", "PORT="+port)
+	server.Stderr = os.Stderr
+	require.NoError(t, server.Start())
+	t.Cleanup(func() { _ = server.Wait() })
 	testkit.WaitUntil(t, func() bool {
 		conn, err := net.Dial("tcp", address)
 		if err != nil {
