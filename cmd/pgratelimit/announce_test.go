@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -58,11 +59,17 @@ func TestProcessesAreToldToForget(t *testing.T) {
 	told("c")
 	invoke(t, db.URL, "grant", "login", "d", policy, "--cost", "1").done(t)
 	told("d")
+	held := invoke(t, db.URL, "hold", "login", "e", policy, "--cost=5", "--for=1h").done(t)
+	told()
+	for _, args := range [][]string{{"extend", "--for=2h"}, {"settle", "--used=1"}, {"cancel"}} {
+		invoke(t, db.URL, append([]string{args[0], strings.TrimSpace(held)}, args[1:]...)...).done(t)
+		told("e")
+	}
 	invoke(t, db.URL, "reset", "login", "a").done(t)
 	told("a")
 	take()
 	invoke(t, db.URL, "reset", "login", "--all", "--yes").done(t)
-	told("a", "b", "c", "d")
+	told("a", "b", "c", "d", "e")
 	take()
 	require.Contains(t, invoke(t, urlWith(t, db, "role=pg_monitor"), "reset", "login", "--all", "--yes").done(t), "reset 3")
 	told("a", "b", "c")

@@ -42,7 +42,7 @@ func TestNothingThatOthersCreateIsRun(t *testing.T) {
 		if schema != nil {
 			more = append(more, "--durable")
 		}
-		for _, args := range [][]string{{"take", "login", "a"}, {"take", "login", "b"}, {"peek", "login", "a"}, {"top", "login"}} {
+		for _, args := range [][]string{{"take", "login", "a"}, {"take", "login", "b"}, {"peek", "login", "a"}, {"top", "login"}, {"hold", "login", "a", "--cost=1", "--for=1m"}} {
 			invoke(t, url, append(append(args, "--policy", "log 100/1h"), more...)...).done(t)
 		}
 		for _, args := range [][]string{{"reset", "login", "a"}, {"reset", "login", "--all", "--yes"}} {

@@ -33,7 +33,7 @@ func TestHelpFitsIntoAPage(t *testing.T) {
 	}
 	out := invoke(t, "", "--help").done(t)
 	requireNarrow(t, out, cli.PageWidth)
-	for _, group := range []string{"Limits:\n  charge ", "Policies:\n  ban ", "The database:\n  doctor "} {
+	for _, group := range []string{"Limits:\n  cancel ", "Policies:\n  ban ", "The database:\n  doctor "} {
 		require.Contains(t, out, "\n"+group)
 	}
 }

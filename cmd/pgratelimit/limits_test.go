@@ -59,15 +59,15 @@ func TestLimits(t *testing.T) {
 	)
 
 	text := invoke(t, db.URL, "limits", "--policy", "login=fixed 5/365d", "--max-rows", "1000").done(t)
-	require.Regexp(t, `(?m)^LIMITER  TABLE                 ALGORITHM  ROWS  LIVE  DENIED NOW  BYTES +OLDEST EXPIRY$`, text)
-	require.Regexp(t, `(?m)^login    rate_limit_ephemeral  fixed      1020  1017  ~\d{4} +\S+ kB +2023-11-14 22:13:20Z$`, text)
-	require.Regexp(t, `(?m)^login    rate_limit_durable    fixed      3     3     0 `, text)
-	require.Regexp(t, `(?m)^api      rate_limit_durable    fixed      2     2     \? `, text)
+	require.Regexp(t, `(?m)^LIMITER  TABLE                 ALGORITHM  ROWS  LIVE  HELD  DENIED NOW  BYTES +OLDEST EXPIRY$`, text)
+	require.Regexp(t, `(?m)^login    rate_limit_ephemeral  fixed      1020  1017  0     ~\d{4} +\S+ kB +2023-11-14 22:13:20Z$`, text)
+	require.Regexp(t, `(?m)^login    rate_limit_durable    fixed      3     3     0     0 `, text)
+	require.Regexp(t, `(?m)^api      rate_limit_durable    fixed      2     2     0     \? `, text)
 	require.Contains(t, text, "\n? depends on the policy")
 	require.Contains(t, text, "\n~ under DENIED NOW is estimated from a sample; --max-rows reads more\n")
 	require.NotContains(t, text, "--exact")
 	text = invoke(t, db.URL, "limits", "--policy", "login=fixed 5/365d").done(t)
-	require.Regexp(t, `(?m)^login    rate_limit_ephemeral  fixed      1020  1017  1015 `, text)
+	require.Regexp(t, `(?m)^login    rate_limit_ephemeral  fixed      1020  1017  0     1015 `, text)
 	require.NotContains(t, text, "~")
 }
 
@@ -91,7 +91,7 @@ func TestLimitsOfALargeTableAreEstimated(t *testing.T) {
 	require.InEpsilon(t, rows, estimate.Rows, 0.1) // 10 % are more than ten standard deviations
 	require.InEpsilon(t, rows, estimate.Live, 0.1)
 	text := invoke(t, db.URL, "limits").done(t)
-	require.Regexp(t, `(?m)^login    rate_limit_ephemeral +sliding, bucket  ~\d{5}  ~\d{5}  \? +~[\d.]+ MB  ~`, text)
+	require.Regexp(t, `(?m)^login    rate_limit_ephemeral +sliding, bucket  ~\d{5}  ~\d{5}  ~0    \? +~[\d.]+ MB  ~`, text)
 	require.Contains(t, text, "\n~ is estimated from a sample of 104.9 MB; --exact counts\n")
 
 	exact := decode[limitsOutput](t, invoke(t, db.URL, "limits", "--json", "--exact")).Limiters[0]

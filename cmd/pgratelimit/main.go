@@ -27,7 +27,7 @@ import (
 const (
 	exitFailed = 1
 	exitUsage  = 2 // the command line is invalid
-	exitDenied = 3 // take was denied
+	exitDenied = 3 // take or hold was denied
 )
 
 const longHelp = `Operates rate limits that are kept in Postgres.
@@ -36,7 +36,7 @@ The database is the one of --database-url or DATABASE_URL. Without these it is t
 variables that psql uses too: PGHOST, PGDATABASE, PGUSER and so on, with the password from
 PGPASSWORD or ~/.pgpass.
 
-Exit codes: 0 done, 1 failed, 2 the command line makes no sense, 3 denied (take).`
+Exit codes: 0 done, 1 failed, 2 the command line makes no sense, 3 denied (take, hold).`
 
 func main() {
 	// A reader such as head may close the pipe early. SIGPIPE must not end this process before it has cleaned up.
@@ -105,7 +105,8 @@ func rootCommand(a *cli.App) *cobra.Command {
 		}
 	}
 	addGroup("Limits:", keys.LimitsCommand(a), keys.TopCommand(a), keys.PeekCommand(a), keys.ExplainCommand(a),
-		keys.TakeCommand(a), keys.ChargeCommand(a), keys.RefundCommand(a), keys.GrantCommand(a), keys.ResetCommand(a))
+		keys.TakeCommand(a), keys.ChargeCommand(a), keys.HoldCommand(a), keys.SettleCommand(a), keys.CancelCommand(a),
+		keys.ExtendCommand(a), keys.RefundCommand(a), keys.GrantCommand(a), keys.ResetCommand(a))
 	addGroup("Policies:", policies.PolicyCommand(a), policies.BanCommand(a), policies.UnbanCommand(a))
 	addGroup("The database:", upkeep.MigrateCommand(a), upkeep.SweepCommand(a), doctor.Command(a), shard.Command(a))
 	addGroup("Trying it out:", demo.Command(a))

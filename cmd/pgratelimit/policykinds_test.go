@@ -57,6 +57,7 @@ func TestForgettingDurableIsTold(t *testing.T) {
 			for _, args := range [][]string{
 				{"take", "api", test.key, policy}, {"take", "api", test.key, policy, "--receipt", t.TempDir() + "/receipt"},
 				{"grant", "api", test.key, policy, "--cost=5"}, {"charge", "api", test.key, policy, "--cost=5"},
+				{"hold", "api", test.key, policy, "--cost=5", "--for=1m"},
 			} {
 				run(!test.durable, args...).complains(t, exitFailed, "nothing was done, because "+told, "--force")
 			}

@@ -214,6 +214,19 @@ func TestCommandsOnAProxy(t *testing.T) {
 	run("grant", "login", "key 3", policy, "--cost=1").done(t)
 	run("take", "login", "key 3", policy).done(t)
 
+	for i := range 6 { // the keys are on both shards
+		hold := strings.TrimSpace(run("hold", "tokens", fmt.Sprint("key ", i), policy, "--cost=2", "--for=1h").done(t))
+		require.Equal(t, exitDenied, run("take", "tokens", fmt.Sprint("key ", i), policy).code)
+		run("extend", hold, "--for=2h").done(t)
+		run("settle", hold, "--used=23").complains(t, exitFailed, "a settlement of 23 is too large", "The hold is as before")
+		require.Contains(t, run("settle", hold, "--used=1").done(t), ": 1 counted\n")
+		require.Contains(t, run("cancel", hold).done(t), ": 1 counted\n")
+		run("extend", hold, "--for=2h").complains(t, exitFailed, "the hold has ended")
+		require.Contains(t, run("peek", "tokens", fmt.Sprint("key ", i), policy).done(t), "1 of 2 remaining")
+	}
+	run("cancel", "key 3").complains(t, exitUsage, "the hold cannot be read")
+	run("reset", "tokens", "--all", "--yes").done(t)
+
 	run("policy", "set", "login", "fixed 1/1h", "--everybody", "--comment=why", "--force").done(t)
 	run("ban", "login", "key 5", "--for=1h", "--comment=why").done(t)
 	require.Contains(t, run("policy", "list").done(t), "key key 5")

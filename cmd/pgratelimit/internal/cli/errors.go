@@ -51,6 +51,8 @@ func refusedText(err error) error {
 	case ok && pgErr.Code == "22023" && slices.Contains([]string{"name", "key", "key_prefix"}, pgErr.ColumnName):
 		return Usage(errors.New("a name may have at most 128 bytes, and a key or a prefix 512, " +
 			"in the encoding of the database"))
+	case ok && pgErr.Code == "22023" && strings.Contains(pgErr.Message, "rate_limit: hold cannot be read"):
+		return Usage(errors.New("the hold cannot be read: pass the whole text that 'pgratelimit hold' printed"))
 	}
 	return err
 }
@@ -90,9 +92,13 @@ func (a *App) Message(err error) string {
 		if strings.Contains(pgErr.Message, "rate_limit_policy") {
 			text += ": rate_limit_policy_admin changes policies, and rate_limit_reader reads them"
 		}
-	case "22023":
-		if strings.HasPrefix(pgErr.Message, "rate_limit: ") && pgErr.Hint != "" {
-			text += "; " + OneLine(errors.New(pgErr.Hint))
+		if strings.Contains(pgErr.Message, "function rate_limit_") {
+			text += ": rate_limit_app takes and holds, and rate_limit_sweeper sweeps, " +
+				"once grants.sql has run after the last migration"
+		}
+	case "22023", "RLS05", "RLS06", "RLS07", "RLS08":
+		if strings.Contains(pgErr.Message, "rate_limit: ") && pgErr.Hint != "" {
+			text += "; " + OneLine(errors.New(strings.TrimPrefix(pgErr.Hint, "Remote hint: ")))
 		}
 	case "54000":
 		text += "; 'pgratelimit doctor' says which database it is, and what holds VACUUM back"

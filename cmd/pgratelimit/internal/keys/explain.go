@@ -35,7 +35,7 @@ type Explanation struct {
 	Warning    string               `json:"warning,omitempty"`
 }
 
-// ruleState is what a key has left under one part of a policy.
+// ruleState is what a key has left under one part of a policy, and what is held.
 type ruleState struct {
 	Policy string `json:"policy"`
 	keyState
@@ -49,7 +49,7 @@ func ExplainCommand(a *cli.App) *cobra.Command {
 		Short: "Say which policy is in force for a key, why, and what is left",
 		Long: `Says which policy is in force for a key, and where the policy comes from: a row for the key, for a
 prefix of the key or for everybody, or the code. The command also shows shadow policies and bans, and
-how much is left under the policy in force. It takes nothing. Give the policy in the code with --policy,
+how much is left and held under the policy in force. It takes nothing. Give the policy in the code with --policy,
 because the command does not know it. Limiters pass over rows of another kind than this policy. If there
 is no row, the policy in the code is in force.`,
 		Example: `  pgratelimit explain login user:123
@@ -194,12 +194,15 @@ func (e Explanation) print(w io.Writer) {
 			fmt.Fprintf(w, "left\t%d under %s in %s, untouched\n", s.Remaining, s.Policy, e.Table)
 			continue
 		}
-		free := "now"
+		held, free := "", "now"
+		if s.Held > 0 {
+			held = fmt.Sprintf(", %d held", s.Held)
+		}
 		if s.RetryAfterUS > 0 {
 			free = "after " + cli.Span(s.RetryAfterUS)
 		}
-		fmt.Fprintf(w, "left\t%d under %s in %s, free %s, as good as new after %s\n",
-			s.Remaining, s.Policy, e.Table, free, cli.Span(s.ResetAfterUS))
+		fmt.Fprintf(w, "left\t%d under %s in %s%s, free %s, as good as new after %s\n",
+			s.Remaining, s.Policy, e.Table, held, free, cli.Span(s.ResetAfterUS))
 	}
 	if e.Unknown != "" {
 		fmt.Fprintf(w, "left\tnot known: %s\n", e.Unknown)

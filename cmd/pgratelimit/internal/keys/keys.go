@@ -1,4 +1,4 @@
-// Package keys has the commands that show the usage of keys, and that take, charge, refund, grant and reset.
+// Package keys has the commands that show the usage of keys, and that take, charge, hold, refund, grant and reset.
 package keys
 
 import (
@@ -114,14 +114,16 @@ anew. ` + noForce
 // Answer is a command's result for a key. The fields have the names of the SQL functions' columns.
 type Answer struct {
 	*Decision              // nil for the commands grant and refund
-	Limit        int64     `json:"limit"`
+	Hold         string    `json:"hold,omitempty"`
+	Limit        int64     `json:"limit,omitempty"` // 0 for the command hold
 	Remaining    int64     `json:"remaining"`
 	Owed         int64     `json:"owed,omitempty"` // how much a charged key counts above its limit
 	ResetAfterUS int64     `json:"reset_after_us"`
-	DecidedAt    time.Time `json:"decided_at"`
+	DecidedAt    time.Time `json:"decided_at,omitzero"` // zero for the command hold
 	Warning      string    `json:"warning,omitempty"`
 
-	done string // a word for the result
+	done  string // a word for the result
+	holds bool   // whether standard output is for the hold only, because a shell passes it on
 }
 
 type Decision struct {
@@ -151,18 +153,32 @@ func given(word string, b ratelimit.Balance) Answer {
 }
 
 func (r Answer) print(a *cli.App) error {
-	return a.Print(r, func(w io.Writer) {
-		owed, retry := "", ""
-		if r.Owed > 0 {
-			owed = fmt.Sprintf(", %d owed", r.Owed)
-		}
-		if r.Decision != nil && !r.Allowed {
-			retry = ", retry after " + cli.Span(r.RetryAfterUS)
-		}
-		fmt.Fprintf(w, "%s: %d of %d remaining%s%s, as good as new after %s\n",
-			r.done, r.Remaining, r.Limit, owed, retry, cli.Span(r.ResetAfterUS))
-		policies.PrintWarning(w, r.Warning)
-	})
+	switch {
+	case a.JSON || !r.holds:
+		return a.Print(r, r.text)
+	case r.Allowed:
+		policies.PrintWarning(a.Stderr, r.Warning)
+		_, err := fmt.Fprintln(a.Stdout, r.Hold)
+		return err
+	}
+	r.text(a.Stderr)
+	return nil
+}
+
+func (r Answer) text(w io.Writer) {
+	limit, owed, retry := "", "", ""
+	if r.Limit > 0 {
+		limit = fmt.Sprintf(" of %d", r.Limit)
+	}
+	if r.Owed > 0 {
+		owed = fmt.Sprintf(", %d owed", r.Owed)
+	}
+	if r.Decision != nil && !r.Allowed {
+		retry = ", retry after " + cli.Span(r.RetryAfterUS)
+	}
+	fmt.Fprintf(w, "%s: %d%s remaining%s%s, as good as new after %s\n",
+		r.done, r.Remaining, limit, owed, retry, cli.Span(r.ResetAfterUS))
+	policies.PrintWarning(w, r.Warning)
 }
 
 // question is a request to a limiter for a key.

@@ -28,6 +28,7 @@ type LimiterRows struct {
 	Algorithms   []string   `json:"algorithms"` // the algorithms that wrote the rows, such as "sliding"
 	Rows         int64      `json:"rows"`
 	Live         int64      `json:"live"`  // rows that have not expired
+	Held         int64      `json:"held"`  // units of holds, some of which may have ended
 	Bytes        int64      `json:"bytes"` // the size of the rows, without free space and index
 	OldestExpiry time.Time  `json:"oldest_expiry"`
 	Estimated    bool       `json:"estimated"`  // whether the numbers are estimated from a sample
@@ -50,10 +51,11 @@ func LimitsCommand(a *cli.App) *cobra.Command {
 		Use:   "limits",
 		Short: "List the limiters, and what each has in the tables",
 		Long: `Lists for each limiter the algorithms that wrote its rows, the number of rows, how many rows have not
-expired, the size of the rows, and when the first row expired or will expire. If a table is larger than
-100 MB, the command reads a random sample of 100 MB, and marks estimates with ~. With --exact, it reads
-the whole table. To count the keys that are denied now, give the policy with --policy, because the rows
-do not have it.`,
+expired, how many units are held, the size of the rows, and when the first row expired or will expire.
+Units of an ended hold may count until the key's last hold ends. If a table is larger than 100 MB, the
+command reads a random sample of 100 MB, and marks estimates with ~. With --exact, it reads the whole
+table. To count the keys that are denied now, give the policy with --policy, because the rows do not
+have it.`,
 		Example: `  pgratelimit limits
   pgratelimit limits --policy "login=sliding 10/1m" \
       --policy "api=bucket 20 5/10s"
@@ -108,11 +110,11 @@ func countLimiters(
 		rows, _ := tx.Query(ctx, limitsSQL, percent[cli.Table(false)], percent[cli.Table(true)])
 		limiters, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (l LimiterRows, err error) {
 			var expires int64
-			err = row.Scan(&l.Table, &l.Limiter, &l.wroteRows, &l.Rows, &l.Live, &l.Bytes, &expires)
+			err = row.Scan(&l.Table, &l.Limiter, &l.wroteRows, &l.Rows, &l.Live, &l.Held, &l.Bytes, &expires)
 			l.OldestExpiry, l.Algorithms = time.UnixMicro(expires).UTC(), policies.Words(l.wroteRows)
 			if share := percent[l.Table] / 100; share < 1 {
 				l.Estimated = true
-				for _, n := range []*int64{&l.Rows, &l.Live, &l.Bytes} {
+				for _, n := range []*int64{&l.Rows, &l.Live, &l.Held, &l.Bytes} {
 					*n = int64(float64(*n) / share)
 				}
 			}
@@ -137,7 +139,7 @@ func addLimiters(all, more []LimiterRows) []LimiterRows {
 			continue
 		}
 		l := &all[i]
-		l.Rows, l.Live, l.Bytes = l.Rows+m.Rows, l.Live+m.Live, l.Bytes+m.Bytes
+		l.Rows, l.Live, l.Held, l.Bytes = l.Rows+m.Rows, l.Live+m.Live, l.Held+m.Held, l.Bytes+m.Bytes
 		l.Estimated = l.Estimated || m.Estimated
 		if m.OldestExpiry.Before(l.OldestExpiry) {
 			l.OldestExpiry = m.OldestExpiry
@@ -175,7 +177,7 @@ func countDenied(ctx context.Context, db cli.DB, l *LimiterRows, given cli.Polic
 }
 
 func printLimiters(w io.Writer, sizes []cli.TableSize, limiters []LimiterRows) {
-	fmt.Fprintf(w, "LIMITER\tTABLE\tALGORITHM\tROWS\tLIVE\tDENIED NOW\tBYTES\tOLDEST EXPIRY\n")
+	fmt.Fprintf(w, "LIMITER\tTABLE\tALGORITHM\tROWS\tLIVE\tHELD\tDENIED NOW\tBYTES\tOLDEST EXPIRY\n")
 	estimated, sampled, unknown := false, false, false
 	for _, l := range limiters {
 		about := ""
@@ -191,9 +193,9 @@ func printLimiters(w io.Writer, sizes []cli.TableSize, limiters []LimiterRows) {
 		default:
 			denied, sampled = fmt.Sprintf("~%d", l.DeniedNow.Keys), true
 		}
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s%d\t%s%d\t%s\t%s%s\t%s%s\n",
-			cli.Short(l.Limiter), l.Table, strings.Join(l.Algorithms, ", "), about, l.Rows, about, l.Live, denied,
-			about, cli.Size(l.Bytes), about, cli.Instant(l.OldestExpiry))
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s%d\t%s%d\t%s%d\t%s\t%s%s\t%s%s\n",
+			cli.Short(l.Limiter), l.Table, strings.Join(l.Algorithms, ", "), about, l.Rows, about, l.Live,
+			about, l.Held, denied, about, cli.Size(l.Bytes), about, cli.Instant(l.OldestExpiry))
 	}
 	if len(limiters) == 0 {
 		fmt.Fprintf(w, "no limiter has rows\n")

@@ -24,6 +24,7 @@ import (
 type keyState struct {
 	Key          string `json:"key"`
 	Remaining    int64  `json:"remaining"`
+	Held         int64  `json:"held"`           // the units of live holds, which are not in Remaining
 	RetryAfterUS int64  `json:"retry_after_us"` // 0 if a cost of 1 fits now
 	ResetAfterUS int64  `json:"reset_after_us"`
 }
@@ -48,13 +49,14 @@ func TopCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "top NAME --policy POLICY",
 		Short: "List the keys of a limiter that are closest to their limit",
-		Long: `Lists the keys of a limiter that have least left, with the time until a cost of 1 fits, and the time
-until the key is as good as new. All times count from one moment. Give the policy, because the rows do
-not have it. Keys that another algorithm wrote count as new: 'pgratelimit limits' lists the algorithms.
+		Long: `Lists the keys of a limiter that have least left, with the units that are held, the time until a cost
+of 1 fits, and the time until the key is as good as new. All times count from one moment. Give the
+policy, because the rows do not have it. Keys that another algorithm wrote count as new: 'pgratelimit
+limits' lists the algorithms.
 The command reads the keys in batches, and waits for no locks. If a limiter has more than --max-rows
 keys, the command reads about --max-rows keys, and prints the share of the keys that it has read. It
 chooses pages at random, so it reads keys that were made together either all or not at all. Keys that
-took nothing are not listed.`,
+took and hold nothing are not listed.`,
 		Example: `  pgratelimit top login --policy "sliding 10/1m"
   pgratelimit top api --policy "fixed 100000/30d" --durable -n 50 --json`,
 		Args: cobra.ExactArgs(1),
@@ -118,13 +120,14 @@ func Closest(a, b keyState) int {
 
 func (r TopResult) print(w io.Writer) {
 	policies.PrintWarning(w, r.Warning)
-	fmt.Fprintf(w, "KEY\tREMAINING\tFREE AGAIN AFTER\tAS GOOD AS NEW AFTER\n")
+	fmt.Fprintf(w, "KEY\tREMAINING\tHELD\tFREE AGAIN AFTER\tAS GOOD AS NEW AFTER\n")
 	for _, key := range r.Keys {
 		free := "now"
 		if key.RetryAfterUS > 0 {
 			free = cli.Span(key.RetryAfterUS)
 		}
-		fmt.Fprintf(w, "%s\t%d\t%s\t%s\n", cli.Short(key.Key), key.Remaining, free, cli.Span(key.ResetAfterUS))
+		fmt.Fprintf(w, "%s\t%d\t%d\t%s\t%s\n",
+			cli.Short(key.Key), key.Remaining, key.Held, free, cli.Span(key.ResetAfterUS))
 	}
 	fmt.Fprintf(w, "\n%s of limiter %s in %s looked at", cli.Count(r.Looked, "row"), cli.Printable(r.Limiter), r.Table)
 	if !r.Complete {
@@ -225,7 +228,7 @@ func peekKeys(ctx context.Context, tx cli.Tx, of ratelimit.Config, keys []string
 	states := make([]keyState, 0, len(keys))
 	var ord int64
 	var s keyState
-	_, err = pgx.ForEachRow(rows, []any{&ord, &s.Remaining, &s.RetryAfterUS, &s.ResetAfterUS}, func() error {
+	_, err = pgx.ForEachRow(rows, []any{&ord, &s.Remaining, &s.Held, &s.RetryAfterUS, &s.ResetAfterUS}, func() error {
 		s.Key = keys[ord-1]
 		states = append(states, s)
 		return nil

@@ -99,6 +99,10 @@ WHERE (p.proname, oidvectortypes(p.proargtypes)) IN (
         ('rate_limit_take_all',
             'text[], text[], boolean, smallint[], bigint[], bigint[], bigint[], text[], bigint[], integer[], '
             'integer[], bigint[], bigint[], integer, boolean, bigint'),
+        ('rate_limit_hold', 'text, text, text, bigint, interval, boolean'),
+        ('rate_limit_find_hold', 'text'),
+        ('rate_limit_settle', 'text, bigint, text'),
+        ('rate_limit_extend', 'text, interval'),
         ('rate_limit_reset', 'text, text, boolean, integer, boolean'),
         ('rate_limit_sweep', 'integer, integer, text[], text, interval, timestamp with time zone'))
     AND (NOT p.prosecdef OR p.proowner NOT IN (SELECT t.oid FROM trusted AS t)) AND $1::boolean
