@@ -342,7 +342,7 @@ func TestDocumentedCommandsMakeSense(t *testing.T) {
 	require.NoError(t, err)
 	seen := map[string]bool{}
 	for line := range strings.Lines(string(document)) {
-		if strings.HasPrefix(line, "pgratelimit ") {
+		if strings.HasPrefix(line, "pgratelimit ") || substitution.MatchString(line) {
 			for _, args := range examples(t, line) {
 				requireAccepted(t, args)
 				seen[args[0]] = true

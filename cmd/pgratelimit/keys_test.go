@@ -340,8 +340,8 @@ func TestTop(t *testing.T) {
 	require.ElementsMatch(t, []string{"b0", "d0"}, order[:2])
 
 	out := invoke(t, db.URL, "top", "login", "--policy", policy, "-n", "3").done(t)
-	require.Regexp(t, `(?m)^[bd]    0          \S+ +\S+$`, out)
-	require.Regexp(t, `(?m)^c    1          now `, out)
+	require.Regexp(t, `(?m)^[bd]    0          0     \S+ +\S+$`, out)
+	require.Regexp(t, `(?m)^c    1          0     now `, out)
 	require.NotContains(t, out, "\na ")
 	require.Contains(t, out, "\n6 rows of limiter login in rate_limit_ephemeral looked at\n")
 

@@ -183,11 +183,15 @@ func TestHelp(t *testing.T) {
 	require.Contains(t, invoke(t, "", "__complete", "peek", "login", "key", "--policy", "").stdout, "sliding 100/1m")
 }
 
+// substitution matches a command line whose output becomes the value of a variable.
+var substitution = regexp.MustCompile(`\w+=\$\((pgratelimit [^)]*)\)`)
+
 // examples returns the command lines in a document: the rest of each line of shell after the word pgratelimit.
 func examples(t *testing.T, text string) [][]string {
 	t.Helper()
 	var all [][]string
-	for line := range strings.Lines(strings.ReplaceAll(text, "\\\n", "")) {
+	text = substitution.ReplaceAllString(strings.ReplaceAll(text, "\\\n", ""), "$1")
+	for line := range strings.Lines(text) {
 		_, line, ok := strings.Cut(" "+strings.TrimSpace(line), " pgratelimit ")
 		if !ok {
 			continue
