@@ -12,13 +12,14 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/pgratelimit/ratelimit/internal/engine"
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/shardkey"
 )
 
 const maxRequests = 100 // in one AllowAll
 
-// Request is the part of an [AllowAll] that one limiter decides.
+// Request is the part of an [AllowAll] or [HoldAll] that one limiter decides.
 type Request struct {
 	limiter *Limiter
 	key     string
@@ -27,7 +28,7 @@ type Request struct {
 	tx      pgx.Tx
 }
 
-// Request returns a request for n of key's limit, to be passed to [AllowAll]. n must be at least 1.
+// Request returns a request for n of key's limit, to be passed to [AllowAll] or [HoldAll]. n must be at least 1.
 func (l *Limiter) Request(key string, n int64) Request {
 	return Request{limiter: l, key: key, cost: n}
 }
@@ -65,23 +66,32 @@ func AllowAll(ctx context.Context, requests ...Request) (results Results, err er
 	if observed(requests) {
 		defer observeAll(time.Now(), requests, &results, &err)
 	}
-	tx, inTx, err := transactionOf(requests)
+	s, tx, err := prepare(ctx, requests)
 	if err != nil {
 		return Results{}, err
+	}
+	return s.decide(ctx, tx)
+}
+
+// prepare returns a set of the requests, and the transaction to decide it in, or nil.
+func prepare(ctx context.Context, requests []Request) (*set, pgx.Tx, error) {
+	tx, inTx, err := transactionOf(requests)
+	if err != nil {
+		return nil, nil, err
 	}
 	s, err := newSet(ctx, requests, inTx)
 	if err != nil {
-		return Results{}, err
+		return nil, nil, err
 	}
 	if !inTx {
 		if err := ctx.Err(); err != nil {
-			return Results{}, gaveUp(err)
+			return nil, nil, gaveUp(err)
 		}
 		if err := s.across(s.client.engine.Shards()); err != nil {
-			return Results{}, err
+			return nil, nil, err
 		}
 	}
-	return s.decide(ctx, tx)
+	return s, tx, nil
 }
 
 // transactionOf returns the transaction that all requests share. inTx is false if the requests have no transaction.
@@ -119,8 +129,9 @@ type set struct {
 }
 
 type setEntry struct {
+	limiter   *Limiter
 	key, name string
-	limit     int64
+	policy    *model.Policy
 	answer    *Result // the answer of a row of mode off or deny, or nil
 }
 
@@ -170,7 +181,7 @@ func (s *set) add(ctx context.Context, i int, q Request, inTx bool) error {
 		}
 		return errOtherClient
 	}
-	s.entries[i] = setEntry{key: q.key, name: l.space.Name, limit: policy.Limit}
+	s.entries[i] = setEntry{limiter: l, key: q.key, name: l.space.Name, policy: policy}
 	if row != nil {
 		answer, _ := l.byRow(row, q.cost)
 		if s.entries[i].answer = &answer; !answer.Allowed {
@@ -206,7 +217,7 @@ func (s *set) decide(ctx context.Context, tx pgx.Tx) (Results, error) {
 		case s.denied == nil:
 			*each, outcomes = resultOf(&outcomes[0]), outcomes[1:]
 		default: // a row of another request denies the set
-			*each = Result{Source: SourcePolicy, Limit: e.limit, DecidedAt: s.denied.DecidedAt}
+			*each = Result{Source: SourcePolicy, Limit: e.policy.Limit, DecidedAt: s.denied.DecidedAt}
 		}
 		each.Allowed = results.Allowed
 		results.RetryAfter = max(results.RetryAfter, each.RetryAfter)

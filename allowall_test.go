@@ -126,19 +126,19 @@ func TestRequestsThatCannotBeAsked(t *testing.T) {
 			[]ratelimit.Request{a.Request("x", 1), {}},
 			1,
 			ratelimit.ErrNoLimiter,
-			"request 1 of AllowAll: it has no limiter",
+			"request 1 of the call: it has no limiter",
 		},
 		"no key": {
 			[]ratelimit.Request{a.Request("x", 1), b.Request("", 1)},
 			1,
 			ratelimit.ErrInvalidKey,
-			"request 1 of AllowAll: invalid key",
+			"request 1 of the call: invalid key",
 		},
 		"a negative cost": {
 			[]ratelimit.Request{a.Request("x", -1)},
 			0,
 			ratelimit.ErrInvalidCost,
-			"request 0 of AllowAll: invalid cost: it is -1, and must be at least 1",
+			"request 0 of the call: invalid cost: it is -1, and must be at least 1",
 		},
 		"a cost of 0": {
 			[]ratelimit.Request{a.Request("x", 1), b.Request("x", 0)},

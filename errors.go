@@ -29,6 +29,12 @@ var (
 	ErrCostExceedsLimit = errors.New("ratelimit: cost exceeds the limit")
 	// ErrOwesTooMuch: the key would owe more than 10 limits after the charge. See [ChargeError].
 	ErrOwesTooMuch = errors.New("ratelimit: the key would owe too much")
+	// ErrHoldUnknown: the database knows no such hold. It remembers a hold for 24 hours after its end or its settlement.
+	ErrHoldUnknown = errors.New("ratelimit: no such hold: it was never made, was forgotten a day after its end, " +
+		"was lost in a crash of the server, or is in another schema or database; to count what was used, call Charge")
+	// ErrHoldEnded: a hold that has ended or is settled cannot be extended.
+	ErrHoldEnded = errors.New("ratelimit: the hold has ended, or is settled; " +
+		"settle it all the same, and make another hold if more is to come")
 	// ErrWouldExceedDeadline: the context ends before Wait's retry time. See [WaitError].
 	ErrWouldExceedDeadline = errors.New("ratelimit: waiting would exceed the context's deadline")
 
@@ -99,9 +105,10 @@ func (e *KeyError) Unwrap() error { return ErrInvalidKey }
 // CostError is an [ErrInvalidCost] or an [ErrCostExceedsLimit].
 type CostError struct {
 	Cost, Limit int64
-	Least       int64 // the least possible cost: 1 for a Request, RefundN or Grant, otherwise 0
+	Least       int64 // the least possible cost: 1 for a Request, Hold, RefundN or Grant, otherwise 0
 	refund      bool  // true if Limit is what is left to give back
 	grant       bool  // true if Limit is the credit that a key can hold
+	settle      bool  // true if Limit is what a settlement can count
 }
 
 func (e *CostError) Error() string {
@@ -113,6 +120,10 @@ func (e *CostError) Error() string {
 	}
 	if e.grant {
 		return fmt.Sprintf("%v: %d is more than the credit that a key can hold, %d; grant less",
+			ErrCostExceedsLimit, e.Cost, e.Limit)
+	}
+	if e.settle {
+		return fmt.Sprintf("%v: %d is more than a settlement can count, %d; settle less",
 			ErrCostExceedsLimit, e.Cost, e.Limit)
 	}
 	return fmt.Sprintf("%v: %d can never fit into %d; ask for less at once, or raise the limit",
@@ -139,7 +150,17 @@ func (e *ChargeError) Error() string {
 
 func (e *ChargeError) Unwrap() error { return ErrOwesTooMuch }
 
-// RequestError says which request of an [AllowAll] is wrong.
+// HoldError says why a hold cannot be used as it was asked. Nothing was counted, and the hold stays as it is.
+type HoldError struct {
+	Reason string // completes a sentence
+	// Limiter and HeldBy are set if [HoldFromText] got the text of a hold of another limiter. They are the names of
+	// the first limiter that was passed, and of the one that the hold belongs to.
+	Limiter, HeldBy string
+}
+
+func (e *HoldError) Error() string { return "ratelimit: " + e.Reason }
+
+// RequestError says which request of an [AllowAll] or [HoldAll] is wrong.
 type RequestError struct {
 	Index int   // counted from 0
 	Err   error // a [*KeyError] or a [*CostError] if the key or the cost is wrong
@@ -147,7 +168,7 @@ type RequestError struct {
 
 func (e *RequestError) Error() string {
 	reason := strings.TrimPrefix(e.Err.Error(), "ratelimit: ")
-	return fmt.Sprintf("ratelimit: request %d of AllowAll: %s", e.Index, reason)
+	return fmt.Sprintf("ratelimit: request %d of the call: %s", e.Index, reason)
 }
 
 func (e *RequestError) Unwrap() error { return e.Err }
@@ -220,6 +241,8 @@ func publicError(err error) error {
 		return errNameRefused
 	case errors.Is(err, engine.ErrMemoryTx):
 		return errMemoryTx
+	case errors.Is(err, engine.ErrHoldUnknown):
+		return ErrHoldUnknown
 	}
 	if zone, ok := errors.AsType[*engine.ZoneError](err); ok {
 		return &ConfigError{Field: "Config.Policy.Zone", Reason: fmt.Sprintf("is %q, %s", zone.Zone, zone.Why)}

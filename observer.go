@@ -11,8 +11,8 @@ import (
 // Observer has functions that a [Client] calls, for metrics and logs: see packages observe and otelratelimit. Each
 // function may be nil. The functions must be quick, and safe for concurrent use. No event has a key.
 type Observer struct {
-	// Decision is called after each Allow, AllowN and Peek, and for each request of an [AllowAll], also in a
-	// transaction. Waits that are decided together make one event, with the sum of their costs.
+	// Decision is called after each Allow, AllowN, Peek and Hold, and for each request of an [AllowAll] or [HoldAll],
+	// also in a transaction. Waits that are decided together make one event, with the sum of their costs.
 	Decision func(DecisionEvent)
 	// Statement is called after each statement on a pool. If a row was locked, a key was refused or keys are on several
 	// shards, the event has an Err, and later statements decide the calls.
@@ -101,11 +101,12 @@ func (o *Observer) hooks() (h engine.Hooks) {
 }
 
 // ErrorKind returns a word for an error, for metrics: "invalid_key", "invalid_cost", "invalid_request"
-// ([RequestError]), "sharded", "would_exceed_deadline", "not_migrated", "newer_schema", "not_permitted",
+// ([RequestError]), "invalid_hold" ([HoldError]), "hold_unknown", "hold_ended", "sharded", "would_exceed_deadline", "not_migrated", "newer_schema", "not_permitted",
 // "prepared_statements", "setup", "read_only", "key_held", "pool_exhausted", "timeout", "unavailable", "context" (the
 // context has ended), "other", or "" for nil.
 func ErrorKind(err error) string {
 	_, invalid := errors.AsType[*RequestError](err)
+	_, invalidHold := errors.AsType[*HoldError](err)
 	switch {
 	case err == nil:
 		return ""
@@ -113,6 +114,12 @@ func ErrorKind(err error) string {
 		return "invalid_key"
 	case errors.Is(err, ErrInvalidCost), errors.Is(err, ErrCostExceedsLimit):
 		return "invalid_cost"
+	case invalidHold:
+		return "invalid_hold"
+	case errors.Is(err, ErrHoldUnknown):
+		return "hold_unknown"
+	case errors.Is(err, ErrHoldEnded):
+		return "hold_ended"
 	case errors.Is(err, ErrWouldExceedDeadline):
 		return "would_exceed_deadline"
 	case invalid && !errors.Is(err, ErrSharded):

@@ -24,7 +24,10 @@ type Result struct {
 	// ResetAfter is the time until the key is as good as new, if nobody takes. If all of a sliding window of 10 a
 	// minute was taken at 0 s, ResetAfter is 115 s at 5 s: a take counts until the next window ends.
 	ResetAfter time.Duration
-	DecidedAt  time.Time // by the database's clock, or by this process's if Postgres is unreachable
+	// Held is how many units of the key live holds set aside: 4 while a [Limiter.Hold] of 4 lives. Only Peek, Hold,
+	// [HoldAll] and [Explanation].State set it; a cached denial has 0.
+	Held      int64
+	DecidedAt time.Time // by the database's clock, or by this process's if Postgres is unreachable
 
 	// Shadow is the decision of a row of mode shadow, or nil without such a row; see [Policies].
 	Shadow *Result
@@ -132,7 +135,7 @@ func resultOf(o *engine.Outcome) (r Result) {
 func (r *Result) set(o *engine.Outcome) {
 	*r = Result{
 		Allowed: o.Allowed, Source: sourceOf(o.By), Limit: o.Limit, Remaining: o.Remaining,
-		RetryAfter: o.RetryAfter, ResetAfter: o.ResetAfter, DecidedAt: o.DecidedAt, taken: o.Claim,
+		RetryAfter: o.RetryAfter, ResetAfter: o.ResetAfter, Held: o.Held, DecidedAt: o.DecidedAt, taken: o.Claim,
 	}
 	if o.Each != nil {
 		each := make([]Result, len(o.Each))

@@ -35,10 +35,8 @@ func (e *Engine) Allow(ctx context.Context, a *Ask, o *Outcome) error {
 			go e.sendBack(back)()
 		}
 	}
-	if a.Cost > 0 && a.Space.Remember && len(a.Policy.Rules) == 1 && e.Denials != nil {
-		if e.remembered(a, o) {
-			return nil
-		}
+	if e.remembered(a, o) {
+		return nil
 	}
 	r := e.Request(a)
 	r.Shadow = NewShadow(a)
@@ -58,6 +56,9 @@ func (e *Engine) Allow(ctx context.Context, a *Ask, o *Outcome) error {
 // remembered looks for a remembered denial, copies it into o, and returns whether it found one. If the ask has a shadow
 // policy, both policies must have a remembered denial.
 func (e *Engine) remembered(a *Ask, o *Outcome) bool {
+	if a.Cost <= 0 || !a.Space.Remember || len(a.Policy.Rules) > 1 || e.Denials == nil {
+		return false
+	}
 	if !e.Denials.Lookup(a.Space, a.Policy.Rules[0], a.Key, a.Cost, o) {
 		return false
 	}

@@ -113,7 +113,7 @@ func (b *Batcher) Send(d *Departure) (held, lost []*Request) {
 // the order of their arrival.
 //
 // MergeAlike sorts the leaders into the lock order of their rows. With 64 callers of different keys, sorting adds 20 %
-// to the decisions per second. MergeAlike merges neither requests of AllowAll nor refunds and grants. A full row takes
+// to the decisions per second. MergeAlike merges neither requests of AllowAll nor of holds, nor refunds and grants. A full row takes
 // back no more units, so an answer to merged refunds would not show what each refund did.
 func MergeAlike(requests []*Request) (leaders []*Request) {
 	var last map[string]*Request // the last leader for each key
@@ -369,7 +369,7 @@ func (b *Batcher) Decide(ctx context.Context, db pg.DB, requests []*Request, tx 
 		if r.Shadow != nil {
 			b.settleDenials(&r.Shadow.request, err, asked, told, &since)
 		}
-		if r.gives() && !r.ofLease {
+		if r.gives() && !r.ofLease || r.endsHold() {
 			for i := range r.Parts {
 				r.Parts[i].Space.tell(r.Parts[i].Key)
 			}

@@ -169,11 +169,14 @@ func (d *Denials) Lookup(space *Space, m model.Rules, key string, n int64, o *Ou
 	return true
 }
 
-// Remember adds a denial to the cache. The denial's statement was sent at the time asked, and answered at the time
+// Remember adds a denial to the cache, unless live holds have caused it. The denial's statement was sent at the time asked, and answered at the time
 // told. The argument since is the Snapshot from before the statement.
 func (d *Denials) Remember(p *Part, asked, told time.Duration, since *Changes) {
 	denied := &p.Decision
 	clock := denied.DecidedAt.UnixMicro()
+	if _, own := p.Rules.Decide(denied.State, clock, p.Cost); own.RetryAfter != denied.RetryAfter {
+		return // beside holds, whose ends the cache does not know
+	}
 	_, one := p.Rules.Decide(denied.State, clock, 1)
 	known := &denial{
 		rules: p.Rules, limit: p.Rules.Numbers().Limit, state: denied.State, clock: clock, asked: asked, told: told,

@@ -2,6 +2,9 @@ package engine
 
 import (
 	"errors"
+	"slices"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/pgratelimit/ratelimit/internal/memdb"
@@ -13,8 +16,8 @@ import (
 var ErrMemoryTx = errors.New("ratelimit: a row in memory is part of no transaction")
 
 type memoryRow struct {
-	algorithm int16
-	State     model.State
+	algorithm int16 // of the State
+	model.Key
 }
 
 // decideInMemory decides requests by package model, one after the other. The answers are the same as those of Postgres.
@@ -45,7 +48,11 @@ func (d *Database) decideInMemory(db pg.DB, requests []*Request) error {
 
 // decideIn decides a request and the requests merged with it. Each request takes from all of its rows, or from none.
 func (r *Request) decideIn(db *memdb.DB, clock int64) {
-	before := make([]model.State, len(r.Parts))
+	if r.endsHold() {
+		r.endHoldIn(db, clock)
+		return
+	}
+	before := make([]model.Key, len(r.Parts))
 	for i := range r.Parts {
 		before[i] = r.Parts[i].load(db)
 	}
@@ -73,15 +80,59 @@ func (r *Request) decideIn(db *memdb.DB, clock int64) {
 			}
 		}
 		if bucket, ok := p.Rules.(model.TokenBucket); ok && r.Ahead > 0 {
-			p.Decision.State.Log = before[i].Log
+			p.Decision.State.Log = before[i].State.Log
 			if ahead := granted - (r.Count - r.Ahead); ahead > 0 {
-				p.store(db, bucket.Lend(now, ahead*p.Cost))
+				now.State = bucket.Lend(now.State, ahead*p.Cost)
+				p.store(db, now)
 			}
 		}
 		if p.Cost > 0 {
 			p.Decision.Taken.Spent = p.credit(before[i], clock) - p.credit(now, clock)
 		}
 		p.Decision.Granted, p.Decision.DecidedAt = granted, time.UnixMicro(clock)
+	}
+}
+
+// endHoldIn settles or extends a hold in all of its rows, or in none.
+func (r *Request) endHoldIn(db *memdb.DB, clock int64) {
+	granted, changed, answers := int64(1), make([]model.Key, len(r.Parts)), make([]model.Entries, len(r.Parts))
+	each := make([]int64, len(r.Parts))
+	for i := range r.Parts {
+		p := &r.Parts[i]
+		var answer model.Settlement
+		var err error
+		if each[i] = 1; p.Charge {
+			changed[i], answer, err = p.load(db).Settle(p.Rules, clock, holdNumber(p.Hold), p.Cost)
+			late := int64(0)
+			if answer.Late {
+				late = 1
+			}
+			answers[i] = model.NewEntries([]int64{answer.Used, late, answer.At})
+		} else {
+			changed[i], err = p.load(db).Extend(p.Rules, clock, holdNumber(p.Hold), p.TTL)
+		}
+		switch {
+		case errors.Is(err, model.ErrOwesTooMuch):
+			granted = 0
+		case errors.Is(err, model.ErrHoldUnknown):
+			each[i], answers[i] = UnknownHold, ""
+		case errors.Is(err, model.ErrHoldEnded):
+			each[i] = EndedHold
+		}
+	}
+	if !r.charges() {
+		granted = slices.Min(each)
+	}
+	for i := range r.Parts {
+		p := &r.Parts[i]
+		if granted == 1 {
+			p.store(db, changed[i])
+		}
+		_, p.Decision = p.load(db).Decide(p.Rules, clock, 0)
+		p.Decision.State.Log, p.Decision.DecidedAt = answers[i], time.UnixMicro(clock)
+		if p.Decision.Granted = granted; granted == 1 {
+			p.Decision.Granted = each[i]
+		}
 	}
 }
 
@@ -96,25 +147,33 @@ func (r *Request) fitsIn(db *memdb.DB, clock int64) bool {
 	return true
 }
 
-// decide applies a request to a row's state s. A positive n takes or charges units, and an n of 0 looks. A negative n
+// decide applies a request to a key. A positive n takes, charges or holds units, and an n of 0 looks. A negative n
 // gives units back, or grants units if p.Refund is nil.
-func (p *Part) decide(s model.State, clock, n int64) (model.State, model.Decision) {
+func (p *Part) decide(k model.Key, clock, n int64) (model.Key, model.Decision) {
 	switch {
 	case n > 0 && p.Charge:
-		next, d, _ := model.Charge(p.Rules, s, clock, n)
+		next, d, _ := k.Charge(p.Rules, clock, n)
 		return next, d
+	case n > 0 && p.Hold != "":
+		return k.Hold(p.Rules, clock, holdNumber(p.Hold), n, p.TTL)
 	case n >= 0:
-		return p.Rules.Decide(s, clock, n)
+		return k.Decide(p.Rules, clock, n)
 	case p.Refund == nil:
-		return model.Grant(p.Rules, s, clock, -n)
+		return k.Grant(p.Rules, clock, -n)
 	}
-	k := *p.Refund
-	k.Units = -n
-	return p.Rules.Refund(s, clock, k)
+	take := *p.Refund
+	take.Units = -n
+	return k.Refund(p.Rules, clock, take)
 }
 
-func (p *Part) credit(s model.State, clock int64) int64 {
-	_, d := p.decide(s, clock, 0)
+// holdNumber returns the number of a hold in package model. It has the first 60 bits of the id that are random.
+func holdNumber(id string) int64 {
+	n, _ := strconv.ParseUint(strings.ReplaceAll(id, "-", "")[:16], 16, 64)
+	return int64(n >> 1)
+}
+
+func (p *Part) credit(k model.Key, clock int64) int64 {
+	_, d := p.decide(k, clock, 0)
 	return d.State.Credit
 }
 
@@ -122,23 +181,25 @@ func (p *Part) row() memdb.Row {
 	return memdb.Row{Durable: p.Space.Durable, Name: p.Name, Key: p.Key}
 }
 
-// load returns the state of the part's row. It returns an empty state if the row is missing or has another algorithm.
-func (p *Part) load(db *memdb.DB) model.State {
+// load returns the part's row with its holds. The state is empty if the row is missing or has another algorithm.
+func (p *Part) load(db *memdb.DB) model.Key {
 	row, _ := db.Rows[p.row()].(memoryRow)
 	if row.algorithm != p.Rules.Numbers().Algorithm {
-		return model.State{}
+		row.State = model.State{}
 	}
-	return row.State
+	return row.Key
 }
 
-func (p *Part) store(db *memdb.DB, s model.State) {
-	if s == p.load(db) { // a refund for a missing row must not make a row
-		return
+func (p *Part) store(db *memdb.DB, next model.Key) {
+	row, _ := db.Rows[p.row()].(memoryRow)
+	if next.State != p.load(db).State { // otherwise only the holds may have changed, or nothing
+		row.algorithm, row.State = p.Rules.Numbers().Algorithm, next.State
 	}
+	row.Holds = next.Holds
 	if db.Rows == nil {
 		db.Rows = map[memdb.Row]any{}
 	}
-	db.Rows[p.row()] = memoryRow{algorithm: p.Rules.Numbers().Algorithm, State: s}
+	db.Rows[p.row()] = row
 }
 
 func (d *Database) resetInMemory(db pg.DB, space *Space, names []string, key string) error {
@@ -148,7 +209,31 @@ func (d *Database) resetInMemory(db pg.DB, space *Space, names []string, key str
 	d.memory.Mu.Lock()
 	defer d.memory.Mu.Unlock()
 	for _, name := range names {
-		delete(d.memory.Rows, memdb.Row{Durable: space.Durable, Name: name, Key: key})
+		id := memdb.Row{Durable: space.Durable, Name: name, Key: key}
+		if row, ok := d.memory.Rows[id].(memoryRow); ok {
+			d.memory.Rows[id] = memoryRow{Key: row.Reset()}
+		}
 	}
 	return nil
+}
+
+// findHoldInMemory does what rate_limit_find_hold does.
+func (d *Database) findHoldInMemory(id string) (parts []HoldPart, err error) {
+	clock := time.Now().UnixMicro()
+	if d.clock != nil {
+		clock = d.clock().UnixMicro()
+	}
+	d.memory.Mu.Lock()
+	defer d.memory.Mu.Unlock()
+	for at, value := range d.memory.Rows {
+		for _, h := range value.(memoryRow).Holds { //nolint:forcetypeassert // all rows are of this type
+			if h.ID == holdNumber(id) && max(h.End, h.At)+model.Micros(model.HoldsKept) > clock {
+				parts = append(parts, HoldPart{at.Name, at.Key, at.Durable, time.UnixMicro(h.End)})
+			}
+		}
+	}
+	if parts == nil {
+		return nil, ErrHoldUnknown
+	}
+	return parts, nil
 }

@@ -25,6 +25,7 @@ type Outcome struct {
 	Remaining  int64
 	RetryAfter time.Duration
 	ResetAfter time.Duration
+	Held       int64 // the units of live holds; only for a look and for a request that makes a hold
 	DecidedAt  time.Time
 	Each       []Outcome // an outcome for each rule of an All; otherwise nil
 	Beside     *Outcome  // the outcome of the shadow policy, or nil
@@ -47,7 +48,7 @@ func (r *Request) outcomeOf(first, last int, policy *model.Policy) Outcome {
 		}
 		o = outcomeOfAll(each)
 	}
-	if p := &r.Parts[first]; p.Cost > 0 && r.place <= p.Decision.Granted {
+	if p := &r.Parts[first]; p.Cost > 0 && p.Hold == "" && r.place <= p.Decision.Granted {
 		receipt := NewReceipt(p.Space, policy, p.Key, p.Cost)
 		for i := range receipt.Parts {
 			part := &r.Parts[first+i]
@@ -69,6 +70,7 @@ func outcomeOfAll(each []Outcome) Outcome {
 		o.Allowed = o.Allowed && one.Allowed
 		o.RetryAfter = max(o.RetryAfter, one.RetryAfter)
 		o.ResetAfter = max(o.ResetAfter, one.ResetAfter)
+		o.Held = max(o.Held, one.Held)
 	}
 	return o
 }
@@ -82,6 +84,9 @@ func (p *Part) Outcome(place int64) Outcome {
 		Remaining:  d.Remaining,
 		ResetAfter: model.Duration(d.ResetAfter),
 		DecidedAt:  d.DecidedAt,
+	}
+	if p.Cost == 0 || p.Hold != "" {
+		o.Held = d.Held
 	}
 	switch {
 	case place <= d.Granted:

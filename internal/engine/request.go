@@ -53,19 +53,23 @@ type Request struct {
 
 // Part is one row that a request asks for, and the decision about this row.
 type Part struct {
-	Space    *Space
-	Rules    model.Rules
-	Name     string // Space.Name; rows of further policies of an All have a suffix, as in api/2
-	Key      string
-	Cost     int64 // 0 looks; a negative Cost gives Refund back, or grants units without a Refund
-	Charge   bool  // count Cost whether it fits or not
-	Refund   *model.Take
+	Space  *Space
+	Rules  model.Rules
+	Name   string // Space.Name; rows of further policies of an All have a suffix, as in api/2
+	Key    string
+	Cost   int64 // 0 looks; a negative Cost gives Refund back, or grants units without a Refund
+	Charge bool  // count Cost whether it fits or not
+	Refund *model.Take
+	// Hold is the id of the hold that the request makes, settles or extends. It is "" for other requests. A settlement
+	// is a Charge, and an extension has a Cost of 0.
+	Hold     string
+	TTL      int64 // how long the hold shall last from now on, in microseconds; 0 for a settlement
 	Decision model.Decision
 }
 
 // Decision.Granted has one of these values if a part is not decided.
 const (
-	PassedOver = -3 // the statement has not reached this part
+	PassedOver = -5 // the statement has not reached this part
 	Locked     = -2 // Remaining is the id of the transaction that locks the row; 0 if it is being inserted
 	Undecided  = -1 // the row of another part is locked
 )
@@ -112,13 +116,19 @@ func (p *requestPool) put(r *Request) {
 }
 
 // Looks returns whether the request has a cost of 0, so that it locks no row.
-func (r *Request) Looks() bool { return r.Parts[0].Cost == 0 }
+func (r *Request) Looks() bool { return r.Parts[0].Cost == 0 && !r.ofHold() }
 
 // gives returns whether the request gives units back or grants units.
 func (r *Request) gives() bool { return r.Parts[0].Cost < 0 }
 
 // charges returns whether the request counts its costs whether they fit or not.
 func (r *Request) charges() bool { return r.Parts[0].Charge }
+
+// ofHold returns whether the request makes, settles or extends a hold.
+func (r *Request) ofHold() bool { return r.Parts[0].Hold != "" }
+
+// endsHold returns whether the request settles or extends a hold.
+func (r *Request) endsHold() bool { return r.ofHold() && (r.Parts[0].Charge || r.Parts[0].Cost == 0) }
 
 // leased returns how many units of a token bucket the request leases, or how many units its lease no longer holds. For
 // other algorithms it returns 0.
@@ -145,13 +155,19 @@ func (r *Request) asksAnyway() bool {
 
 // joins returns whether a request can be merged with another request of its group.
 func (r *Request) joins(other *Request) bool {
-	return r.Policy != nil && !r.gives() && !r.charges() && !other.charges() &&
+	return r.Policy != nil && !r.gives() && !r.charges() && !other.charges() && !r.ofHold() && !other.ofHold() &&
 		r.Parts[0].Key == other.Parts[0].Key && r.Parts[0].Cost == other.Parts[0].Cost &&
 		r.Shadow.policy().Is(other.Shadow.policy())
 }
 
 // PassedOver returns whether a statement has left the request undecided.
-func (r *Request) PassedOver() bool { return r.Parts[0].Decision.Granted < 0 }
+func (r *Request) PassedOver() bool {
+	switch r.Parts[0].Decision.Granted {
+	case PassedOver, Locked, Undecided:
+		return true
+	}
+	return false
+}
 
 // Finish ends a request and the requests merged with it, and wakes up the callers.
 func (r *Request) Finish(err error) {

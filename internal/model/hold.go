@@ -118,7 +118,7 @@ func (k Key) Held(clock int64) int64 {
 // new and the last hold has ended.
 func (k Key) told(d Decision, clock int64) Decision {
 	live, held := k.live(clock)
-	d.Remaining = max(d.Remaining-held, 0)
+	d.Remaining, d.Held = max(d.Remaining-held, 0), held
 	if held > 0 {
 		d.ResetAfter = max(d.ResetAfter, live[len(live)-1].End-clock)
 	}

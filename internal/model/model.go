@@ -61,6 +61,7 @@ type Decision struct {
 	Remaining  int64
 	RetryAfter int64 // microseconds; Never if the cost is above the limit
 	ResetAfter int64 // microseconds
+	Held       int64 // the units of live holds after the decision
 	DecidedAt  time.Time
 	// State is the row after the decision, rolled forward to it. The log of State has only the entries that determine a
 	// denial's RetryAfter.

@@ -20,9 +20,12 @@ func Tag(key string) string {
 
 // Of returns the shard of a key, counted from 0. The number of shards must be a power of two. The SQL function
 // _rate_limit_shard computes the same number. When n shards become 2n, shard i gets only keys that were on shard i % n.
-func Of(key string, shards int) int {
+func Of(key string, shards int) int { return int(Number(key) & uint32(shards-1)) }
+
+// Number returns the number whose last bits are the shard of a key. The id of a hold ends with its last 16 bits.
+func Number(key string) uint32 {
 	sum := sha256.Sum256([]byte(Tag(key)))
-	return int(binary.BigEndian.Uint32(sum[:]) & uint32(shards-1))
+	return binary.BigEndian.Uint32(sum[:])
 }
 
 // Valid tells whether a cluster may have this number of shards.
