@@ -374,6 +374,50 @@ func ExampleAllowAll() {
 	}
 }
 
+// The tokens of an answer are known only when it ends. Until then, an estimate is held.
+func ExampleLimiter_Hold() {
+	var (
+		ctx    = context.Background()
+		tokens *ratelimit.Limiter
+		answer func(context.Context) (used int64, err error)
+	)
+	held, err := tokens.Hold(ctx, "tenant:42", 4000, 2*time.Minute)
+	if err != nil {
+		log.Fatal(err)
+	}
+	if !held.Allowed {
+		fmt.Println("retry after", held.RetryAfter)
+		return
+	}
+	used, err := answer(ctx) // 2,719; if the process dies, the 4,000 are free again after two minutes
+	if err != nil {
+		used = 0
+	}
+	if _, err := held.Hold.Settle(ctx, used); err != nil {
+		log.Print("settle it again, here or in another process: ", held.Hold, ": ", err)
+	}
+}
+
+// A worker in another process settles a hold of two limits, which it gets as a text.
+func ExampleHoldFromText() {
+	var (
+		ctx             = context.Background()
+		perDay, perHour *ratelimit.Limiter // of one client
+	)
+	held, err := ratelimit.HoldAll(ctx, time.Hour, perDay.Request("tenant:42", 4000), perHour.Request("tenant:42", 4000))
+	if err != nil || !held.Allowed {
+		log.Fatal(held.RetryAfter, err)
+	}
+	text := held.Hold.String() // to be sent to the worker with its task
+
+	hold, err := ratelimit.HoldFromText(ctx, text, perDay, perHour)
+	if err != nil {
+		log.Fatal(err)
+	}
+	settlement, err := hold.Settle(ctx, 2719)
+	fmt.Println(settlement.Used, settlement.Late, err)
+}
+
 // 10 a second, and 3,000 in ten minutes.
 func ExampleAll() {
 	var pool *pgxpool.Pool

@@ -4,11 +4,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
@@ -541,4 +544,158 @@ func TestHoldsNeverFallBack(t *testing.T) {
 	}
 }
 
-var _ = errors.Is
+// losing is a database whose answers get lost.
+type losing struct {
+	ratelimit.DBTX
+
+	lost atomic.Bool
+}
+
+func (db *losing) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	rows, err := db.DBTX.Query(ctx, sql, args...)
+	if err != nil || !db.lost.Load() {
+		return rows, err
+	}
+	for rows.Next() { // the statement is over
+	}
+	rows.Close()
+	return nil, io.ErrUnexpectedEOF
+}
+
+// After an unknown outcome, the caller has a hold to cancel, and a settlement can be repeated.
+func TestHoldsAfterAnUnknownOutcome(t *testing.T) {
+	t.Parallel()
+	limitertest.EachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
+		db := &losing{DBTX: pgtest.New(t).NewPool(t, nil)}
+		l := limitertest.New(t, db, config)
+		db.lost.Store(true)
+		result, err := l.Hold(t.Context(), "personal", 4, time.Minute)
+		require.ErrorIs(t, err, ratelimit.ErrOutcomeUnknown)
+		require.False(t, result.Allowed)
+		require.Zero(t, result.Hold.EndsAt())
+		all, err := ratelimit.HoldAll(t.Context(), time.Minute, l.Request("personal", 5))
+		require.ErrorIs(t, err, ratelimit.ErrOutcomeUnknown)
+		_, err = result.Hold.Settle(t.Context(), 2)
+		require.ErrorIs(t, err, ratelimit.ErrOutcomeUnknown)
+		db.lost.Store(false)
+		held, err := l.Peek(t.Context(), "personal")
+		require.NoError(t, err)
+		require.EqualValues(t, 5, held.Held)
+		require.EqualValues(t, 3, held.Remaining)
+		require.EqualValues(t, 2, settle(t, result.Hold, 9).Used)
+		_, err = all.Hold.Cancel(t.Context())
+		require.NoError(t, err)
+		require.EqualValues(t, 8, remaining(t, l))
+	})
+}
+
+// Many callers hold and settle at once, over several pools. What they have counted adds up, and their calls share
+// statements.
+func TestHoldsAddUp(t *testing.T) {
+	t.Parallel()
+	const limit, goroutines = 1000, 64
+	limitertest.EachSlowPolicyAllAndTable(t, limit, func(t *testing.T, config ratelimit.Config) {
+		db := pgtest.New(t)
+		var calls, statements atomic.Int64
+		client := ratelimit.ClientConfig{Observer: &ratelimit.Observer{Statement: func(e ratelimit.StatementEvent) {
+			statements.Add(1)
+			calls.Add(int64(e.Size))
+		}}}
+		var limiters []*ratelimit.Limiter
+		for _, pool := range limitertest.SmallPools(t, db, 2) {
+			limiters = append(limiters, limitertest.New(t, pool, config, client))
+		}
+		var counted atomic.Int64
+		errs := make([]error, goroutines)
+		testkit.Together(goroutines, func(i int) {
+			l := limiters[i%2]
+			for call := range 4 {
+				n := int64(1 + (i+call)%5)
+				held, err := l.Hold(t.Context(), "personal", n, time.Hour)
+				if err != nil || !held.Allowed {
+					errs[i] = fmt.Errorf("hold: %v, %w", held.Allowed, err)
+					return
+				}
+				var wg sync.WaitGroup
+				for range 2 { // the second settlement changes nothing
+					wg.Go(func() {
+						if _, err := held.Hold.Settle(context.Background(), n-1); err != nil {
+							t.Error(err)
+						}
+					})
+				}
+				wg.Wait()
+				counted.Add(n - 1)
+			}
+		})
+		require.NoError(t, errors.Join(errs...))
+		result, err := limiters[0].Peek(t.Context(), "personal")
+		require.NoError(t, err)
+		require.Zero(t, result.Held)
+		require.Equal(t, limit-counted.Load(), result.Remaining)
+		require.Greater(t, calls.Load(), 2*statements.Load(), "calls share statements")
+	})
+}
+
+// The limit is never exceeded while holds come and go: what is counted, what is held and what is taken fit into it.
+func TestHoldsNeverExceedTheLimit(t *testing.T) {
+	t.Parallel()
+	const limit, goroutines = 40, 48
+	limitertest.EachSlowPolicyAndTable(t, limit, func(t *testing.T, config ratelimit.Config) {
+		db := pgtest.New(t)
+		pools := limitertest.SmallPools(t, db, 2)
+		limiters := []*ratelimit.Limiter{limitertest.New(t, pools[0], config), limitertest.New(t, pools[1], config)}
+		var counted, denied atomic.Int64
+		testkit.Together(goroutines, func(i int) {
+			l := limiters[i%2]
+			for call := range 4 {
+				if (i+call)%3 == 0 {
+					if result, err := l.Allow(t.Context(), "personal"); err != nil {
+						t.Error(err)
+					} else if result.Allowed {
+						counted.Add(1)
+					}
+					continue
+				}
+				held, err := l.Hold(t.Context(), "personal", 3, time.Hour)
+				switch {
+				case err != nil:
+					t.Error(err)
+				case !held.Allowed:
+					denied.Add(1)
+				default:
+					if _, err := held.Hold.Settle(t.Context(), 1); err != nil {
+						t.Error(err)
+					}
+					counted.Add(1)
+				}
+			}
+		})
+		result, err := limiters[0].Peek(t.Context(), "personal")
+		require.NoError(t, err)
+		require.Equal(t, limit-counted.Load(), result.Remaining)
+		require.GreaterOrEqual(t, result.Remaining, int64(0))
+		require.Positive(t, denied.Load())
+	})
+}
+
+// The observer is told of holds as of takes.
+func TestObserverSeesHolds(t *testing.T) {
+	t.Parallel()
+	var events []ratelimit.DecisionEvent
+	l := limitertest.New(t, &memdb.DB{}, ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year}},
+		ratelimit.ClientConfig{Observer: &ratelimit.Observer{Decision: func(e ratelimit.DecisionEvent) { events = append(events, e) }}})
+	hold(t, l, 8, time.Minute)
+	hold(t, l, 3, time.Minute)
+	_, err := l.Hold(t.Context(), "", 1, time.Minute)
+	require.Error(t, err)
+	_, err = ratelimit.HoldAll(t.Context(), time.Minute, l.Request("personal", 2))
+	require.NoError(t, err)
+	_, err = ratelimit.HoldAll(t.Context(), 0, l.Request("personal", 2))
+	require.Error(t, err)
+	var outcomes []string
+	for _, e := range events {
+		outcomes = append(outcomes, fmt.Sprint(e.Cost, " ", e.Outcome()))
+	}
+	require.Equal(t, []string{"8 allowed", "3 denied", "1 error", "2 allowed", "2 error"}, outcomes)
+}

@@ -281,6 +281,9 @@ func TestErrorKinds(t *testing.T) {
 		require.Equal(t, kind, ratelimit.ErrorKind(wrapped(err)), "%v", err)
 	}
 	require.Equal(t, "invalid_cost", ratelimit.ErrorKind(&ratelimit.CostError{Cost: -1, Limit: 3}))
+	require.Equal(t, "invalid_hold", ratelimit.ErrorKind(&ratelimit.HoldError{}))
+	require.Equal(t, "hold_unknown", ratelimit.ErrorKind(ratelimit.ErrHoldUnknown))
+	require.Equal(t, "hold_ended", ratelimit.ErrorKind(ratelimit.ErrHoldEnded))
 	require.Equal(t, "context", ratelimit.ErrorKind(engine.GaveUp(context.Canceled)))
 	require.Equal(t, "invalid_key", ratelimit.ErrorKind(&ratelimit.RequestError{Err: &ratelimit.KeyError{}}))
 	require.Equal(t, "invalid_cost", ratelimit.ErrorKind(&ratelimit.RequestError{Err: &ratelimit.CostError{Cost: 5, Limit: 3}}))

@@ -57,13 +57,13 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 
 	pool := pgtest.New(t).Pool
 	seed := limitertest.Seed(t)
-	var took, denied, looked, gaveBack, granted, owed, failed, sets, halfRefused, together int
+	var took, denied, looked, gaveBack, granted, owed, held, settled, late, failed, sets, halfRefused, together int
 	varied := func() bool { // whether each kind of event has happened often enough
-		return min(took, denied, looked, gaveBack, granted, owed, failed, sets, halfRefused, together) > 5
+		return min(took, denied, looked, gaveBack, granted, owed, held, settled, late, failed, sets, halfRefused, together) > 5
 	}
 	for story := uint64(0); story < uint64(20*limitertest.Rounds(t)) || !varied(); story++ {
-		require.Less(t, story, uint64(5_000), "took %d, denied %d, looked %d, gave back %d, granted %d, owed %d, failed %d, sets %d, "+
-			"half refused %d, some of several %d", took, denied, looked, gaveBack, granted, owed, failed, sets, halfRefused, together)
+		require.Less(t, story, uint64(5_000), "took %d, denied %d, looked %d, gave back %d, granted %d, owed %d, held %d, settled %d, late %d, "+
+			"failed %d, sets %d, half refused %d, some of several %d", took, denied, looked, gaveBack, granted, owed, held, settled, late, failed, sets, halfRefused, together)
 		r := rand.New(rand.NewPCG(seed, story))
 		clock := int64(1)<<50 + r.Int64N(1<<51)
 		config := ratelimit.ClientConfig{
@@ -84,6 +84,15 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 			limiters[i] = twins{limitertest.Of(t, onPostgres, config), limitertest.Of(t, inMemory, config)}
 		}
 		var takes [][2]ratelimit.Result
+		var holds [][2]*ratelimit.Hold
+		keep := func(on, in *ratelimit.Hold) {
+			require.Equal(t, on == nil, in == nil)
+			if on != nil {
+				require.Equal(t, on.EndsAt(), in.EndsAt())
+				holds = append(holds, [2]*ratelimit.Hold{on, in})
+				held++
+			}
+		}
 		var goals []int64
 		for step := range 60 {
 			title := fmt.Sprintf("%s=%d, story %d, step %d", modeltest.SeedVariable, seed, story, step)
@@ -102,7 +111,35 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 				key = [...]string{"x", "y", "ä"}[r.IntN(3)]
 			}
 			var a, b told
-			switch kind := r.IntN(14); {
+			switch kind := r.IntN(17); {
+			case kind == 16 && len(holds) > 0 && r.IntN(3) == 0:
+				pair := modeltest.OneOf(r, holds)
+				ttl := time.Duration(1+r.Int64N(100_000)) * time.Millisecond
+				a.err, b.err = pair[0].Extend(t.Context(), ttl), pair[1].Extend(t.Context(), ttl)
+				require.Equal(t, pair[0].EndsAt(), pair[1].EndsAt(), title)
+			case kind >= 15 && len(holds) > 0:
+				pair := modeltest.OneOf(r, holds)
+				used := modeltest.RandomTake(r, limitertest.Model(l.real.Config().Policy).Limit)
+				on, err := pair[0].Settle(t.Context(), used)
+				in, memoryErr := pair[1].Settle(t.Context(), used)
+				require.Equal(t, on, in, title)
+				a.err, b.err = err, memoryErr
+				if err == nil {
+					settled++
+				}
+				if on.Late {
+					late++
+				}
+			case kind >= 14:
+				n := modeltest.RandomTake(r, limitertest.Model(l.real.Config().Policy).Limit)
+				ttl := time.Duration(1+r.Int64N(100_000)) * time.Millisecond
+				on, err := l.real.Hold(t.Context(), key, n, ttl)
+				in, memoryErr := l.memory.Hold(t.Context(), key, n, ttl)
+				a.result, b.result, a.err, b.err = on.Result, in.Result, err, memoryErr
+				keep(on.Hold, in.Hold)
+				if on.Hold != nil {
+					goals = append(goals, on.Hold.EndsAt().UnixMicro())
+				}
 			case kind >= 12:
 				n := r.Int64N(limitertest.Model(l.real.Config().Policy).Limit)
 				if r.IntN(4) == 0 {

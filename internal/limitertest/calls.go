@@ -3,6 +3,7 @@ package limitertest
 import (
 	"context"
 	"errors"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -25,6 +26,10 @@ func Calls(l *ratelimit.Limiter, key string) map[string]func() error {
 		"Refund": func() error { return allowed(AsResult(l.Refund(context.Background(), Forged(l, key, 2)))) },
 		"Grant":  func() error { return allowed(AsResult(l.Grant(context.Background(), key, 2))) },
 		"Charge": func() error { _, err := l.Charge(context.Background(), key, 2); return err },
+		"Hold": func() error {
+			result, err := l.Hold(context.Background(), key, 2, time.Minute)
+			return allowed(result.Result, err)
+		},
 	}
 }
 
@@ -39,6 +44,7 @@ func TxCalls(l *ratelimit.Limiter, tx pgx.Tx, key string) map[string]func() erro
 		"RefundNTx":  func() error { _, err := l.WithTx(tx).RefundN(ctx, Forged(l, key, 2), 1); return err },
 		"GrantTx":    func() error { _, err := l.WithTx(tx).Grant(ctx, key, 2); return err },
 		"ChargeTx":   func() error { _, err := l.WithTx(tx).Charge(ctx, key, 2); return err },
+		"HoldTx":     func() error { _, err := l.WithTx(tx).Hold(ctx, key, 2, time.Minute); return err },
 		"ResetTx":    func() error { return l.WithTx(tx).Reset(ctx, key) },
 	}
 }
