@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -99,6 +100,10 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 			i := r.IntN(len(limiters))
 			clock = min(modeltest.NextClock(r, clock, limitertest.Model(policies[i]).Rules[0], goals), year2106)
 			goals = goals[:0]
+			// In memory a write forgets old holds, and on Postgres the sweeper does. So they differ after the clock was set back.
+			holds = slices.DeleteFunc(holds, func(h [2]*ratelimit.Hold) bool {
+				return !time.UnixMicro(clock).Before(h[0].EndsAt().Add(model.HoldsKept))
+			})
 			if rules := limitertest.Model(policies[i]).Rules; len(rules) == 1 && r.IntN(10) == 0 {
 				changed := limitertest.Policy(modeltest.ChangedPolicy(r, rules[0]).Numbers())
 				if with, ok := limiters[i].with(t, changed); ok {
@@ -257,6 +262,7 @@ func decideTogether(ctx context.Context, l *ratelimit.Limiter, key string, n, co
 	for i, p := range r.Parts {
 		d := p.Decision
 		d.DecidedAt, d.Taken.Units, d.State = d.DecidedAt.UTC(), 0, modeltest.Told(d.State)
+		d.Held = 0 // the functions for takes do not return it
 		if d.Granted == count {
 			d.State = model.State{}
 		}
