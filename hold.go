@@ -81,8 +81,8 @@ type Settlement struct {
 // hours; [Hold.Extend] makes it longer. n is at least 1.
 //
 // For example, a [FixedWindow] of 1,000 counts 500. After a Hold of 300, 200 remain. After Settle(ctx, 250), 750 are
-// counted, and 250 remain. A hold always weighs in full, also in a window that begins later, and in a [TokenBucket] that
-// is refilled meanwhile. RetryAfter of a denial says when the same cost fits if no hold is settled before its end.
+// counted, and 250 remain. A hold always weighs in full, also in a window that begins later, and in a [TokenBucket]
+// that is refilled meanwhile. RetryAfter of a denial says when the same cost fits if no hold is settled before its end.
 //
 // A call that is denied takes nothing, and has no Hold. Leases, OnFailure and shadows do not decide a Hold. After an
 // [ErrOutcomeUnknown], or if ctx has ended, the units may be set aside: then the result has a Hold although there is an
@@ -145,7 +145,7 @@ func (l *Limiter) hold(
 		result.Hold = of.perhaps(ctx, err)
 		return result, err
 	}
-	if result.Result.set(&o); result.Allowed {
+	if result.set(&o); result.Allowed {
 		result.Hold = of.until(result.DecidedAt, micros)
 	}
 	l.countDenial(key, n, &result.Result, nil)
@@ -380,8 +380,8 @@ var holdText = regexp.MustCompile(`^([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}
 // [Client]. If several are passed, Settle takes one number for all of them, or one for each of them. The number of a
 // limiter that the hold does not belong to is ignored.
 //
-// Errors: [ErrHoldUnknown], also for the text of a hold in another schema or database; a [*HoldError] for a text that is
-// no hold's, or a hold of another limiter; a [*StoreError]; the context's error, if it ends first.
+// Errors: [ErrHoldUnknown], also for the text of a hold in another schema or database; a [*HoldError] for a text that
+// is no hold's, or a hold of another limiter; a [*StoreError]; the context's error, if it ends first.
 func HoldFromText(ctx context.Context, text string, limiters ...*Limiter) (*Hold, error) {
 	if len(limiters) == 0 || slices.Contains(limiters, nil) {
 		return nil, &HoldError{Reason: "HoldFromText needs the limiters that the hold may belong to; pass at least one"}
@@ -416,7 +416,7 @@ func HoldFromText(ctx context.Context, text string, limiters ...*Limiter) (*Hold
 		}
 	}
 	// A crash of the server loses the part in rate_limit_ephemeral.
-	if found := of.tablesOf(); found != of.tables && !(found == "d" && of.tables == "ed") {
+	if found := of.tablesOf(); found != of.tables && (found != "d" || of.tables != "ed") {
 		return nil, errNoHoldText
 	}
 	return h, nil

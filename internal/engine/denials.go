@@ -169,8 +169,8 @@ func (d *Denials) Lookup(space *Space, m model.Rules, key string, n int64, o *Ou
 	return true
 }
 
-// Remember adds a denial to the cache, unless live holds have caused it. The denial's statement was sent at the time asked, and answered at the time
-// told. The argument since is the Snapshot from before the statement.
+// Remember adds a denial to the cache, unless live holds have caused it. The denial's statement was sent at the time
+// asked, and answered at the time told. The argument since is the Snapshot from before the statement.
 func (d *Denials) Remember(p *Part, asked, told time.Duration, since *Changes) {
 	denied := &p.Decision
 	clock := denied.DecidedAt.UnixMicro()

@@ -45,7 +45,7 @@ func (r *Request) setHold(id string, ttl int64) {
 
 // requestOfHold returns a request for all asks of a hold.
 func (e *Engine) requestOfHold(id string, ttl int64, asks []Ask) *Request {
-	r := (*Request)(nil)
+	var r *Request
 	if len(asks) == 1 {
 		r = e.Request(&asks[0])
 	} else {
