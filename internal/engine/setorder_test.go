@@ -132,6 +132,8 @@ func TestLockingSetsInTheOrderGivenDeadlocks(t *testing.T) {
 					nil,
 					nil,
 					nil,
+					nil,
+					nil,
 				)
 				return testkit.Later(func() (any, error) { return pool.Exec(context.Background(), engine.Text("all", ""), args...) })
 			}
