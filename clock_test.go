@@ -47,7 +47,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 	require.Equal(t, []string{
 		// the duration of a call, or the time of a decision without a database
 		"allow.go: allow", "allow.go: observe", "allowall.go: allowall", "allowall.go: observeall",
-		"failuremode.go: answeronfailure",
+		"failuremode.go: answeronfailure", "hold.go: hold", "hold.go: holdall",
 		// the duration of a statement
 		"internal/engine/batch.go: ask", "internal/engine/batch.go: deliver", "internal/engine/batch.go: observe",
 		"internal/engine/batch.go: report", "internal/engine/batch.go: send",
@@ -60,7 +60,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		// for how long a row was held
 		"internal/engine/heldkeys.go: find", "internal/engine/heldkeys.go: found", "internal/engine/heldkeys.go: still",
 		"internal/engine/heldlane.go: giveup", "internal/engine/heldlane.go: waitforfirst",
-		"internal/engine/inmemory.go: decideinmemory", // the clock of a database in memory
+		"internal/engine/inmemory.go: memorynow", // the clock of a database in memory
 		// the age of a lease
 		"internal/engine/leases.go: clocksof",
 		// how long a call has waited

@@ -174,7 +174,7 @@ func (d *Denials) Lookup(space *Space, m model.Rules, key string, n int64, o *Ou
 func (d *Denials) Remember(p *Part, asked, told time.Duration, since *Changes) {
 	denied := &p.Decision
 	clock := denied.DecidedAt.UnixMicro()
-	if _, own := p.Rules.Decide(denied.State, clock, p.Cost); own.RetryAfter != denied.RetryAfter {
+	if _, own := p.Rules.Decide(denied.State, clock, p.Cost); own.RetryAfter < denied.RetryAfter {
 		return // beside holds, whose ends the cache does not know
 	}
 	_, one := p.Rules.Decide(denied.State, clock, 1)

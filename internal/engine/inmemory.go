@@ -25,10 +25,7 @@ func (d *Database) decideInMemory(db pg.DB, requests []*Request) error {
 	if db != d.DB {
 		return ErrMemoryTx
 	}
-	now := time.Now()
-	if d.clock != nil {
-		now = d.clock()
-	}
+	now := d.memoryNow()
 	for _, r := range requests {
 		for i := range r.Parts {
 			if zone := r.Parts[i].Rules.Numbers().Zone; zone != "" {
@@ -44,6 +41,14 @@ func (d *Database) decideInMemory(db pg.DB, requests []*Request) error {
 		r.decideIn(d.memory, now.UnixMicro())
 	}
 	return nil
+}
+
+// memoryNow returns the clock of a database in memory.
+func (d *Database) memoryNow() time.Time {
+	if d.clock != nil {
+		return d.clock()
+	}
+	return time.Now()
 }
 
 // decideIn decides a request and the requests merged with it. Each request takes from all of its rows, or from none.
@@ -219,10 +224,7 @@ func (d *Database) resetInMemory(db pg.DB, space *Space, names []string, key str
 
 // findHoldInMemory does what rate_limit_find_hold does.
 func (d *Database) findHoldInMemory(id string) (parts []HoldPart, err error) {
-	clock := time.Now().UnixMicro()
-	if d.clock != nil {
-		clock = d.clock().UnixMicro()
-	}
+	clock := d.memoryNow().UnixMicro()
 	d.memory.Mu.Lock()
 	defer d.memory.Mu.Unlock()
 	for at, value := range d.memory.Rows {
