@@ -1200,7 +1200,7 @@ $$;
 CREATE FUNCTION _rate_limit_check(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[], limits bigint[],
     spans_us bigint[], refills bigint[], zones text[], costs bigint[], counts bigint[], taken_in bigint[],
-    leased bigint[], charges boolean[], ttls_us bigint[], holds uuid[], looks boolean
+    leased bigint[], charges boolean[], ttls_us bigint[], holds uuid[], delays_us bigint[], looks boolean
 ) RETURNS boolean LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
@@ -1219,12 +1219,13 @@ BEGIN
     lengths := ARRAY[cardinality(requests), cardinality(names), cardinality(durables), cardinality(algorithms),
         cardinality(limits), cardinality(spans_us), cardinality(refills), coalesce(cardinality(costs), n),
         coalesce(cardinality(counts), n), coalesce(cardinality(taken_in), n), coalesce(cardinality(leased), n),
-        coalesce(cardinality(charges), n), coalesce(cardinality(ttls_us), n), coalesce(cardinality(holds), n)];
+        coalesce(cardinality(charges), n), coalesce(cardinality(ttls_us), n), coalesce(cardinality(holds), n),
+        coalesce(cardinality(delays_us), n)];
     IF (array_ndims(keys) = 1 AND array_lower(keys, 1) = 1 AND n = ALL (lengths)) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: % is not valid', (
                 SELECT coalesce(min(e.name), 'keys')
                 FROM unnest(string_to_array('requests names durables algorithms limits spans_us refills costs counts '
-                    'taken_in leased charges ttls_us holds', ' '), lengths) AS e (name, n)
+                    'taken_in leased charges ttls_us holds delays_us', ' '), lengths) AS e (name, n)
                 WHERE e.n IS DISTINCT FROM n AND array_ndims(keys) = 1 AND array_lower(keys, 1) = 1)
             USING ERRCODE = 'invalid_parameter_value',
                 HINT = 'At least one key is needed, and as many elements of the others as keys. '
@@ -1255,6 +1256,9 @@ BEGIN
                 charges[part], ttls_us[part], holds[part], part > 1 AND requests[part] = requests[part - 1]
                     AND (ttls_us[part], holds[part], ttls_us[part] IS NULL OR costs[part] = 0) IS DISTINCT FROM
                         (ttls_us[part - 1], holds[part - 1], ttls_us[part] IS NULL OR costs[part - 1] = 0)) THEN 'hold'
+            WHEN delays_us IS NOT NULL AND _rate_limit_wrong_delay(delays_us[part], costs[part], counts[part], algorithm,
+                charges[part], holds[part], part > 1 AND requests[part] = requests[part - 1]
+                    AND delays_us[part] IS DISTINCT FROM delays_us[part - 1]) THEN 'delay'
             WHEN (algorithm BETWEEN 1 AND 5) IS NOT TRUE THEN 'algorithm'
             WHEN _rate_limit_valid(algorithm, max_count, span_us, refill, zone) IS NOT TRUE
                 THEN 'policy' END;
@@ -1284,6 +1288,8 @@ BEGIN
                         THEN 'Write 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window.'
                     WHEN 'hold' THEN 'A hold has an id, a ttl of 1000 to 86400000000 us, and a count of 1. It is '
                         'settled by a charge with its id and without a ttl, and extended by a cost of 0 with both.'
+                    WHEN 'delay' THEN 'A reservation has a delay of at least 0 us, a cost of at least 1, and a count of '
+                        '1. All its parts are token buckets, and have the same delay.'
                     ELSE 'A name has 1 to 128 bytes, a key 1 to 512, and durable is true or false. Requests ascend. '
                         'A count is at least 1. Costs of a request are all above or all below 0.' END;
     END LOOP;
@@ -1410,6 +1416,9 @@ $$;
 --                       charge with the id of a hold, and without a length, settles the hold. Its costs are what was
 --                       used, also 0. Costs of 0 with both extend the hold. All parts of a request have the same
 --                       length and id, and a count of 1
+--   delays_us           for a reservation, how many microseconds after the decision its tokens may be ready at the
+--                       latest: see reserve.sql. Otherwise NULL. All parts of a reservation are token buckets, and have
+--                       the same delay and a count of 1
 --
 -- The result has a row for each part. granted is the number of granted requests. retry_after_us is 0 if the part has
 -- room for another request. The parts with another retry_after_us have denied the request, which fits after the longest
@@ -1421,7 +1430,9 @@ $$;
 -- _rate_limit_chargeable. After a settlement, log is the answer: how many units were counted, 1 if the hold had ended,
 -- and when it was settled. If the hold was settled before, log is the first answer, and nothing is counted again.
 -- granted is -3 for a part of which no such hold is known. After an extension, granted is 1, or for all parts -3 if the
--- hold is not known, or -4 if it is not live.
+-- hold is not known, or -4 if it is not live. For a reservation with a granted of 1, retry_after_us is the time until
+-- the part's tokens are ready, 0 if they are ready now. The request is ready after the longest of them. For a denied
+-- reservation, retry_after_us is the time until the same reservation would be granted.
 --
 -- The five steps are: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
 --
@@ -1446,7 +1457,7 @@ CREATE FUNCTION rate_limit_all(
     taken_since bigint[] DEFAULT NULL, taken_in bigint[] DEFAULT NULL, taken_at bigint[] DEFAULT NULL,
     taken_spent bigint[] DEFAULT NULL, skip_held boolean DEFAULT false, zones text[] DEFAULT NULL,
     leased bigint[] DEFAULT NULL, charges boolean[] DEFAULT NULL, ttls_us bigint[] DEFAULT NULL,
-    holds uuid[] DEFAULT NULL
+    holds uuid[] DEFAULT NULL, delays_us bigint[] DEFAULT NULL
 ) RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -1494,14 +1505,15 @@ DECLARE
     gives boolean;                -- whether the request is a refund or a grant
     charging boolean;             -- whether the request is a charge
     ends boolean;                 -- whether the request settles or extends a hold
-    beside boolean := holds IS NOT NULL; -- whether a request is for a hold, or a row has holds
+    -- Whether a request is for a hold or a reservation, or a row has holds.
+    beside boolean := num_nonnulls(holds, delays_us) > 0;
     was rate_limit_row;
     undecided boolean;            -- whether the request may still be granted, so that its rows must be locked
     lent bigint;
     writes boolean := false;
 BEGIN
     IF _rate_limit_check(requests, names, keys, durables, algorithms, limits, spans_us, refills, zones,
-        costs, counts, taken_in, leased, charges, ttls_us, holds, looks)
+        costs, counts, taken_in, leased, charges, ttls_us, holds, delays_us, looks)
     THEN
         FOR i IN 1 .. parts LOOP
             part_of[i] := i;
@@ -1680,6 +1692,11 @@ BEGIN
                             s.held_next := least(s.held_next, clock + 86400000000);
                             s.held_until := clock + 86400000000;
                         END IF;
+                    ELSIF beside AND delays_us[i] IS NOT NULL THEN
+                        s := _rate_limit_reserve(s, clock, cost, most, max_count, span_us, refills[i],
+                            _rate_limit_longest_delay(delays_us[i], max_count, span_us, refills[i]));
+                        granted := least(granted, s.granted);
+                        undecided := undecided OR s.changed AND s.granted = 0;
                     ELSIF beside AND (s.held IS NOT NULL OR holds[i] IS NOT NULL) THEN
                         s := CASE WHEN durables[i]
                             THEN _rate_limit_beside_durable(s, names[i], keys[i], algorithms[i], clock, cost, asked,
@@ -1767,9 +1784,9 @@ BEGIN
                     cost := CASE WHEN charging OR ends THEN 1 ELSE greatest(costs[i], 1) END;
                     s.retry_after_us := CASE WHEN durables[i]
                         THEN _rate_limit_earliest_durable(s, names[i], keys[i], algorithms[i], clock, cost,
-                            limits[i], spans_us[i], refills[i], zones[i])
+                            limits[i], spans_us[i], refills[i], zones[i], delays_us[i])
                         ELSE _rate_limit_earliest_ephemeral(s, names[i], keys[i], algorithms[i], clock, cost,
-                            limits[i], spans_us[i], refills[i], zones[i]) END;
+                            limits[i], spans_us[i], refills[i], zones[i], delays_us[i]) END;
                 END IF;
                 IF beside AND ends AND charges[i] AND s.granted = 1 AND s.told_log IS NULL THEN
                     s.granted := -3;
@@ -2146,6 +2163,91 @@ BEGIN
 END
 $$;
 
+-- Reservations. A reservation books the tokens of a bucket if they will have flowed in within a given time. The bucket
+-- owes them until then, so later requests come after the booking. Tests compare these functions with
+-- internal/model/reserve.go.
+
+-- _rate_limit_wrong_delay tells whether the arguments of a part that is a reservation do not go together.
+CREATE FUNCTION _rate_limit_wrong_delay(
+    delay_us bigint, cost bigint, asked bigint, algorithm smallint, charges boolean, hold uuid, differs boolean
+) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT (NOT differs AND (delay_us IS NULL
+        OR delay_us >= 0 AND coalesce(cost, 1) >= 1 AND coalesce(asked, 1) = 1 AND algorithm = 3
+            AND charges IS NOT TRUE AND hold IS NULL)) IS NOT TRUE
+$$;
+
+-- _rate_limit_longest_delay returns delay_us, or the time in which all tokens that a bucket may owe flow in if that is
+-- shorter. It returns NULL for NULL.
+CREATE FUNCTION _rate_limit_longest_delay(delay_us bigint, capacity bigint, every_us bigint, refill bigint)
+RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
+    SELECT CASE WHEN delay_us IS NOT NULL
+        THEN least(delay_us, _rate_limit_max_owed(3::smallint, capacity, every_us, refill) * every_us / refill) END
+$$;
+
+-- _rate_limit_most returns the most units that may be taken and held at once: the limit, and for a reservation the
+-- tokens that flow in within delay_us. delay_us is at most _rate_limit_longest_delay.
+CREATE FUNCTION _rate_limit_most(max_count bigint, span_us bigint, refill bigint, delay_us bigint)
+RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
+    SELECT max_count + CASE WHEN delay_us IS NULL THEN 0 ELSE delay_us * refill / span_us END
+$$;
+
+-- _rate_limit_ready_after returns how long it takes until n tokens beside the held tokens have flowed in. It is NULL if
+-- no bucket can owe so much. s is a bucket that is rolled forward.
+CREATE FUNCTION _rate_limit_ready_after(s rate_limit_row, clock bigint, n bigint, held bigint)
+RETURNS bigint LANGUAGE plpgsql AS $$
+DECLARE
+    by_credit CONSTANT bigint := least(held, s.credit); -- held units and granted credit cancel out
+    left_over CONSTANT bigint := s.capacity * s.scale - s.count; -- in 1/scale token, as needed
+    needed bigint;
+BEGIN
+    IF held - by_credit > s.capacity + _rate_limit_max_owed(3::smallint, s.capacity, s.scale, s.refill) - n THEN
+        RETURN NULL;
+    END IF;
+    needed := greatest(n + (held - by_credit) - (s.credit - by_credit), 0) * s.scale;
+    RETURN CASE WHEN needed <= greatest(left_over, 0) THEN 0
+        ELSE s.window_start + _rate_limit_ceil_div(needed - left_over, s.refill) - clock END;
+END
+$$;
+
+-- _rate_limit_reserve decides a reservation for the row of a bucket with its live holds. It writes nothing. delay_us is
+-- at most _rate_limit_longest_delay. If the reservation is granted, retry_after_us is the time until the tokens have
+-- flowed in. If retry_after_us is -1, the caller computes it by _rate_limit_earliest_ephemeral.
+CREATE FUNCTION _rate_limit_reserve(
+    s rate_limit_row, clock bigint, cost bigint, most bigint, capacity bigint, every_us bigint, refill bigint,
+    delay_us bigint
+) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+DECLARE
+    longest CONSTANT bigint := clock + 86400000000; -- no hold ends later
+    was rate_limit_row;
+    ready_us bigint;
+BEGIN
+    s.moved := false;
+    was := s;
+    s := _rate_limit_bucket(s, clock, 0::bigint, 1::bigint, 0::bigint, capacity, every_us, refill);
+    IF cost <= capacity THEN
+        ready_us := _rate_limit_ready_after(s, clock, cost, coalesce(s.held, 0));
+    END IF;
+    IF ready_us <= delay_us AND most = 1 THEN
+        s := _rate_limit_charge(was, 3::smallint, clock, cost, 1::bigint, 1::bigint, capacity, every_us, refill,
+            NULL::text);
+        s.retry_after_us := ready_us;
+    ELSE
+        s.retry_after_us := CASE WHEN cost > capacity THEN NULL WHEN ready_us <= delay_us THEN 0 ELSE -1 END;
+        s.changed := (s.retry_after_us = -1 AND (s.moved OR s.held_until > longest)) IS TRUE;
+        s.expires_at := CASE WHEN s.moved THEN clock + s.reset_after_us ELSE s.expires_at END;
+    END IF;
+    IF s.changed THEN
+        s.held_next := least(s.held_next, CASE WHEN s.held IS NOT NULL THEN longest END);
+        s.held_until := least(s.held_until, CASE WHEN s.held IS NOT NULL THEN longest END);
+    END IF;
+    s.told_log := NULL;
+    s.remaining := greatest(s.remaining - coalesce(s.held, 0), 0);
+    s.reset_after_us := greatest(s.reset_after_us, s.held_until - clock);
+    RETURN s;
+END
+$$;
+
 -- Holds. A hold sets units of a key aside until its end. It is not usage: it only leaves less room for requests, under
 -- every algorithm. Tests compare these functions with internal/model/hold.go.
 --
@@ -2286,31 +2388,37 @@ BEGIN
 END
 $$;
 
--- _rate_limit_fits_after returns how long it takes until n units fit into a row beside the held units. The result is at
--- least after. It is NULL if they never fit. The row is rolled forward.
+-- _rate_limit_fits_after returns how long it takes until n units fit into a row beside the held units, or for a
+-- reservation, until n units will be ready within delay_us. The result is at least after. It is NULL if they never fit.
+-- The row is rolled forward.
 CREATE FUNCTION _rate_limit_fits_after(
     s rate_limit_row, algorithm smallint, clock bigint, n bigint, held bigint, after bigint,
-    max_count bigint, span_us bigint, refill bigint, zone text
+    max_count bigint, span_us bigint, refill bigint, zone text, delay_us bigint
 ) RETURNS bigint LANGUAGE plpgsql AS $$
 DECLARE
     -- Held units and granted credit cancel out, but the held units stay when the credit expires with the row.
     by_credit CONSTANT bigint := least(held, s.credit);
     expires_at CONSTANT bigint := s.expires_at;
+    most CONSTANT bigint := _rate_limit_most(max_count, span_us, refill, delay_us);
     wait bigint;
 BEGIN
-    IF held - by_credit > max_count - n THEN
+    IF held - by_credit > most - n THEN
         RETURN NULL;
+    ELSIF delay_us IS NOT NULL THEN
+        wait := least(_rate_limit_ready_after(s, clock, n, held) - delay_us, expires_at - clock);
+    ELSE
+        s.credit := s.credit - by_credit;
+        s := _rate_limit_step(s, algorithm, clock, n + held - by_credit, 1::bigint, 0::bigint,
+            max_count, span_us, refill, zone);
+        wait := s.retry_after_us;
     END IF;
-    s.credit := s.credit - by_credit;
-    s := _rate_limit_step(s, algorithm, clock, n + held - by_credit, 1::bigint, 0::bigint,
-        max_count, span_us, refill, zone);
-    wait := greatest(s.retry_after_us, after);
-    RETURN CASE WHEN held <= max_count - n OR clock + wait < expires_at THEN wait END;
+    wait := greatest(wait, after);
+    RETURN CASE WHEN held <= most - n OR clock + wait < expires_at THEN wait END;
 END
 $$;
 
 -- _rate_limit_earliest_ephemeral returns how long it takes until n units fit, if nothing happens except that holds end.
--- The result is NULL if they never fit. s is rolled forward.
+-- The result is NULL if they never fit. s is rolled forward. delay_us is that of a reservation, and otherwise NULL.
 --
 -- After each end, fewer units are held, and the time until the row has room for n beside them is shorter. The result is
 -- the first time when both have passed. So it is at the first end that is not before this time, or at the time that the
@@ -2318,13 +2426,15 @@ $$;
 -- credit expires. So the ends after which n fits only by credit are searched first, and then the others.
 CREATE FUNCTION _rate_limit_earliest_ephemeral(
     s rate_limit_row, name text, key text, algorithm smallint, clock bigint, n bigint,
-    max_count bigint, span_us bigint, refill bigint, zone text
+    max_count bigint, span_us bigint, refill bigint, zone text, delay_us bigint
 ) RETURNS bigint
 LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
+    longest CONSTANT bigint := _rate_limit_longest_delay(delay_us, max_count, span_us, refill);
+    most CONSTANT bigint := _rate_limit_most(max_count, span_us, refill, longest);
     best bigint := _rate_limit_fits_after(
-        s, algorithm, clock, n, coalesce(s.held, 0), 0::bigint, max_count, span_us, refill, zone);
+        s, algorithm, clock, n, coalesce(s.held, 0), 0::bigint, max_count, span_us, refill, zone, longest);
     ends bigint[];  -- when the holds end, from now on
     rests bigint[]; -- what is held after each end
     by_credit integer; -- after how many ends n fits only by credit
@@ -2338,7 +2448,7 @@ BEGIN
         RETURN best;
     END IF;
     -- The index has the order, so nothing is sorted.
-    SELECT array_agg(e.ends_at - clock), array_agg(e.rest), count(*) FILTER (WHERE e.rest > max_count - n)
+    SELECT array_agg(e.ends_at - clock), array_agg(e.rest), count(*) FILTER (WHERE e.rest > most - n)
     INTO ends, rests, by_credit
     FROM (
         SELECT h.ends_at, s.held - (sum(h.units) OVER (ORDER BY h.ends_at ROWS UNBOUNDED PRECEDING))::bigint AS rest
@@ -2353,7 +2463,7 @@ BEGIN
         WHILE high - low > 1 LOOP
             middle := (low + high) / 2;
             IF _rate_limit_fits_after(s, algorithm, clock, n, rests[middle], 0::bigint,
-                max_count, span_us, refill, zone) <= ends[middle]
+                max_count, span_us, refill, zone, longest) <= ends[middle]
             THEN
                 high := middle;
             ELSE
@@ -2362,7 +2472,7 @@ BEGIN
         END LOOP;
         FOR i IN greatest(low, first) .. least(high, last) LOOP
             best := least(best, _rate_limit_fits_after(
-                s, algorithm, clock, n, rests[i], ends[i], max_count, span_us, refill, zone));
+                s, algorithm, clock, n, rests[i], ends[i], max_count, span_us, refill, zone, longest));
         END LOOP;
         first := last + 1;
     END LOOP;
@@ -2540,7 +2650,7 @@ BEGIN
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',
             NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false,
             CASE WHEN algorithm = 5 THEN array_fill(zone, ARRAY[n]) END, NULL::bigint[], NULL::boolean[],
-            NULL::bigint[], NULL::uuid[]) AS a
+            NULL::bigint[], NULL::uuid[], NULL::bigint[]) AS a
         ORDER BY a.ord);
 END
 $$;
@@ -2706,7 +2816,7 @@ BEGIN
             limits, spans_us, refills, costs, counts, lock_timeout_ms, synchronous_commit,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',
             NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[],
-            NULL::boolean[], NULL::bigint[], NULL::uuid[]) AS a);
+            NULL::boolean[], NULL::bigint[], NULL::uuid[], NULL::bigint[]) AS a);
 END
 $$;
 
@@ -2870,12 +2980,14 @@ $$;
 
 -- Functions for people, triggers and programs in other languages.
 
--- _rate_limit_ask decides a request, charges cost, or makes a hold. If cost is 0, nothing is taken. counted is false if
--- the policy mode decided and nothing was counted. If policy is NULL, the row of
+-- _rate_limit_ask decides a request, charges cost, makes a hold, or makes a reservation if delay_us is not NULL. For a
+-- reservation that is allowed, retry_after is the time until it is ready. If cost is 0, nothing is taken. counted is
+-- false if the policy mode decided and nothing was counted. If policy is NULL, the row of
 -- rate_limit_policy that is in force for the key decides. Texts are compared with the tables' collation, not with the
 -- caller's.
 CREATE FUNCTION _rate_limit_ask(
     name text, key text, policy text, cost bigint, durable boolean, charges boolean, ttl_us bigint, hold uuid,
+    delay_us bigint,
     OUT allowed boolean, OUT remaining bigint, OUT retry_after interval, OUT reset_after interval,
     OUT retry_after_seconds integer, OUT owed bigint, OUT counted boolean
 ) LANGUAGE plpgsql AS $$
@@ -2949,7 +3061,12 @@ BEGIN
         counted := false;
         RETURN;
     END IF;
-    SELECT max(a.retry_after_us) = 0, min(a.remaining),
+    IF delay_us IS NOT NULL AND 3 <> ANY (p.algorithms) THEN
+        RAISE EXCEPTION 'rate_limit: only a token bucket has a place in the future'
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
+                HINT = 'Reserve from a bucket: ''bucket 1 20/1s'' lets one pass every 50 ms.';
+    END IF;
+    SELECT CASE WHEN delay_us IS NULL THEN max(a.retry_after_us) = 0 ELSE min(a.granted) = 1 END, min(a.remaining),
         max(a.retry_after_us) * interval '1 microsecond', max(a.reset_after_us) * interval '1 microsecond',
         least((max(a.retry_after_us) + 999999) / 1000000, 2147483647),
         max(_rate_limit_owed(p.algorithms[a.ord], a.count, a.scale, p.limits[a.ord])),
@@ -2964,7 +3081,8 @@ BEGIN
         NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, p.zones,
         NULL::bigint[], array_fill(charges, ARRAY[n]),
         CASE WHEN hold IS NOT NULL THEN array_fill(ttl_us, ARRAY[n]) END,
-        CASE WHEN hold IS NOT NULL THEN array_fill(hold, ARRAY[n]) END) AS a;
+        CASE WHEN hold IS NOT NULL THEN array_fill(hold, ARRAY[n]) END,
+        CASE WHEN delay_us IS NOT NULL THEN array_fill(delay_us, ARRAY[n]) END) AS a;
     counted := true;
     IF charges AND refused THEN
         RAISE EXCEPTION 'rate_limit: a charge of % is too large, and % would be accepted', cost, accepted
@@ -2987,7 +3105,7 @@ BEGIN
     SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds
     INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false,
-        NULL::bigint, NULL::uuid) AS a;
+        NULL::bigint, NULL::uuid, NULL::bigint) AS a;
 END
 $$;
 
@@ -3023,7 +3141,7 @@ BEGIN
     SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds
     INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", 0::bigint, durable, false,
-        NULL::bigint, NULL::uuid) AS a;
+        NULL::bigint, NULL::uuid, NULL::bigint) AS a;
 END
 $$;
 
@@ -3044,7 +3162,7 @@ BEGIN
     SELECT a.remaining, a.owed, a.retry_after, a.reset_after, a.retry_after_seconds
     INTO remaining, owed, retry_after, reset_after, retry_after_seconds
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, true,
-        NULL::bigint, NULL::uuid) AS a;
+        NULL::bigint, NULL::uuid, NULL::bigint) AS a;
 END
 $$;
 
@@ -3058,6 +3176,49 @@ See rate_limit_allow for the parameters. It returns
   retry_after_seconds  retry_after in seconds, rounded up
 A key can owe 10 times its limit. A larger charge counts nothing and raises an error with SQLSTATE RLS05, whose DETAIL
 is the charge that would be accepted. The policy modes off and deny count nothing.';
+
+CREATE FUNCTION rate_limit_reserve(
+    name text, key text, policy text DEFAULT NULL, cost bigint DEFAULT 1,
+    max_delay interval DEFAULT interval '1 minute', durable boolean DEFAULT false,
+    OUT allowed boolean, OUT ready_after interval, OUT remaining bigint, OUT retry_after interval,
+    OUT reset_after interval, OUT retry_after_seconds integer
+)
+LANGUAGE plpgsql
+SECURITY DEFINER
+AS $$
+#variable_conflict use_variable
+BEGIN
+    IF (max_delay >= interval '0' AND max_delay <= interval '71 years') IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: max_delay is %', coalesce(max_delay::text, 'NULL')
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'max_delay',
+                HINT = 'It is how long you are ready to wait, from 0 to 71 years.';
+    ELSIF (cost >= 1) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: cost is %, and a reservation needs at least 1', coalesce(cost::text, 'NULL')
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'cost', HINT = 'Reserve what the next step needs.';
+    END IF;
+    SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds
+    INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
+    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false,
+        NULL::bigint, NULL::uuid, (extract(epoch FROM max_delay) * 1000000)::bigint) AS a;
+    IF allowed THEN
+        ready_after := retry_after;
+        retry_after := interval '0';
+        retry_after_seconds := 0;
+    END IF;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_reserve IS 'Books cost of a key''s token bucket, if it is ready within max_delay.
+Example: SELECT * FROM rate_limit_reserve(''partner'', ''acme'', ''bucket 1 20/1s'', max_delay => ''10 seconds'')
+  policy       only token buckets: bucket 1 20/1s lets one pass every 50 ms
+  max_delay    how long you are ready to wait
+See rate_limit_allow for the other parameters. It returns
+  allowed      whether cost is booked. A denial books nothing
+  ready_after  how long to wait before the next step. NULL if denied. Later calls of all processes come after this one
+  remaining    the largest cost that is ready at once
+  retry_after  how long until the same reservation is allowed, if no other call takes. 0 if allowed
+  reset_after  how long until the key is as good as new
+  retry_after_seconds  retry_after in seconds, rounded up';
 
 CREATE FUNCTION rate_limit_hold(
     name text, key text, policy text DEFAULT NULL, cost bigint DEFAULT 1, ttl interval DEFAULT interval '1 minute',
@@ -3081,7 +3242,7 @@ BEGIN
     SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds, a.counted
     INTO allowed, remaining, retry_after, reset_after, retry_after_seconds, counted
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false,
-        (extract(epoch FROM ttl) * 1000000)::bigint, id) AS a;
+        (extract(epoch FROM ttl) * 1000000)::bigint, id, NULL::bigint) AS a;
     hold := CASE WHEN allowed AND counted THEN concat(id, CASE WHEN durable THEN '.d' ELSE '.e' END)
         WHEN allowed THEN '' END;
 END
@@ -3228,7 +3389,8 @@ BEGIN
             array_fill(1, ARRAY[n]), names, keys, durables, algorithms, limits, spans_us, refills,
             array_fill(coalesce(used, 0), ARRAY[n]), NULL::bigint[], NULL::integer, NULL::boolean, NULL::timestamptz,
             NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[],
-            array_fill(ttl_us IS NULL, ARRAY[n]), array_fill(ttl_us, ARRAY[n]), array_fill(id, ARRAY[n])) AS a;
+            array_fill(ttl_us IS NULL, ARRAY[n]), array_fill(ttl_us, ARRAY[n]), array_fill(id, ARRAY[n]),
+            NULL::bigint[]) AS a;
     END IF;
     IF granted = 0 THEN
         RAISE EXCEPTION 'rate_limit: a settlement of % is too large, and % would be accepted', used, accepted
@@ -3969,7 +4131,7 @@ BEGIN
                 'rate_limit_take_fixed_window', 'rate_limit_take_sliding_window', 'rate_limit_take_token_bucket',
                 'rate_limit_take_sliding_log', 'rate_limit_take_calendar_window', 'rate_limit_all',
                 'rate_limit_take_all', 'rate_limit_reset', 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_charge',
-                'rate_limit_hold', 'rate_limit_settle', 'rate_limit_cancel', 'rate_limit_extend',
+                'rate_limit_reserve', 'rate_limit_hold', 'rate_limit_settle', 'rate_limit_cancel', 'rate_limit_extend',
                 'rate_limit_find_hold', 'rate_limit_sweep', 'rate_limit_policies', 'rate_limit_ban',
                 'rate_limit_report'))
     LOOP
@@ -4031,14 +4193,15 @@ DROP FUNCTION IF EXISTS _rate_limit_no_row, _rate_limit_now, _rate_limit_set, _r
     _rate_limit_try_to_make, _rate_limit_holder, _rate_limit_look, rate_limit_all, _rate_limit_fixed_refund,
     _rate_limit_sliding_refund, _rate_limit_log_refund, _rate_limit_bucket_leases, _rate_limit_bucket_lend,
     _rate_limit_bucket_refund, _rate_limit_give, _rate_limit_max_owed, _rate_limit_chargeable, _rate_limit_owed,
-    _rate_limit_lasts, _rate_limit_charge, _rate_limit_live_ephemeral, _rate_limit_beside_ephemeral,
+    _rate_limit_lasts, _rate_limit_charge, _rate_limit_wrong_delay, _rate_limit_longest_delay, _rate_limit_most,
+    _rate_limit_ready_after, _rate_limit_reserve, _rate_limit_live_ephemeral, _rate_limit_beside_ephemeral,
     _rate_limit_fits_after, _rate_limit_earliest_ephemeral, _rate_limit_write_holds_ephemeral, _rate_limit_hold_id,
     _rate_limit_left_ephemeral, _rate_limit_steps, _rate_limit_take_all_ephemeral, rate_limit_take_all,
     rate_limit_reset, _rate_limit_read_policy, _rate_limit_ask, rate_limit_allow, rate_limit_peek, rate_limit_charge,
-    rate_limit_hold, _rate_limit_check_ttl, _rate_limit_unknown_hold, _rate_limit_parts_of_hold, _rate_limit_end_hold,
-    rate_limit_settle, rate_limit_cancel, rate_limit_extend, rate_limit_find_hold, rate_limit_sweep,
-    _rate_limit_check_policy, _rate_limit_note_policy, rate_limit_policies, rate_limit_ban, rate_limit_report,
-    _rate_limit_take_fixed_window_durable, _rate_limit_take_sliding_window_durable,
+    rate_limit_reserve, rate_limit_hold, _rate_limit_check_ttl, _rate_limit_unknown_hold, _rate_limit_parts_of_hold,
+    _rate_limit_end_hold, rate_limit_settle, rate_limit_cancel, rate_limit_extend, rate_limit_find_hold,
+    rate_limit_sweep, _rate_limit_check_policy, _rate_limit_note_policy, rate_limit_policies, rate_limit_ban,
+    rate_limit_report, _rate_limit_take_fixed_window_durable, _rate_limit_take_sliding_window_durable,
     _rate_limit_take_token_bucket_durable, _rate_limit_left_durable, _rate_limit_take_calendar_window_durable,
     _rate_limit_live_durable, _rate_limit_beside_durable, _rate_limit_write_holds_durable, _rate_limit_earliest_durable,
     _rate_limit_take_all_durable;

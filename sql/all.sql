@@ -42,7 +42,7 @@ $$;
 CREATE FUNCTION _rate_limit_check(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[], limits bigint[],
     spans_us bigint[], refills bigint[], zones text[], costs bigint[], counts bigint[], taken_in bigint[],
-    leased bigint[], charges boolean[], ttls_us bigint[], holds uuid[], looks boolean
+    leased bigint[], charges boolean[], ttls_us bigint[], holds uuid[], delays_us bigint[], looks boolean
 ) RETURNS boolean LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
@@ -61,12 +61,13 @@ BEGIN
     lengths := ARRAY[cardinality(requests), cardinality(names), cardinality(durables), cardinality(algorithms),
         cardinality(limits), cardinality(spans_us), cardinality(refills), coalesce(cardinality(costs), n),
         coalesce(cardinality(counts), n), coalesce(cardinality(taken_in), n), coalesce(cardinality(leased), n),
-        coalesce(cardinality(charges), n), coalesce(cardinality(ttls_us), n), coalesce(cardinality(holds), n)];
+        coalesce(cardinality(charges), n), coalesce(cardinality(ttls_us), n), coalesce(cardinality(holds), n),
+        coalesce(cardinality(delays_us), n)];
     IF (array_ndims(keys) = 1 AND array_lower(keys, 1) = 1 AND n = ALL (lengths)) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: % is not valid', (
                 SELECT coalesce(min(e.name), 'keys')
                 FROM unnest(string_to_array('requests names durables algorithms limits spans_us refills costs counts '
-                    'taken_in leased charges ttls_us holds', ' '), lengths) AS e (name, n)
+                    'taken_in leased charges ttls_us holds delays_us', ' '), lengths) AS e (name, n)
                 WHERE e.n IS DISTINCT FROM n AND array_ndims(keys) = 1 AND array_lower(keys, 1) = 1)
             USING ERRCODE = 'invalid_parameter_value',
                 HINT = 'At least one key is needed, and as many elements of the others as keys. '
@@ -97,6 +98,9 @@ BEGIN
                 charges[part], ttls_us[part], holds[part], part > 1 AND requests[part] = requests[part - 1]
                     AND (ttls_us[part], holds[part], ttls_us[part] IS NULL OR costs[part] = 0) IS DISTINCT FROM
                         (ttls_us[part - 1], holds[part - 1], ttls_us[part] IS NULL OR costs[part - 1] = 0)) THEN 'hold'
+            WHEN delays_us IS NOT NULL AND _rate_limit_wrong_delay(delays_us[part], costs[part], counts[part], algorithm,
+                charges[part], holds[part], part > 1 AND requests[part] = requests[part - 1]
+                    AND delays_us[part] IS DISTINCT FROM delays_us[part - 1]) THEN 'delay'
             WHEN (algorithm BETWEEN 1 AND 5) IS NOT TRUE THEN 'algorithm'
             WHEN _rate_limit_valid(algorithm, max_count, span_us, refill, zone) IS NOT TRUE
                 THEN 'policy' END;
@@ -126,6 +130,8 @@ BEGIN
                         THEN 'Write 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window.'
                     WHEN 'hold' THEN 'A hold has an id, a ttl of 1000 to 86400000000 us, and a count of 1. It is '
                         'settled by a charge with its id and without a ttl, and extended by a cost of 0 with both.'
+                    WHEN 'delay' THEN 'A reservation has a delay of at least 0 us, a cost of at least 1, and a count of '
+                        '1. All its parts are token buckets, and have the same delay.'
                     ELSE 'A name has 1 to 128 bytes, a key 1 to 512, and durable is true or false. Requests ascend. '
                         'A count is at least 1. Costs of a request are all above or all below 0.' END;
     END LOOP;
@@ -252,6 +258,9 @@ $$;
 --                       charge with the id of a hold, and without a length, settles the hold. Its costs are what was
 --                       used, also 0. Costs of 0 with both extend the hold. All parts of a request have the same
 --                       length and id, and a count of 1
+--   delays_us           for a reservation, how many microseconds after the decision its tokens may be ready at the
+--                       latest: see reserve.sql. Otherwise NULL. All parts of a reservation are token buckets, and have
+--                       the same delay and a count of 1
 --
 -- The result has a row for each part. granted is the number of granted requests. retry_after_us is 0 if the part has
 -- room for another request. The parts with another retry_after_us have denied the request, which fits after the longest
@@ -263,7 +272,9 @@ $$;
 -- _rate_limit_chargeable. After a settlement, log is the answer: how many units were counted, 1 if the hold had ended,
 -- and when it was settled. If the hold was settled before, log is the first answer, and nothing is counted again.
 -- granted is -3 for a part of which no such hold is known. After an extension, granted is 1, or for all parts -3 if the
--- hold is not known, or -4 if it is not live.
+-- hold is not known, or -4 if it is not live. For a reservation with a granted of 1, retry_after_us is the time until
+-- the part's tokens are ready, 0 if they are ready now. The request is ready after the longest of them. For a denied
+-- reservation, retry_after_us is the time until the same reservation would be granted.
 --
 -- The five steps are: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
 --
@@ -288,7 +299,7 @@ CREATE FUNCTION rate_limit_all(
     taken_since bigint[] DEFAULT NULL, taken_in bigint[] DEFAULT NULL, taken_at bigint[] DEFAULT NULL,
     taken_spent bigint[] DEFAULT NULL, skip_held boolean DEFAULT false, zones text[] DEFAULT NULL,
     leased bigint[] DEFAULT NULL, charges boolean[] DEFAULT NULL, ttls_us bigint[] DEFAULT NULL,
-    holds uuid[] DEFAULT NULL
+    holds uuid[] DEFAULT NULL, delays_us bigint[] DEFAULT NULL
 ) RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -336,14 +347,15 @@ DECLARE
     gives boolean;                -- whether the request is a refund or a grant
     charging boolean;             -- whether the request is a charge
     ends boolean;                 -- whether the request settles or extends a hold
-    beside boolean := holds IS NOT NULL; -- whether a request is for a hold, or a row has holds
+    -- Whether a request is for a hold or a reservation, or a row has holds.
+    beside boolean := num_nonnulls(holds, delays_us) > 0;
     was rate_limit_row;
     undecided boolean;            -- whether the request may still be granted, so that its rows must be locked
     lent bigint;
     writes boolean := false;
 BEGIN
     IF _rate_limit_check(requests, names, keys, durables, algorithms, limits, spans_us, refills, zones,
-        costs, counts, taken_in, leased, charges, ttls_us, holds, looks)
+        costs, counts, taken_in, leased, charges, ttls_us, holds, delays_us, looks)
     THEN
         FOR i IN 1 .. parts LOOP
             part_of[i] := i;
@@ -522,6 +534,11 @@ BEGIN
                             s.held_next := least(s.held_next, clock + 86400000000);
                             s.held_until := clock + 86400000000;
                         END IF;
+                    ELSIF beside AND delays_us[i] IS NOT NULL THEN
+                        s := _rate_limit_reserve(s, clock, cost, most, max_count, span_us, refills[i],
+                            _rate_limit_longest_delay(delays_us[i], max_count, span_us, refills[i]));
+                        granted := least(granted, s.granted);
+                        undecided := undecided OR s.changed AND s.granted = 0;
                     ELSIF beside AND (s.held IS NOT NULL OR holds[i] IS NOT NULL) THEN
                         s := CASE WHEN durables[i]
                             THEN _rate_limit_beside_durable(s, names[i], keys[i], algorithms[i], clock, cost, asked,
@@ -609,9 +626,9 @@ BEGIN
                     cost := CASE WHEN charging OR ends THEN 1 ELSE greatest(costs[i], 1) END;
                     s.retry_after_us := CASE WHEN durables[i]
                         THEN _rate_limit_earliest_durable(s, names[i], keys[i], algorithms[i], clock, cost,
-                            limits[i], spans_us[i], refills[i], zones[i])
+                            limits[i], spans_us[i], refills[i], zones[i], delays_us[i])
                         ELSE _rate_limit_earliest_ephemeral(s, names[i], keys[i], algorithms[i], clock, cost,
-                            limits[i], spans_us[i], refills[i], zones[i]) END;
+                            limits[i], spans_us[i], refills[i], zones[i], delays_us[i]) END;
                 END IF;
                 IF beside AND ends AND charges[i] AND s.granted = 1 AND s.told_log IS NULL THEN
                     s.granted := -3;

@@ -1,11 +1,13 @@
 -- Functions for people, triggers and programs in other languages.
 
--- _rate_limit_ask decides a request, charges cost, or makes a hold. If cost is 0, nothing is taken. counted is false if
--- the policy mode decided and nothing was counted. If policy is NULL, the row of
+-- _rate_limit_ask decides a request, charges cost, makes a hold, or makes a reservation if delay_us is not NULL. For a
+-- reservation that is allowed, retry_after is the time until it is ready. If cost is 0, nothing is taken. counted is
+-- false if the policy mode decided and nothing was counted. If policy is NULL, the row of
 -- rate_limit_policy that is in force for the key decides. Texts are compared with the tables' collation, not with the
 -- caller's.
 CREATE FUNCTION _rate_limit_ask(
     name text, key text, policy text, cost bigint, durable boolean, charges boolean, ttl_us bigint, hold uuid,
+    delay_us bigint,
     OUT allowed boolean, OUT remaining bigint, OUT retry_after interval, OUT reset_after interval,
     OUT retry_after_seconds integer, OUT owed bigint, OUT counted boolean
 ) LANGUAGE plpgsql AS $$
@@ -79,7 +81,12 @@ BEGIN
         counted := false;
         RETURN;
     END IF;
-    SELECT max(a.retry_after_us) = 0, min(a.remaining),
+    IF delay_us IS NOT NULL AND 3 <> ANY (p.algorithms) THEN
+        RAISE EXCEPTION 'rate_limit: only a token bucket has a place in the future'
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
+                HINT = 'Reserve from a bucket: ''bucket 1 20/1s'' lets one pass every 50 ms.';
+    END IF;
+    SELECT CASE WHEN delay_us IS NULL THEN max(a.retry_after_us) = 0 ELSE min(a.granted) = 1 END, min(a.remaining),
         max(a.retry_after_us) * interval '1 microsecond', max(a.reset_after_us) * interval '1 microsecond',
         least((max(a.retry_after_us) + 999999) / 1000000, 2147483647),
         max(_rate_limit_owed(p.algorithms[a.ord], a.count, a.scale, p.limits[a.ord])),
@@ -94,7 +101,8 @@ BEGIN
         NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, p.zones,
         NULL::bigint[], array_fill(charges, ARRAY[n]),
         CASE WHEN hold IS NOT NULL THEN array_fill(ttl_us, ARRAY[n]) END,
-        CASE WHEN hold IS NOT NULL THEN array_fill(hold, ARRAY[n]) END) AS a;
+        CASE WHEN hold IS NOT NULL THEN array_fill(hold, ARRAY[n]) END,
+        CASE WHEN delay_us IS NOT NULL THEN array_fill(delay_us, ARRAY[n]) END) AS a;
     counted := true;
     IF charges AND refused THEN
         RAISE EXCEPTION 'rate_limit: a charge of % is too large, and % would be accepted', cost, accepted
@@ -117,7 +125,7 @@ BEGIN
     SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds
     INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false,
-        NULL::bigint, NULL::uuid) AS a;
+        NULL::bigint, NULL::uuid, NULL::bigint) AS a;
 END
 $$;
 
@@ -153,7 +161,7 @@ BEGIN
     SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds
     INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", 0::bigint, durable, false,
-        NULL::bigint, NULL::uuid) AS a;
+        NULL::bigint, NULL::uuid, NULL::bigint) AS a;
 END
 $$;
 
@@ -174,7 +182,7 @@ BEGIN
     SELECT a.remaining, a.owed, a.retry_after, a.reset_after, a.retry_after_seconds
     INTO remaining, owed, retry_after, reset_after, retry_after_seconds
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, true,
-        NULL::bigint, NULL::uuid) AS a;
+        NULL::bigint, NULL::uuid, NULL::bigint) AS a;
 END
 $$;
 
@@ -188,6 +196,49 @@ See rate_limit_allow for the parameters. It returns
   retry_after_seconds  retry_after in seconds, rounded up
 A key can owe 10 times its limit. A larger charge counts nothing and raises an error with SQLSTATE RLS05, whose DETAIL
 is the charge that would be accepted. The policy modes off and deny count nothing.';
+
+CREATE FUNCTION rate_limit_reserve(
+    name text, key text, policy text DEFAULT NULL, cost bigint DEFAULT 1,
+    max_delay interval DEFAULT interval '1 minute', durable boolean DEFAULT false,
+    OUT allowed boolean, OUT ready_after interval, OUT remaining bigint, OUT retry_after interval,
+    OUT reset_after interval, OUT retry_after_seconds integer
+)
+LANGUAGE plpgsql
+SECURITY DEFINER
+AS $$
+#variable_conflict use_variable
+BEGIN
+    IF (max_delay >= interval '0' AND max_delay <= interval '71 years') IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: max_delay is %', coalesce(max_delay::text, 'NULL')
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'max_delay',
+                HINT = 'It is how long you are ready to wait, from 0 to 71 years.';
+    ELSIF (cost >= 1) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: cost is %, and a reservation needs at least 1', coalesce(cost::text, 'NULL')
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'cost', HINT = 'Reserve what the next step needs.';
+    END IF;
+    SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds
+    INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
+    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false,
+        NULL::bigint, NULL::uuid, (extract(epoch FROM max_delay) * 1000000)::bigint) AS a;
+    IF allowed THEN
+        ready_after := retry_after;
+        retry_after := interval '0';
+        retry_after_seconds := 0;
+    END IF;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_reserve IS 'Books cost of a key''s token bucket, if it is ready within max_delay.
+Example: SELECT * FROM rate_limit_reserve(''partner'', ''acme'', ''bucket 1 20/1s'', max_delay => ''10 seconds'')
+  policy       only token buckets: bucket 1 20/1s lets one pass every 50 ms
+  max_delay    how long you are ready to wait
+See rate_limit_allow for the other parameters. It returns
+  allowed      whether cost is booked. A denial books nothing
+  ready_after  how long to wait before the next step. NULL if denied. Later calls of all processes come after this one
+  remaining    the largest cost that is ready at once
+  retry_after  how long until the same reservation is allowed, if no other call takes. 0 if allowed
+  reset_after  how long until the key is as good as new
+  retry_after_seconds  retry_after in seconds, rounded up';
 
 CREATE FUNCTION rate_limit_hold(
     name text, key text, policy text DEFAULT NULL, cost bigint DEFAULT 1, ttl interval DEFAULT interval '1 minute',
@@ -211,7 +262,7 @@ BEGIN
     SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds, a.counted
     INTO allowed, remaining, retry_after, reset_after, retry_after_seconds, counted
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false,
-        (extract(epoch FROM ttl) * 1000000)::bigint, id) AS a;
+        (extract(epoch FROM ttl) * 1000000)::bigint, id, NULL::bigint) AS a;
     hold := CASE WHEN allowed AND counted THEN concat(id, CASE WHEN durable THEN '.d' ELSE '.e' END)
         WHEN allowed THEN '' END;
 END
@@ -358,7 +409,8 @@ BEGIN
             array_fill(1, ARRAY[n]), names, keys, durables, algorithms, limits, spans_us, refills,
             array_fill(coalesce(used, 0), ARRAY[n]), NULL::bigint[], NULL::integer, NULL::boolean, NULL::timestamptz,
             NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[],
-            array_fill(ttl_us IS NULL, ARRAY[n]), array_fill(ttl_us, ARRAY[n]), array_fill(id, ARRAY[n])) AS a;
+            array_fill(ttl_us IS NULL, ARRAY[n]), array_fill(ttl_us, ARRAY[n]), array_fill(id, ARRAY[n]),
+            NULL::bigint[]) AS a;
     END IF;
     IF granted = 0 THEN
         RAISE EXCEPTION 'rate_limit: a settlement of % is too large, and % would be accepted', used, accepted

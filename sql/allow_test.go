@@ -255,6 +255,16 @@ func TestSQLNamesTheArgumentThatItRefuses(t *testing.T) {
 		"rate_limit_charge('n', 'secret', 'fixed 0/1m')":                             "policy",
 		"rate_limit_charge('n', 'secret', 'fixed 1/1m', NULL)":                       "cost",
 		"rate_limit_charge('n', 'secret', 'fixed 1/1m', -1)":                         "cost",
+		"rate_limit_reserve(NULL, 'secret', 'bucket 1 1/1m')":                        "name",
+		"rate_limit_reserve('n', repeat('secret', 100), 'bucket 1 1/1m')":            "key",
+		"rate_limit_reserve('n', 'secret', 'fixed 1/1m')":                            "policy",
+		"rate_limit_reserve('n', 'secret', 'bucket 1 1/1m, fixed 1/1m')":             "policy",
+		"rate_limit_reserve('n', 'secret', 'bucket 1 1/1m', NULL)":                   "cost",
+		"rate_limit_reserve('n', 'secret', 'bucket 1 1/1m', 0)":                      "cost",
+		"rate_limit_reserve('n', 'secret', 'bucket 1 1/1m', 2)":                      "cost",
+		"rate_limit_reserve('n', 'secret', 'bucket 1 1/1m', 1, NULL)":                "max_delay",
+		"rate_limit_reserve('n', 'secret', 'bucket 1 1/1m', 1, '-1 us')":             "max_delay",
+		"rate_limit_reserve('n', 'secret', 'bucket 1 1/1m', 1, '72 years')":          "max_delay",
 		"rate_limit_reset(repeat('n', 129), 'secret')":                               "name",
 		"rate_limit_reset('n', repeat('secret', 100))":                               "key",
 		"rate_limit_sweep(0)":                                                        "max_rows",
@@ -269,26 +279,28 @@ func TestSQLNamesTheArgumentThatItRefuses(t *testing.T) {
 		"rate_limit_take_fixed_window('n', '{k}', 1, 1, '{1}', '{}')":                "counts",
 		"rate_limit_take_fixed_window('n', '{k}', 1, 1, '{1}', '{0}')":               "count",
 		"rate_limit_take_fixed_window('n', ARRAY['k', repeat('secret', 100)], 1, 1)": "key",
-		with(0, "'{}'"):                   "requests",
-		with(1, "'{}'"):                   "names",
-		with(1, "'{\"\"}'"):               "name",
-		with(2, "'{}'"):                   "keys",
-		with(2, "'{\"\"}'"):               "key",
-		with(3, "'{}'"):                   "durables",
-		with(3, "'{NULL}'"):               "durable",
-		with(4, "'{}'"):                   "algorithms",
-		with(4, "'{9}'"):                  "9 is no algorithm",
-		with(5, "NULL"):                   "limits",
-		with(5, "'{0}'"):                  "limit",
-		with(6, "'{}'"):                   "spans_us",
-		with(7, "'{}'"):                   "refills",
-		with(8, "'{}'"):                   "costs",
-		with(8, "'{NULL}'"):               "cost",
-		with(9, "'{}'"):                   "counts",
-		with(9, "'{0}'"):                  "count",
-		with(9, "NULL, taken_in => '{}'"): "taken_in",
-		with(9, "NULL, leased => '{}'"):   "leased",
-		with(9, "NULL, charges => '{}'"):  "charges",
+		with(0, "'{}'"):                      "requests",
+		with(1, "'{}'"):                      "names",
+		with(1, "'{\"\"}'"):                  "name",
+		with(2, "'{}'"):                      "keys",
+		with(2, "'{\"\"}'"):                  "key",
+		with(3, "'{}'"):                      "durables",
+		with(3, "'{NULL}'"):                  "durable",
+		with(4, "'{}'"):                      "algorithms",
+		with(4, "'{9}'"):                     "9 is no algorithm",
+		with(5, "NULL"):                      "limits",
+		with(5, "'{0}'"):                     "limit",
+		with(6, "'{}'"):                      "spans_us",
+		with(7, "'{}'"):                      "refills",
+		with(8, "'{}'"):                      "costs",
+		with(8, "'{NULL}'"):                  "cost",
+		with(9, "'{}'"):                      "counts",
+		with(9, "'{0}'"):                     "count",
+		with(9, "NULL, taken_in => '{}'"):    "taken_in",
+		with(9, "NULL, leased => '{}'"):      "leased",
+		with(9, "NULL, delays_us => '{}'"):   "delays_us",
+		with(9, "NULL, delays_us => '{-1}'"): "delay",
+		with(9, "NULL, charges => '{}'"):     "charges",
 	} {
 		_, err := db.Pool.Exec(t.Context(), "SELECT * FROM "+call)
 		var pgErr *pgconn.PgError
@@ -319,7 +331,7 @@ func TestSQLForPeopleNeedsNothingButExecute(t *testing.T) {
 	require.EqualValues(t, 1, askSQL(t, pool, look).Remaining)
 	require.EqualValues(t, 5, pgtest.Scalar[int64](t, pool, "SELECT owed FROM "+charge))
 	for _, sql := range []string{
-		"SELECT * FROM public._rate_limit_ask('n', 'key', 'fixed 2/1h', 1, false, true, NULL, NULL)",
+		"SELECT * FROM public._rate_limit_ask('n', 'key', 'fixed 2/1h', 1, false, true, NULL, NULL, NULL)",
 		"SELECT * FROM public._rate_limit_read_policy('fixed 2/1h'::text)", "SELECT public._rate_limit_late()",
 	} {
 		pgtest.Refused(t, pool, sql, sql, "42501")
@@ -366,7 +378,7 @@ func TestHelpersAreOutOfSight(t *testing.T) {
 		SELECT array_agg(proname::text ORDER BY proname) FROM pg_proc
 		WHERE pronamespace = 'public'::regnamespace AND proname ~ '^(rate_limit_.*)$'`)
 	want := append([]string{
-		"rate_limit_allow", "rate_limit_peek", "rate_limit_charge", "rate_limit_hold", "rate_limit_settle", "rate_limit_cancel",
+		"rate_limit_allow", "rate_limit_peek", "rate_limit_charge", "rate_limit_reserve", "rate_limit_hold", "rate_limit_settle", "rate_limit_cancel",
 		"rate_limit_extend", "rate_limit_find_hold", "rate_limit_sweep", "rate_limit_version", "rate_limit_policies", "rate_limit_ban",
 		"rate_limit_report",
 	}, algorithm.Functions()...)

@@ -183,7 +183,7 @@ func TestExamplesInCommentsWork(t *testing.T) {
 	type function struct{ Name, Comment string }
 	functions, err := pgx.CollectRows(rows, pgx.RowToStructByPos[function])
 	require.NoError(t, err)
-	require.Len(t, functions, 20)
+	require.Len(t, functions, 21)
 
 	for _, f := range functions {
 		_, example, found := strings.Cut(f.Comment, "Example: ")
@@ -216,6 +216,13 @@ func TestExamplesInCommentsWork(t *testing.T) {
 			require.Equal(t, true, values[0]["allowed"])
 			for column := range values[0] {
 				require.Contains(t, functions[1].Comment, column)
+			}
+			continue
+		}
+		if f.Name == "rate_limit_reserve" {
+			require.Equal(t, true, values[0]["allowed"])
+			for column := range values[0] {
+				require.Contains(t, f.Comment, column)
 			}
 			continue
 		}

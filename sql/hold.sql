@@ -138,31 +138,37 @@ BEGIN
 END
 $$;
 
--- _rate_limit_fits_after returns how long it takes until n units fit into a row beside the held units. The result is at
--- least after. It is NULL if they never fit. The row is rolled forward.
+-- _rate_limit_fits_after returns how long it takes until n units fit into a row beside the held units, or for a
+-- reservation, until n units will be ready within delay_us. The result is at least after. It is NULL if they never fit.
+-- The row is rolled forward.
 CREATE FUNCTION _rate_limit_fits_after(
     s rate_limit_row, algorithm smallint, clock bigint, n bigint, held bigint, after bigint,
-    max_count bigint, span_us bigint, refill bigint, zone text
+    max_count bigint, span_us bigint, refill bigint, zone text, delay_us bigint
 ) RETURNS bigint LANGUAGE plpgsql AS $$
 DECLARE
     -- Held units and granted credit cancel out, but the held units stay when the credit expires with the row.
     by_credit CONSTANT bigint := least(held, s.credit);
     expires_at CONSTANT bigint := s.expires_at;
+    most CONSTANT bigint := _rate_limit_most(max_count, span_us, refill, delay_us);
     wait bigint;
 BEGIN
-    IF held - by_credit > max_count - n THEN
+    IF held - by_credit > most - n THEN
         RETURN NULL;
+    ELSIF delay_us IS NOT NULL THEN
+        wait := least(_rate_limit_ready_after(s, clock, n, held) - delay_us, expires_at - clock);
+    ELSE
+        s.credit := s.credit - by_credit;
+        s := _rate_limit_step(s, algorithm, clock, n + held - by_credit, 1::bigint, 0::bigint,
+            max_count, span_us, refill, zone);
+        wait := s.retry_after_us;
     END IF;
-    s.credit := s.credit - by_credit;
-    s := _rate_limit_step(s, algorithm, clock, n + held - by_credit, 1::bigint, 0::bigint,
-        max_count, span_us, refill, zone);
-    wait := greatest(s.retry_after_us, after);
-    RETURN CASE WHEN held <= max_count - n OR clock + wait < expires_at THEN wait END;
+    wait := greatest(wait, after);
+    RETURN CASE WHEN held <= most - n OR clock + wait < expires_at THEN wait END;
 END
 $$;
 
 -- _rate_limit_earliest_ephemeral returns how long it takes until n units fit, if nothing happens except that holds end.
--- The result is NULL if they never fit. s is rolled forward.
+-- The result is NULL if they never fit. s is rolled forward. delay_us is that of a reservation, and otherwise NULL.
 --
 -- After each end, fewer units are held, and the time until the row has room for n beside them is shorter. The result is
 -- the first time when both have passed. So it is at the first end that is not before this time, or at the time that the
@@ -170,13 +176,15 @@ $$;
 -- credit expires. So the ends after which n fits only by credit are searched first, and then the others.
 CREATE FUNCTION _rate_limit_earliest_ephemeral(
     s rate_limit_row, name text, key text, algorithm smallint, clock bigint, n bigint,
-    max_count bigint, span_us bigint, refill bigint, zone text
+    max_count bigint, span_us bigint, refill bigint, zone text, delay_us bigint
 ) RETURNS bigint
 LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
+    longest CONSTANT bigint := _rate_limit_longest_delay(delay_us, max_count, span_us, refill);
+    most CONSTANT bigint := _rate_limit_most(max_count, span_us, refill, longest);
     best bigint := _rate_limit_fits_after(
-        s, algorithm, clock, n, coalesce(s.held, 0), 0::bigint, max_count, span_us, refill, zone);
+        s, algorithm, clock, n, coalesce(s.held, 0), 0::bigint, max_count, span_us, refill, zone, longest);
     ends bigint[];  -- when the holds end, from now on
     rests bigint[]; -- what is held after each end
     by_credit integer; -- after how many ends n fits only by credit
@@ -190,7 +198,7 @@ BEGIN
         RETURN best;
     END IF;
     -- The index has the order, so nothing is sorted.
-    SELECT array_agg(e.ends_at - clock), array_agg(e.rest), count(*) FILTER (WHERE e.rest > max_count - n)
+    SELECT array_agg(e.ends_at - clock), array_agg(e.rest), count(*) FILTER (WHERE e.rest > most - n)
     INTO ends, rests, by_credit
     FROM (
         SELECT h.ends_at, s.held - (sum(h.units) OVER (ORDER BY h.ends_at ROWS UNBOUNDED PRECEDING))::bigint AS rest
@@ -205,7 +213,7 @@ BEGIN
         WHILE high - low > 1 LOOP
             middle := (low + high) / 2;
             IF _rate_limit_fits_after(s, algorithm, clock, n, rests[middle], 0::bigint,
-                max_count, span_us, refill, zone) <= ends[middle]
+                max_count, span_us, refill, zone, longest) <= ends[middle]
             THEN
                 high := middle;
             ELSE
@@ -214,7 +222,7 @@ BEGIN
         END LOOP;
         FOR i IN greatest(low, first) .. least(high, last) LOOP
             best := least(best, _rate_limit_fits_after(
-                s, algorithm, clock, n, rests[i], ends[i], max_count, span_us, refill, zone));
+                s, algorithm, clock, n, rests[i], ends[i], max_count, span_us, refill, zone, longest));
         END LOOP;
         first := last + 1;
     END LOOP;

@@ -47,6 +47,9 @@ func TestHoldsEqualTheModel(t *testing.T) {
 			} {
 				require.Positive(t, seen[what], "%s: %v", what, seen)
 			}
+			for _, what := range seenOfReservations {
+				require.True(t, a.Code != algorithm.TokenBucket || seen[what] > 0, "%s: %v", what, seen)
+			}
 		})
 	}
 }
@@ -141,11 +144,12 @@ type toldHeld struct {
 func (h *heldKey) ask(ctx context.Context, q modeltest.Request, ttl *int64, hold *string) (toldHeld, error) {
 	requests := []modeltest.Request{q}
 	args := append(limitertest.AllArrays(requests), nil, nil, time.UnixMicro(h.clock))
-	args = append(append(args, allRefunds(requests)...), false, allZones(requests), nil, allCharges(requests))
+	args = append(append(args, allRefunds(requests)...), false, allZones(requests), nil, allCharges(requests), nil, nil, nil)
 	if ttl != nil || hold != nil {
-		args = append(args, []*int64{ttl}, []*string{hold})
-	} else {
-		args = append(args, nil, nil)
+		args[21], args[22] = []*int64{ttl}, []*string{hold}
+	}
+	if q.Delay != nil {
+		args[23] = []*int64{q.Delay}
 	}
 	rows, err := h.pool.Query(ctx, `
 		SELECT granted, remaining, retry_after_us, reset_after_us, count, prev_count, window_start, credit, coalesce(scale, 0),
@@ -153,7 +157,7 @@ func (h *heldKey) ask(ctx context.Context, q modeltest.Request, ttl *int64, hold
 			coalesce(taken_at, 0), held
 		FROM (SELECT *, CASE WHEN $23::uuid[] IS NOT NULL THEN log END AS answer
 			FROM rate_limit_all($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20,
-				$21, $22, $23::uuid[])) AS a`, args...)
+				$21, $22, $23::uuid[], $24)) AS a`, args...)
 	if err != nil {
 		return toldHeld{}, err
 	}
@@ -214,7 +218,41 @@ func (h *heldKey) step(ctx context.Context, dice modeltest.Dice, seen map[string
 		}
 		return modeltest.OneOf(h.r, k.Holds).ID
 	}
-	switch h.r.IntN(16) {
+	switch h.r.IntN(19) {
+	case 16, 17, 18:
+		bucket, ok := h.p.(model.TokenBucket)
+		if !ok {
+			return "", nil
+		}
+		what = "reserve"
+		cost = max(cost, 1)
+		q = h.request(cost)
+		q.Delay = new(dice.Magnitude(0, 12*modeltest.Reach(h.p)))
+		var readyAfter int64
+		next, want, readyAfter = k.Reserve(bucket, h.clock, cost, *q.Delay)
+		wrote = want.Granted > 0 || keyChanged(k, next)
+		switch {
+		case want.Granted == 0 && cost <= limit:
+			what = "reserve denied"
+			if held > 0 {
+				seen["reserve denied beside holds"]++
+			}
+			if want.RetryAfter == model.Never {
+				seen["reserve never"]++
+			}
+			if wrote {
+				seen["reserve moved"]++
+			}
+		case want.Granted == 1 && readyAfter > 0:
+			what = "reserve later"
+			if held > 0 {
+				seen["reserve later beside holds"]++
+			}
+		}
+		if want.Granted > 0 {
+			want.RetryAfter = readyAfter
+			h.takes = append(h.takes, want.TakenBy(h.p, cost, 1))
+		}
 	case 0, 1, 2, 3, 4:
 		if what = "take"; cost == 0 {
 			what = "peek"
@@ -307,6 +345,9 @@ func (h *heldKey) step(ctx context.Context, dice modeltest.Dice, seen map[string
 	case 14:
 		if len(h.takes) > 0 && h.r.IntN(2) == 0 {
 			what = "refund"
+			if bucket, ok := h.p.(model.TokenBucket); ok && k.State.Count > bucket.Full() {
+				seen["refund while it owes"]++
+			}
 			var refund []model.Take
 			cost, _, refund = modeltest.RandomRefund(h.r, h.p, h.takes, -1, 1)
 			q = h.request(cost)
@@ -377,7 +418,7 @@ func (h *heldKey) step(ctx context.Context, dice modeltest.Dice, seen map[string
 	if want.RetryAfter != model.Never {
 		told.RetryAfter = &want.RetryAfter
 	}
-	if what == "take" && want.Granted > 0 {
+	if (what == "take" || q.Delay != nil) && want.Granted > 0 {
 		told.Spent, told.Since, told.In, told.At = want.Taken.Spent, want.Taken.Since, want.Taken.In, want.Taken.At
 	}
 	if what == "settle" || what == "late" || what == "repeated" {

@@ -12,6 +12,7 @@
 \ir all.sql
 \ir refund.sql
 \ir charge.sql
+\ir reserve.sql
 \ir hold.sql
 \ir left.sql
 \ir takeall.sql

@@ -113,8 +113,8 @@ func (b *Batcher) Send(d *Departure) (held, lost []*Request) {
 // the order of their arrival.
 //
 // MergeAlike sorts the leaders into the lock order of their rows. With 64 callers of different keys, sorting adds 20 %
-// to the decisions per second. MergeAlike merges neither requests of AllowAll nor of holds, nor refunds and grants. A
-// full row takes back no more units, so an answer to merged refunds would not show what each refund did.
+// to the decisions per second. MergeAlike merges neither requests of AllowAll nor of holds, nor reservations, refunds and
+// grants. A full row takes back no more units, so an answer to merged refunds would not show what each refund did.
 func MergeAlike(requests []*Request) (leaders []*Request) {
 	var last map[string]*Request // the last leader for each key
 	if len(requests) > 1 {
@@ -379,11 +379,11 @@ func (b *Batcher) Decide(ctx context.Context, db pg.DB, requests []*Request, tx 
 }
 
 // settleDenials remembers the denial of a request, or forgets the key's denials if the request was not denied. After a
-// charge they would end too early. A charge that is refused is not remembered.
+// charge they would end too early. A charge that is refused and a denied reservation are not remembered.
 func (b *Batcher) settleDenials(r *Request, err error, asked, told time.Duration, since *Changes) {
 	b.forget(r, err, since)
 	if p := &r.Parts[0]; err == nil && len(r.Parts) == 1 && p.Space.Remember && p.Cost > 0 && !p.Charge &&
-		!r.PassedOver() && p.Decision.Granted < r.Count {
+		!r.reserves() && !r.PassedOver() && p.Decision.Granted < r.Count {
 		b.Denials.Remember(p, asked, told, since)
 	}
 }

@@ -61,13 +61,14 @@ func (r *Request) decideIn(db *memdb.DB, clock int64) {
 	for i := range r.Parts {
 		before[i] = r.Parts[i].load(db)
 	}
-	granted := int64(0)
+	granted, ready := int64(0), make([]int64, len(r.Parts)) // ready: for a reservation, when its tokens have flowed in
 	for granted < r.Count && r.fitsIn(db, clock) {
 		granted++
 		for i := range r.Parts {
 			p := &r.Parts[i]
-			next, _ := p.decide(p.load(db), clock, p.Cost)
+			next, d := p.decide(p.load(db), clock, p.Cost)
 			p.store(db, next)
+			ready[i] = d.RetryAfter
 		}
 	}
 	for i := range r.Parts {
@@ -77,6 +78,9 @@ func (r *Request) decideIn(db *memdb.DB, clock int64) {
 		p.Decision.State.Log = ""
 		if !p.Charge { // a charge keeps the RetryAfter of a look
 			p.Decision.RetryAfter = 0
+		}
+		if granted == 1 && r.reserves() {
+			p.Decision.RetryAfter = ready[i]
 		}
 		if granted < r.Count && !p.Charge {
 			if next, d := p.decide(now, clock, p.Cost); d.Granted == 0 { // this part denies the request
@@ -161,6 +165,13 @@ func (p *Part) decide(k model.Key, clock, n int64) (model.Key, model.Decision) {
 		return next, d
 	case n > 0 && p.Hold != "":
 		return k.Hold(p.Rules, clock, holdNumber(p.Hold), n, p.TTL)
+	case n > 0 && p.Delay != nil:
+		bucket, _ := p.Rules.(model.TokenBucket) // Reserve allows no other rules
+		next, d, readyAfter := k.Reserve(bucket, clock, n, *p.Delay)
+		if d.Granted == 1 {
+			d.RetryAfter = readyAfter
+		}
+		return next, d
 	case n >= 0:
 		return k.Decide(p.Rules, clock, n)
 	case p.Refund == nil:

@@ -282,7 +282,8 @@ func (ls *Leases) learn(
 	r *Request, err error, asked, told instant,
 ) (back *giving, due time.Duration, event LeaseUse) {
 	p := &r.Parts[0]
-	if p.Space.Lease == nil || r.Policy == nil || p.Cost <= 0 || p.Charge || r.ofHold() || r.Shadow != nil ||
+	if p.Space.Lease == nil || r.Policy == nil || p.Cost <= 0 || p.Charge || r.ofHold() || r.reserves() ||
+		r.Shadow != nil ||
 		err == nil && r.PassedOver() {
 		return nil, 0, event
 	}

@@ -57,8 +57,9 @@ type Part struct {
 	Rules  model.Rules
 	Name   string // Space.Name; rows of further policies of an All have a suffix, as in api/2
 	Key    string
-	Cost   int64 // 0 looks; a negative Cost gives Refund back, or grants units without a Refund
-	Charge bool  // count Cost whether it fits or not
+	Cost   int64  // 0 looks; a negative Cost gives Refund back, or grants units without a Refund
+	Charge bool   // count Cost whether it fits or not
+	Delay  *int64 // for a reservation, how many microseconds later it may be ready; otherwise nil
 	Refund *model.Take
 	// Hold is the id of the hold that the request makes, settles or extends. It is "" for other requests. A settlement
 	// is a Charge, and an extension has a Cost of 0.
@@ -156,6 +157,7 @@ func (r *Request) asksAnyway() bool {
 // joins returns whether a request can be merged with another request of its group.
 func (r *Request) joins(other *Request) bool {
 	return r.Policy != nil && !r.gives() && !r.charges() && !other.charges() && !r.ofHold() && !other.ofHold() &&
+		!r.reserves() && !other.reserves() &&
 		r.Parts[0].Key == other.Parts[0].Key && r.Parts[0].Cost == other.Parts[0].Cost &&
 		r.Shadow.policy().Is(other.Shadow.policy())
 }

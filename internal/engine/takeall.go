@@ -170,7 +170,7 @@ func RowSetOf(requests []*Request, parts []*Part, counts []int64) *RowSet {
 	for _, r := range requests {
 		for i := range r.Parts {
 			p := &r.Parts[i]
-			if of := p.Rules.Numbers(); p.Cost < 1 || p.Charge || p.Hold != "" || p.Cost > of.Limit ||
+			if of := p.Rules.Numbers(); p.Cost < 1 || p.Charge || p.Hold != "" || p.Delay != nil || p.Cost > of.Limit ||
 				r.Count > of.Limit/p.Cost || p.Space.Durable != parts[0].Space.Durable ||
 				of.Algorithm == algorithm.SlidingLog || r.leased(p) != 0 {
 				return nil

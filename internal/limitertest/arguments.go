@@ -22,7 +22,7 @@ func ArgumentsOfAll(name string, keys []string, of algorithm.Numbers) []any {
 		requests, slices.Repeat([]string{name}, n), keys, make([]bool, n), slices.Repeat([]int16{of.Algorithm}, n),
 		slices.Repeat([]int64{of.Limit}, n), slices.Repeat([]int64{model.Micros(of.Span)}, n),
 		slices.Repeat([]int64{of.Refill}, n), nil, nil, nil, nil, nil, nil, nil, nil, nil, false, zones, nil, nil,
-		nil, nil,
+		nil, nil, nil,
 	}
 }
 

@@ -252,6 +252,9 @@ func askedOf(sql string, args []any) (requests []modeltest.Request, asAll []any,
 		if charges := args[20].([]bool); charges != nil {
 			r.Charge = charges[i]
 		}
+		if delays := args[23].([]*int64); delays != nil {
+			r.Delay = delays[i]
+		}
 		if numbers(9) != nil {
 			r.Count = numbers(9)[i]
 		}
@@ -277,7 +280,7 @@ func argsOfKeys(name string, code int16, args []any) []any {
 	all[3] = slices.Repeat([]bool{args[4].(bool)}, len(keys))
 	copy(all[8:], args[2:4])
 	copy(all[10:], []any{args[5], args[6], timeOf(args[7].(*int64)), none, none, none, none})
-	all[19], all[20] = []int64(nil), []bool(nil)
+	all[19], all[20], all[23] = []int64(nil), []bool(nil), none
 	return all
 }
 
@@ -296,7 +299,7 @@ func argsOfAll(args []any) []any {
 		args[9], ofRows[string](args[0], of), ofRows[string](args[1], of), slices.Repeat([]bool{args[2].(bool)}, len(of)),
 		ofRows[int16](args[3], of), ofRows[int64](args[4], of), ofRows[int64](args[5], of),
 		ofRows[int64](args[6], of), args[11], args[12], args[13], args[14], timeOf(args[15].(*int64)), none, none, none, none, false,
-		ofRows[string](args[7], of), []int64(nil), []bool(nil),
+		ofRows[string](args[7], of), []int64(nil), []bool(nil), nil, nil, none,
 	}
 }
 

@@ -31,6 +31,7 @@ type Element struct {
 	Key         string
 	Cost, Count int64
 	Charge      bool         // for a positive cost: it is a charge of Count × Cost
+	Delay       *int64       // it is a reservation that may be ready so much later; otherwise nil
 	Refund      []model.Take // for a negative cost; nil means a grant
 	Decision    model.Decision
 }
@@ -70,9 +71,10 @@ type Part struct {
 type Request struct {
 	Parts  []Part
 	Count  int64
-	Ahead  int64 // how many of the Count requests a lease holds to spend later
-	Charge bool  // it charges Count × Cost
-	moved  bool  // the denial writes a row, because the clock has jumped back behind the row
+	Ahead  int64  // how many of the Count requests a lease holds to spend later
+	Charge bool   // it charges Count × Cost
+	Delay  *int64 // it is a reservation that may be ready so much later; otherwise nil
+	moved  bool   // the denial writes a row, because the clock has jumped back behind the row
 }
 
 // State returns the row of a part, or the zero state if the row belongs to another algorithm.
@@ -132,6 +134,13 @@ func (m Rows) Decide(s Step) {
 
 // Decide returns the model's decision of one request of the element, or of the element's whole refund, grant or charge.
 func (e Element) Decide(p model.Rules, s model.State, clock int64) (model.State, model.Decision) {
+	if bucket, ok := p.(model.TokenBucket); ok && e.Delay != nil {
+		next, d, readyAfter := model.Key{State: s}.Reserve(bucket, clock, e.Cost, *e.Delay)
+		if d.Granted == 1 {
+			d.RetryAfter = readyAfter
+		}
+		return next.State, d
+	}
 	if e.Cost == 0 || e.Cost > 0 && !e.Charge {
 		return p.Decide(s, clock, e.Cost)
 	}
@@ -200,6 +209,9 @@ func (m Rows) decideRequest(r *Request, clock int64) {
 	}
 	decide := func(p Part, cost int64) (model.State, model.Decision) {
 		e := Element{Cost: cost, Count: r.Count, Charge: r.Charge && cost > 0, Refund: p.Refund}
+		if cost > 0 {
+			e.Delay = r.Delay
+		}
 		return e.Decide(p.Policy, m.State(p), clock)
 	}
 	fits := func() bool {
@@ -214,10 +226,11 @@ func (m Rows) decideRequest(r *Request, clock int64) {
 	for i, p := range r.Parts {
 		before[i] = m.State(p)
 	}
-	granted := int64(0)
+	granted, ready := int64(0), make([]int64, len(r.Parts)) // ready: for a reservation, when each part is ready
 	for ; granted < requests && fits(); granted++ {
-		for _, p := range r.Parts {
-			if next, _ := decide(p, p.Cost); next != m.State(p) { // equal if there was nothing to give back
+		for i, p := range r.Parts {
+			next, d := decide(p, p.Cost)
+			if ready[i] = d.RetryAfter; next != m.State(p) { // equal if there was nothing to give back
 				m[p.Durable][p.ID] = Row{p.Policy.Numbers().Algorithm, next}
 			}
 		}
@@ -236,6 +249,9 @@ func (m Rows) decideRequest(r *Request, clock int64) {
 		}
 		if p.Decision.Granted = granted; !r.Charge { // after a charge it is the RetryAfter of a Peek
 			p.Decision.RetryAfter = 0
+		}
+		if granted == 1 && r.Delay != nil {
+			p.Decision.RetryAfter = ready[i]
 		}
 		if p.Cost > 0 {
 			p.Decision.Taken.Spent = credit - CreditOf(p.Policy, current, clock)

@@ -65,8 +65,9 @@ SELECT p.proname::text,
     p.pronargs::integer
 FROM pg_catalog.pg_proc AS p
 WHERE p.pronamespace = $1::pg_catalog.regnamespace AND (p.proname IN (
-        'rate_limit_allow', 'rate_limit_peek', 'rate_limit_charge', 'rate_limit_reset', 'rate_limit_sweep',
+        'rate_limit_allow', 'rate_limit_peek', 'rate_limit_charge', 'rate_limit_reserve', 'rate_limit_reset',
         'rate_limit_hold', 'rate_limit_settle', 'rate_limit_cancel', 'rate_limit_extend', 'rate_limit_find_hold',
+        'rate_limit_sweep',
         'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report')
     OR p.proretset AND p.prorettype = pg_catalog.to_regtype($1 || '.rate_limit_decision') AND p.proname LIKE 'rate%'
     OR p.prorettype = 'bigint[]'::pg_catalog.regtype AND p.proname LIKE 'rate#_limit#_take#_%' ESCAPE '#')
@@ -131,7 +132,8 @@ func (f *Function) classify(schema string) {
 	}
 	f.Sweeps = f.Name == "rate_limit_sweep"
 	switch f.Name {
-	case "rate_limit_allow", "rate_limit_peek", "rate_limit_charge", "rate_limit_hold", "rate_limit_reset":
+	case "rate_limit_allow", "rate_limit_peek", "rate_limit_charge", "rate_limit_reserve", "rate_limit_hold",
+		"rate_limit_reset":
 		f.ByKey, f.Policy = true, has("policy")
 	case "rate_limit_settle", "rate_limit_cancel", "rate_limit_extend", "rate_limit_find_hold":
 		f.ByHold = true

@@ -95,7 +95,7 @@ WHERE (p.proname, oidvectortypes(p.proargtypes)) IN (
         ('rate_limit_all',
             'integer[], text[], text[], boolean[], smallint[], bigint[], bigint[], bigint[], bigint[], bigint[], '
             'integer, boolean, timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean, text[], '
-            'bigint[], boolean[], bigint[], uuid[]'),
+            'bigint[], boolean[], bigint[], uuid[], bigint[]'),
         ('rate_limit_take_all',
             'text[], text[], boolean, smallint[], bigint[], bigint[], bigint[], text[], bigint[], integer[], '
             'integer[], bigint[], bigint[], integer, boolean, bigint'),

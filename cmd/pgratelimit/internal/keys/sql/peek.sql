@@ -11,4 +11,5 @@ CROSS JOIN LATERAL rate_limit_all(
     array_fill($5::bigint, n), array_fill($6::bigint, n), array_fill($7::bigint, n),
     array_fill(0::bigint, n), NULL::bigint[], NULL::integer, NULL::boolean, $8::timestamptz,
     NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, array_fill($9::text, n),
-    NULL::bigint[], NULL::boolean[], NULL::bigint[], NULL::uuid[]) AS a
+    NULL::bigint[], NULL::boolean[], NULL::bigint[], NULL::uuid[],
+    NULL::bigint[]) AS a
