@@ -82,9 +82,9 @@ BEGIN
         RETURN;
     END IF;
     IF delay_us IS NOT NULL AND 3 <> ANY (p.algorithms) THEN
-        RAISE EXCEPTION 'rate_limit: only a token bucket has a place in the future'
+        RAISE EXCEPTION 'rate_limit: policy has no places in the future'
             USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
-                HINT = 'Reserve from a bucket: ''bucket 1 20/1s'' lets one pass every 50 ms.';
+                HINT = 'Reserve from token buckets only: ''bucket 1 20/1s'' lets one pass every 50 ms.';
     END IF;
     SELECT CASE WHEN delay_us IS NULL THEN max(a.retry_after_us) = 0 ELSE min(a.granted) = 1 END, min(a.remaining),
         max(a.retry_after_us) * interval '1 microsecond', max(a.reset_after_us) * interval '1 microsecond',

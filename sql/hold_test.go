@@ -227,7 +227,8 @@ func (h *heldKey) step(ctx context.Context, dice modeltest.Dice, seen map[string
 		what = "reserve"
 		cost = max(cost, 1)
 		q = h.request(cost)
-		q.Delay = new(dice.Magnitude(0, 12*modeltest.Reach(h.p)))
+		longest := 12 * modeltest.Reach(h.p)
+		q.Delay = new([]int64{0, dice.Magnitude(1, longest), longest, longest}[h.r.IntN(4)])
 		var readyAfter int64
 		next, want, readyAfter = k.Reserve(bucket, h.clock, cost, *q.Delay)
 		wrote = want.Granted > 0 || keyChanged(k, next)

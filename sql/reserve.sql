@@ -70,7 +70,6 @@ BEGIN
     ELSE
         s.retry_after_us := CASE WHEN cost > capacity THEN NULL WHEN ready_us <= delay_us THEN 0 ELSE -1 END;
         s.changed := (s.retry_after_us = -1 AND (s.moved OR s.held_until > longest)) IS TRUE;
-        s.expires_at := CASE WHEN s.moved THEN clock + s.reset_after_us ELSE s.expires_at END;
     END IF;
     IF s.changed THEN
         s.held_next := least(s.held_next, CASE WHEN s.held IS NOT NULL THEN longest END);
