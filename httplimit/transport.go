@@ -20,13 +20,22 @@ type Waiter interface {
 	Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Balance, error)
 }
 
-var _ Waiter = (*ratelimit.Limiter)(nil)
+// Reserver has the methods of a [ratelimit.Limiter] that a [Transport] with a MaxDelay needs.
+type Reserver interface {
+	Waiter
+
+	Reserve(ctx context.Context, key string, n int64, maxDelay time.Duration) (ratelimit.Reservation, error)
+}
+
+var _ Reserver = (*ratelimit.Limiter)(nil)
 
 // Transport is an [http.RoundTripper] that keeps all processes that call an external API within one shared limit:
 //
 //	client := &http.Client{Transport: &httplimit.Transport{Limiter: limiter}}
 //
-// Each request waits until the limiter allows it, also when it is sent again: see [ratelimit.Limiter.Wait].
+// Each request waits until the limiter allows it, also when it is sent again: see [ratelimit.Limiter.Wait]. Requests
+// that were allowed together are sent together. With MaxDelay, the requests of all processes are spread: each books a
+// place of its own, and is sent when its place is ready.
 //
 // If the server refuses a request and names a time, the Transport pauses: it sends nothing for the key until this time,
 // and for at least one second. These statuses are refusals:
@@ -62,7 +71,8 @@ var _ Waiter = (*ratelimit.Limiter)(nil)
 //     TRACE, PUT or DELETE, and no header Idempotency-Key.
 //
 // A request that begins during a pause gets a [*ratelimit.WaitError] if its deadline is before the end of the pause,
-// and a [*PauseError] if the pause is longer than MaxPause. Other errors come from the context, Wait, Key and Base.
+// and a [*PauseError] if the pause is longer than MaxPause. Other errors come from the context, Wait or Reserve, Key and
+// Base.
 //
 // A Transport is safe for concurrent use. Do not change its fields after the first request.
 type Transport struct {
@@ -76,6 +86,14 @@ type Transport struct {
 	// not wait for any pause. Defaults to one hour, because the limits of most services, such as GitHub, restart within
 	// an hour.
 	MaxPause time.Duration
+	// MaxDelay is how long a request may wait for its place: see [ratelimit.Limiter.Reserve]. The Limiter must be a
+	// Reserver, and its policy a TokenBucket. With a Capacity of 1 and a Refill of 20 every second, at most 20 requests
+	// a second are sent, one every 50 ms. A request that would wait longer gets a [*PaceError] at once, or a
+	// [*ratelimit.WaitError] if its deadline is the reason. A bucket has places for 10 times its Capacity, so a longer
+	// MaxDelay than 500 ms changes nothing in this example; with a Capacity of 2 it may be 1 s. If the context ends
+	// before the place is ready, the place is given back, if it is the last one. Defaults to no places: requests wait
+	// by Wait.
+	MaxDelay time.Duration
 
 	mu     sync.Mutex
 	pauses map[string]time.Time // the end of each key's pause
@@ -91,6 +109,17 @@ type PauseError struct {
 func (e *PauseError) Error() string {
 	return fmt.Sprintf("httplimit: the server wants no requests until %s, which is further ahead than the Transport's "+
 		"MaxPause of %v: try again then", e.Until.Format(time.RFC3339Nano), e.MaxPause)
+}
+
+// PaceError says that a Transport did not send a request, because no place is ready within MaxDelay.
+type PaceError struct {
+	RetryAfter time.Duration // when a place can be booked
+	MaxDelay   time.Duration
+}
+
+func (e *PaceError) Error() string {
+	return fmt.Sprintf("httplimit: no place is ready within the Transport's MaxDelay of %v, or the bucket has no more: "+
+		"try again in %v", e.MaxDelay, e.RetryAfter)
 }
 
 // RoundTrip sends a request as soon as the limit allows it.
@@ -129,6 +158,10 @@ func (t *Transport) key(r *http.Request) (string, error) {
 	switch {
 	case t.Limiter == nil:
 		return "", &ratelimit.ConfigError{Field: "httplimit.Transport.Limiter", Reason: "is required"}
+	case t.MaxDelay < 0:
+		return "", &ratelimit.ConfigError{
+			Field: "httplimit.Transport.MaxDelay", Reason: fmt.Sprintf("is %v, and must be at least 0", t.MaxDelay),
+		}
 	case t.Key.find == nil && t.Key.err == nil:
 		return strings.ToLower(r.URL.Host), nil
 	}
@@ -150,16 +183,52 @@ func (t *Transport) wait(ctx context.Context, key string) error {
 		if err := t.sitOut(ctx, key); err != nil {
 			return err
 		}
-		result, err := t.Limiter.Wait(ctx, key)
+		result, err := t.allowed(ctx, key)
 		if err != nil {
 			return err
 		}
 		if t.pausedUntil(key).IsZero() {
 			return nil
 		}
-		// During Wait, the server has asked for a pause. Requests that waited must not all be sent at once after the
+		// Meanwhile, the server has asked for a pause. Requests that waited must not all be sent at once after the
 		// pause.
 		_, _ = t.Limiter.Refund(ctx, result) // after a lost refund, other requests wait longer
+	}
+}
+
+// allowed waits until the limiter allows a request.
+func (t *Transport) allowed(ctx context.Context, key string) (ratelimit.Result, error) {
+	if t.MaxDelay == 0 {
+		return t.Limiter.Wait(ctx, key)
+	}
+	places, ok := t.Limiter.(Reserver)
+	if !ok {
+		return ratelimit.Result{}, &ratelimit.ConfigError{
+			Field: "httplimit.Transport.Limiter", Reason: "has no method Reserve, which MaxDelay needs",
+		}
+	}
+	longest := t.MaxDelay
+	deadline, bounded := ctx.Deadline()
+	if bounded {
+		longest = min(longest, max(time.Until(deadline), 0))
+	}
+	r, err := places.Reserve(ctx, key, 1, longest)
+	switch {
+	case err != nil:
+		return ratelimit.Result{}, err
+	case !r.Allowed && longest < t.MaxDelay:
+		return ratelimit.Result{}, &ratelimit.WaitError{RetryAfter: longest + r.RetryAfter, Deadline: deadline}
+	case !r.Allowed:
+		return ratelimit.Result{}, &PaceError{RetryAfter: r.RetryAfter, MaxDelay: t.MaxDelay}
+	}
+	timer := time.NewTimer(r.ReadyAfter)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return r.Result, nil
+	case <-ctx.Done():
+		_, _ = places.Refund(context.WithoutCancel(ctx), r.Result) // after a lost refund, its place stays empty
+		return ratelimit.Result{}, ctx.Err()
 	}
 }
 
