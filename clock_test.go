@@ -80,7 +80,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"internal/policytable/watch.go: poll", "internal/policytable/watch.go: run",
 		// the time left until the retry
 		"internal/waitline/waitline.go: refuse", "internal/waitline/waitline.go: settle", "internal/waitline/waitline.go: sleep",
-		"tx.go: allown", "wait.go: answerandobserve",
+		"reserve.go: reserve", "tx.go: allown", "wait.go: answerandobserve",
 	}, slices.Sorted(maps.Keys(readers)))
 }
 

@@ -268,6 +268,30 @@ func ExampleLimiter_Charge() {
 	fmt.Println(charged.Remaining, charged.Owed, err)
 }
 
+// The caller waits until its place is ready, and then acts. If it gives up before, it gives the place back.
+func ExampleLimiter_Reserve() {
+	var (
+		ctx     context.Context
+		limiter *ratelimit.Limiter // of TokenBucket{Capacity: 1, Refill: 20, Every: time.Second}
+		act     func(context.Context)
+	)
+	booked, err := limiter.Reserve(ctx, "partner", 1, 300*time.Millisecond)
+	switch {
+	case err != nil:
+		log.Print(err)
+		return
+	case !booked.Allowed:
+		log.Printf("too many calls; try again in %v", booked.RetryAfter)
+		return
+	}
+	select {
+	case <-time.After(booked.ReadyAfter):
+		act(ctx)
+	case <-ctx.Done():
+		_, _ = limiter.Refund(context.WithoutCancel(ctx), booked.Result)
+	}
+}
+
 // Limiters of one client share its connections. If many limiters have a few calls each, one statement decides all these
 // calls.
 func ExampleClient() {

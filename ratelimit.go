@@ -24,6 +24,7 @@
 //   - Several limits at once: [AllowAll]. Within a transaction: [Limiter.WithTx].
 //   - Giving back: [Limiter.Refund], [Limiter.Grant] and [Limiter.Reset].
 //   - Costs that are known only afterwards: [Limiter.Charge] and [Limiter.Hold].
+//   - Waiting: [Limiter.Wait]. A place in the future: [Limiter.Reserve].
 //   - Tiers: [Limiter.With]. Changes without a deploy: [Policies]. Busy keys: [Lease].
 //   - Metrics: [Observer], [ErrorKind]. Tests: [TestConfig], package ratelimittest.
 package ratelimit

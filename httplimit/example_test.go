@@ -118,6 +118,28 @@ func ExampleTransport() {
 	defer response.Body.Close()
 }
 
+// The partner accepts 20 requests a second, and must not get them all at once. All processes together send one every 50
+// ms. A request that would wait for more than 300 ms gets a *httplimit.PaceError.
+func ExampleTransport_paced() {
+	var pool *pgxpool.Pool
+	limiter, err := ratelimit.New(pool, ratelimit.Config{
+		Name:   "partner",
+		Policy: ratelimit.TokenBucket{Capacity: 1, Refill: 20, Every: time.Second},
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	client := &http.Client{
+		Transport: &httplimit.Transport{Limiter: limiter, MaxDelay: 300 * time.Millisecond},
+		Timeout:   10 * time.Second, // includes the wait
+	}
+	response, err := client.Get("https://api.example.com/v1/things")
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer response.Body.Close()
+}
+
 // Paying customers have a higher limit. When customers change tiers, their usage is kept.
 func ExampleConfig_tier() {
 	type userKey struct{}
