@@ -134,6 +134,7 @@ func TestLockingSetsInTheOrderGivenDeadlocks(t *testing.T) {
 					nil,
 					nil,
 					nil,
+					nil,
 				)
 				return testkit.Later(func() (any, error) { return pool.Exec(context.Background(), engine.Text("all", ""), args...) })
 			}
