@@ -35,8 +35,9 @@ func (r *Reservation) UnmarshalJSON(text []byte) error {
 type ReserveError struct{ Policy Policy }
 
 func (e *ReserveError) Error() string {
+	one := TokenBucket{Capacity: 1, Refill: 20, Every: time.Second}
 	return fmt.Sprintf("ratelimit: the policy %q has no places in the future; reserve from a TokenBucket, "+
-		"such as %q, which lets one pass every 50 ms", e.Policy, TokenBucket{Capacity: 1, Refill: 20, Every: time.Second})
+		"such as %q, which lets one pass every 50 ms", e.Policy, one)
 }
 
 // Reserve books n tokens of key's [TokenBucket], if they will have flowed in within maxDelay. The caller waits for

@@ -71,7 +71,7 @@ var _ Reserver = (*ratelimit.Limiter)(nil)
 //     TRACE, PUT or DELETE, and no header Idempotency-Key.
 //
 // A request that begins during a pause gets a [*ratelimit.WaitError] if its deadline is before the end of the pause,
-// and a [*PauseError] if the pause is longer than MaxPause. Other errors come from the context, Wait or Reserve, Key and
+// and a [*PauseError] if the pause is longer than MaxPause. Other errors come from the context, the Limiter, Key and
 // Base.
 //
 // A Transport is safe for concurrent use. Do not change its fields after the first request.
@@ -118,8 +118,8 @@ type PaceError struct {
 }
 
 func (e *PaceError) Error() string {
-	return fmt.Sprintf("httplimit: no place is ready within the Transport's MaxDelay of %v, or the bucket has no more: "+
-		"try again in %v", e.MaxDelay, e.RetryAfter)
+	return fmt.Sprintf("httplimit: no place is ready within the Transport's MaxDelay of %v, "+
+		"or the bucket has no more: try again in %v", e.MaxDelay, e.RetryAfter)
 }
 
 // RoundTrip sends a request as soon as the limit allows it.

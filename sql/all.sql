@@ -98,8 +98,8 @@ BEGIN
                 charges[part], ttls_us[part], holds[part], part > 1 AND requests[part] = requests[part - 1]
                     AND (ttls_us[part], holds[part], ttls_us[part] IS NULL OR costs[part] = 0) IS DISTINCT FROM
                         (ttls_us[part - 1], holds[part - 1], ttls_us[part] IS NULL OR costs[part - 1] = 0)) THEN 'hold'
-            WHEN delays_us IS NOT NULL AND _rate_limit_wrong_delay(delays_us[part], costs[part], counts[part], algorithm,
-                charges[part], holds[part], part > 1 AND requests[part] = requests[part - 1]
+            WHEN delays_us IS NOT NULL AND _rate_limit_wrong_delay(delays_us[part], costs[part], counts[part],
+                algorithm, charges[part], holds[part], part > 1 AND requests[part] = requests[part - 1]
                     AND delays_us[part] IS DISTINCT FROM delays_us[part - 1]) THEN 'delay'
             WHEN (algorithm BETWEEN 1 AND 5) IS NOT TRUE THEN 'algorithm'
             WHEN _rate_limit_valid(algorithm, max_count, span_us, refill, zone) IS NOT TRUE
@@ -130,8 +130,8 @@ BEGIN
                         THEN 'Write 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window.'
                     WHEN 'hold' THEN 'A hold has an id, a ttl of 1000 to 86400000000 us, and a count of 1. It is '
                         'settled by a charge with its id and without a ttl, and extended by a cost of 0 with both.'
-                    WHEN 'delay' THEN 'A reservation has a delay of at least 0 us, a cost of at least 1, and a count of '
-                        '1. All its parts are token buckets, and have the same delay.'
+                    WHEN 'delay' THEN 'A reservation has a delay of at least 0 us, a cost of at least 1, and a count '
+                        'of 1. All its parts are token buckets, and have the same delay.'
                     ELSE 'A name has 1 to 128 bytes, a key 1 to 512, and durable is true or false. Requests ascend. '
                         'A count is at least 1. Costs of a request are all above or all below 0.' END;
     END LOOP;

@@ -19,7 +19,7 @@ import (
 )
 
 // seenOfReservations is what TestHoldsEqualTheModel must see of reservations from buckets.
-var seenOfReservations = []string{ //nolint:gochecknoglobals // nobody changes it
+var seenOfReservations = []string{
 	"reserve", "reserve later", "reserve later beside holds", "reserve denied", "reserve denied beside holds",
 	"reserve moved", "refund while it owes",
 }
@@ -187,7 +187,7 @@ func TestSQLReserves(t *testing.T) {
 		require.False(t, allowed)
 		require.Nil(t, readyAfter)
 		require.InDelta(t, year, retryAfter, float64(time.Hour))
-		require.EqualValues(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM "+pgtest.Table(durable)))
+		require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM "+pgtest.Table(durable)))
 	}
 
 	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
