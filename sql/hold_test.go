@@ -575,7 +575,7 @@ func TestMistakesInHoldsDifferFromTheModel(t *testing.T) {
 		{earliest, ".. least(high, last) LOOP", ".. least(low, last) LOOP"},
 		{earliest, "ARRAY[by_credit, coalesce", "ARRAY[coalesce"},
 		{earliest, "sum(h.units) OVER", "sum(h.units + 1) OVER"},
-		{"_rate_limit_fits_after", "greatest(s.retry_after_us, after)", "s.retry_after_us"},
+		{"_rate_limit_fits_after", "wait := greatest(wait, after);", ""},
 		{"_rate_limit_fits_after", "clock + wait < expires_at", "true"},
 		{"_rate_limit_fits_after", "s.credit := s.credit - by_credit;", ""},
 		{beside, "s.reset_after_us := greatest(s.reset_after_us, s.held_until - clock);", ""},

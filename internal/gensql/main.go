@@ -41,7 +41,8 @@ and policies.`,
 schema. Down drops the functions and keeps the tables.`,
 			sources: []string{
 				"types", "fixed", "sliding", "tokenbucket", "slidinglog", "calendar", "all", "refund", "charge",
-				"reserve", "hold", "left", "takeall", "reset", "policy", "allow", "twins", "sweep", "policies", "access",
+				"reserve", "hold", "left", "takeall", "reset", "policy", "allow", "twins", "sweep", "policies",
+				"access",
 			},
 		},
 		{
