@@ -113,8 +113,8 @@ func (b *Batcher) Send(d *Departure) (held, lost []*Request) {
 // the order of their arrival.
 //
 // MergeAlike sorts the leaders into the lock order of their rows. With 64 callers of different keys, sorting adds 20 %
-// to the decisions per second. MergeAlike merges neither requests of AllowAll nor of holds, nor reservations, refunds and
-// grants. A full row takes back no more units, so an answer to merged refunds would not show what each refund did.
+// to the decisions per second. MergeAlike merges neither requests of AllowAll nor of holds, nor reservations, refunds
+// and grants. A full row takes back no more units, so an answer to merged refunds would not show what each refund did.
 func MergeAlike(requests []*Request) (leaders []*Request) {
 	var last map[string]*Request // the last leader for each key
 	if len(requests) > 1 {

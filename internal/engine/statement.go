@@ -64,9 +64,9 @@ func (d *Database) Call(requests []*Request, tx Transaction) Call {
 }
 
 // ofOneFunction returns whether an algorithm's function can decide the requests. All requests must take from keys of
-// one limiter under one policy, and must lease no units of a token bucket, make no holds and reserve nothing. For several
-// keys of a sliding log, the function would just call rate_limit_all. Compared with rate_limit_all, the algorithms'
-// functions make 1.6 times as many decisions with 64 callers, and 2.3 times as many with one caller.
+// one limiter under one policy, and must lease no units of a token bucket, make no holds and reserve nothing. For
+// several keys of a sliding log, the function would just call rate_limit_all. Compared with rate_limit_all, the
+// algorithms' functions make 1.6 times as many decisions with 64 callers, and 2.3 times as many with one caller.
 func ofOneFunction(requests []*Request) bool {
 	first := &requests[0].Parts[0]
 	for _, r := range requests {
