@@ -31,6 +31,7 @@ const (
 	wait       kind = "Wait"
 	refund     kind = "Refund"
 	grant      kind = "Grant"
+	charge     kind = "Charge"
 	reset      kind = "Reset"
 	allowAll   kind = "AllowAll"
 	allowAllTx kind = "AllowAll in a transaction, committed"
@@ -73,6 +74,7 @@ type mixedOperation struct {
 	asks          []ask
 	call, end     int64
 	results       ratelimit.Results // one result, if the call has one limiter
+	owed          int64             // how much the key owes after this charge
 	taken         ratelimit.Result  // the take, if this is a refund
 	of            []portion         // the take's part for each policy, if this is a refund
 	followed      bool              // this Wait was allowed together with others, and is not the last of them
@@ -161,6 +163,10 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 				if errors.Is(errs[i], ratelimit.ErrKeyHeld) { // the call certainly counted nothing
 					errs[i] = nil
 					told()
+					continue
+				}
+				if errors.Is(errs[i], ratelimit.ErrOwesTooMuch) { // nor did this call
+					errs[i] = nil
 					continue
 				}
 				histories[i] = append(histories[i], op)
@@ -283,6 +289,8 @@ func (m mix) draw(random *rand.Rand) mixedOperation {
 	switch a := &op.asks[0]; op.kind {
 	case peek:
 		a.cost = 0
+	case charge:
+		a.cost = 10 + random.Int64N(10)
 	case reset:
 		a.policy = 0
 	}
@@ -334,6 +342,11 @@ func (w worker) make(ctx context.Context, m mix, op *mixedOperation) error {
 		one, err = limitertest.AsResult(limiter.Refund(ctx, op.taken))
 	case grant:
 		one, err = limitertest.AsResult(limiter.Grant(ctx, key, -n))
+	case charge:
+		var charged ratelimit.Charged
+		charged, err = limiter.Charge(ctx, key, n)
+		one, op.owed = charged.Result(), charged.Owed
+		one.RetryAfter = charged.RetryAfter
 	case reset:
 		return limiter.Reset(ctx, key)
 	case allowAll:
@@ -426,6 +439,7 @@ func mixes(span time.Duration) map[string]mix {
 			decoys: true,
 		},
 		"other policies": {limits: changing, calls: []kind{allowAll, allow, allow, peek}},
+		"charges":        {limits: limits, calls: []kind{allowAll, allowAll, allow, allow, allow, charge, refund, grant, peek}},
 		"beside leases":  {limits: limits, calls: []kind{allowAll, allow, allow, peek, refund, grant}, leased: true},
 		"waits": {
 			limits: slices.Concat(limits[:1], severalLimits[1:]),
@@ -448,11 +462,12 @@ func mixes(span time.Duration) map[string]mix {
 			calls:  []kind{allow, allow, allowAll, refund, refund, reset},
 		},
 		"all of them together": {limits: everything, calls: []kind{
-			allowAll, allowAll, allowAll, allowAllTx, rolledBack, allow, allow, peek, wait, refund, refund, grant, reset,
+			allowAll, allowAll, allowAll, allowAllTx, rolledBack, allow, allow, peek, wait, charge, refund, refund, grant,
+			reset,
 		}},
 		"all of them together, in a crowd": {limits: crowded, calls: []kind{
-			allowAll, allowAll, allowAllTx, rolledBack, allow, allow, allow, allow, peek, wait, refund, refund, grant,
-			reset,
+			allowAll, allowAll, allowAllTx, rolledBack, allow, allow, allow, allow, peek, wait, charge, refund, refund,
+			grant, reset,
 		}, crowd: true},
 	}
 	if pgtest.Shards() > 0 { // on shards, no call runs in a transaction of the caller

@@ -101,6 +101,12 @@ func TestJudgeOfMixesCatches(t *testing.T) {
 					"s.expires_at := clock + s.reset_after_us; s.credit := s.credit + s.spent")(t, pool)
 			}
 		}},
+		"a charge of no more than what is left": {mix: "charges", spoil: rewritten("_rate_limit_charge",
+			"units := units - spent;", "units := least(units - spent, greatest(s.remaining - s.credit, 0));",
+		)},
+		"a debt that is forgotten": {mix: "charges", spoil: rewritten("_rate_limit_charge",
+			"s.expires_at := clock + s.reset_after_us;", "s.expires_at := clock + s.reset_after_us / 2;",
+		)},
 		"a refund of what does not count any more": {mix: "several policies", spoil: rewritten("_rate_limit_fixed_refund",
 			"taken_in = s.window_start AND taken_in = rolled.window_start", "taken_in IS NOT NULL",
 		)},

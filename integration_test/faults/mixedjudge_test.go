@@ -74,10 +74,11 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 	fits := true
 	for _, a := range op.asks {
 		for part, policy := range j.limits[a.limit].policies[a.policy] {
-			fits = fits && a.cost <= j.rules[policy].roomAt(before[j.row(a.limit, part, a.key)], at)
+			fits = fits && (op.kind == charge || a.cost <= j.rules[policy].roomAt(before[j.row(a.limit, part, a.key)], at))
 		}
 	}
 	want := ratelimit.Results{Allowed: true}
+	owed := int64(0)
 	for i, a := range op.asks {
 		var of ratelimit.Result
 		for part, policy := range j.limits[a.limit].policies[a.policy] {
@@ -93,6 +94,10 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 				back = &op.of[part]
 			}
 			next, one := rule.decide(before[row], at, cost, back)
+			if op.kind == charge {
+				next, one = rule.charge(before[row], at, cost)
+				owed = max(owed, rule.owed(next, at))
+			}
 			nothing := cost == 0 || op.kind == refund && next == before[row]
 			next.clock = at
 			if fits && !nothing && op.kind != rolledBack {
@@ -111,7 +116,7 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 		want.Allowed = want.Allowed && of.Allowed
 		want.RetryAfter = max(want.RetryAfter, of.RetryAfter)
 	}
-	return want.Allowed == op.results.Allowed && want.RetryAfter == op.results.RetryAfter, after
+	return want.Allowed == op.results.Allowed && want.RetryAfter == op.results.RetryAfter && owed == op.owed, after
 }
 
 // isFollowedBy tells whether op is a Wait that was allowed together with the call next, and took before next. Both

@@ -17,7 +17,7 @@ type account struct {
 	// number of entries.
 	count   int64
 	prev    int64                     // units taken in the previous window
-	log     [24]struct{ at, n int64 } // log: the takes, oldest first
+	log     [40]struct{ at, n int64 } // log: the takes and charges, oldest first
 	scale   int64                     // bucket: Every in µs
 	full    int64                     // bucket: its capacity, in 1/scale token
 	credit  int64                     // granted credit
@@ -34,7 +34,7 @@ type account struct {
 type rule struct {
 	kind    string
 	limit   int64
-	horizon int64 // microseconds until a key is as good as new
+	horizon int64 // microseconds until a key is as good as new, even if it owes as much as it may
 	roll    func(a account, t int64) account
 	room    func(a account, t int64) int64 // for an account rolled forward to t
 	take    func(a account, t, n int64) account
@@ -42,7 +42,8 @@ type rule struct {
 	// account brought forward to time t. Only units that rolled still counts go back. The result is not brought
 	// forward, because other policies may still count more of the usage.
 	back func(a, rolled account, t, n int64, of portion) account
-	life int64 // microseconds until a take or a grant is over; credit lasts that long
+	// life is how many microseconds a take, a charge or a grant lasts. Credit lasts that long.
+	life func(a account) int64
 }
 
 // ruleOf returns the rule of a policy. month is the length of withMonths' months.
@@ -51,7 +52,7 @@ func ruleOf(policy ratelimit.Policy, month time.Duration) rule {
 	case ratelimit.FixedWindow:
 		window := p.Window.Microseconds()
 		return rule{
-			kind: "fixed window", limit: p.Limit, horizon: window, take: count(1), life: window,
+			kind: "fixed window", limit: p.Limit, horizon: window, take: count(1), life: always(window),
 			back: func(a, rolled account, _, n int64, of portion) account {
 				if of.In == a.start && a.start == rolled.start {
 					a.count -= min(n, a.count)
@@ -70,7 +71,7 @@ func ruleOf(policy ratelimit.Policy, month time.Duration) rule {
 	case ratelimit.SlidingWindow:
 		window := p.Window.Microseconds()
 		return rule{
-			kind: "sliding window", limit: p.Limit, horizon: 2 * window, take: count(1), life: 2 * window,
+			kind: "sliding window", limit: p.Limit, horizon: 2 * window, take: count(1), life: always(2 * window),
 			back: func(a, rolled account, _, n int64, of portion) account {
 				switch {
 				case of.In == a.start && (rolled.start == a.start || rolled.start == a.start+window):
@@ -98,7 +99,7 @@ func ruleOf(policy ratelimit.Policy, month time.Duration) rule {
 	case ratelimit.TokenBucket:
 		every := p.Every.Microseconds()
 		return rule{
-			kind: "token bucket", limit: p.Capacity, horizon: p.Capacity*every/p.Refill + 1, take: count(every),
+			kind: "token bucket", limit: p.Capacity, horizon: (1+owedLimits)*p.Capacity*every/p.Refill + 1, take: count(every),
 			back: func(a, rolled account, t, n int64, of portion) account {
 				if of.Since != rolled.since || of.In > t {
 					return a
@@ -107,13 +108,16 @@ func ruleOf(policy ratelimit.Policy, month time.Duration) rule {
 				// last units, which no other units stand behind.
 				left := max(of.At-a.back, n*every) - (t-of.In)*p.Refill
 				given := max(0, min(left, n*every, rolled.count))
+				if rolled.count > max(left, rolled.full) { // while the bucket owes, only the last units go back
+					return a
+				}
 				a.count -= given
 				if rolled.count > left {
 					a.back += given
 				}
 				return a
 			},
-			life: (p.Capacity*every + p.Refill - 1) / p.Refill,
+			life: func(a account) int64 { return (max(p.Capacity*every, a.count) + p.Refill - 1) / p.Refill },
 			roll: func(a account, t int64) account {
 				full := p.Capacity * every
 				if a.scale > 0 && (a.scale != every || a.full != full) { // another policy wrote a, which keeps its tokens
@@ -132,12 +136,12 @@ func ruleOf(policy ratelimit.Policy, month time.Duration) rule {
 				a.start = t
 				return a
 			},
-			room: func(a account, _ int64) int64 { return (p.Capacity*every - a.count) / every },
+			room: func(a account, _ int64) int64 { return max(0, p.Capacity*every-a.count) / every },
 		}
 	case ratelimit.CalendarWindow:
 		window := month.Microseconds()
 		return rule{
-			kind: "calendar window", limit: p.Limit, horizon: window, take: count(1), life: 62 * day.Microseconds(),
+			kind: "calendar window", limit: p.Limit, horizon: window, take: count(1), life: always(62 * day.Microseconds()),
 			back: func(a, rolled account, _, n int64, of portion) account {
 				if of.In == a.start && a.start == rolled.start {
 					a.count -= min(n, a.count)
@@ -156,7 +160,7 @@ func ruleOf(policy ratelimit.Policy, month time.Duration) rule {
 	case ratelimit.SlidingLog:
 		window := p.Window.Microseconds()
 		return rule{
-			kind: "sliding log", limit: p.Limit, horizon: window, life: window,
+			kind: "sliding log", limit: p.Limit, horizon: window, life: always(window),
 			roll: func(a account, t int64) account {
 				kept := a
 				kept.count, kept.log = 0, account{}.log
@@ -241,6 +245,9 @@ func count(unit int64) func(a account, t, n int64) account {
 	}
 }
 
+// always returns the life function of algorithms whose takes last equally long.
+func always(life int64) func(account) int64 { return func(account) int64 { return life } }
+
 // at rolls an account forward to t. Another algorithm may have written the account, or the same algorithm with other
 // numbers.
 func (r rule) at(a account, t int64) account {
@@ -261,6 +268,36 @@ func (r rule) fits(a account, t, n int64) int64 {
 	return t + int64(sort.Search(int(r.horizon), func(d int) bool { return r.roomAt(a, t+int64(d)) >= n }))
 }
 
+// owedLimits is how many limits a key may owe.
+const owedLimits = 10
+
+// owed returns how many units above the limit an account counts at t.
+func (r rule) owed(a account, t int64) int64 {
+	a = r.at(a, t)
+	switch r.kind {
+	case "token bucket":
+		return max(0, a.count-a.full+a.scale-1) / a.scale
+	case "sliding log":
+		a.prev, a.count = a.count, 0
+		for _, entry := range a.log[:a.prev] {
+			a.count += entry.n
+		}
+	}
+	return max(0, a.count-r.limit)
+}
+
+// charge returns the right answer to a charge of n at t that is not refused.
+func (r rule) charge(a account, t, n int64) (account, ratelimit.Result) {
+	a = r.at(a, t)
+	spent := min(max(n-r.room(a, t), 0), a.credit)
+	a = r.take(a, t, n-spent)
+	a.credit, a.expires = a.credit-spent, t+r.life(a)
+	next, result := r.decide(a, t, 0, nil)
+	next.expires = t + result.ResetAfter.Microseconds()
+	result.Allowed = true // although a further request may be denied
+	return next, result
+}
+
 // decide returns the right answer to a request for n at t. If n is 0, the request is a Peek. A negative n is a refund
 // or a grant.
 func (r rule) decide(a account, t, n int64, of *portion) (account, ratelimit.Result) {
@@ -269,7 +306,7 @@ func (r rule) decide(a account, t, n int64, of *portion) (account, ratelimit.Res
 	switch result.Allowed = r.roomAt(a, t) >= max(n, 1); {
 	case grant:
 		a = r.at(a, t)
-		a.credit, a.expires = a.credit-n, t+r.life
+		a.credit, a.expires = a.credit-n, t+r.life(a)
 		if a.since == 0 {
 			a.since = t
 		}
@@ -281,7 +318,7 @@ func (r rule) decide(a account, t, n int64, of *portion) (account, ratelimit.Res
 		}
 		if of.Spent > 0 && of.Since == rolled.since && rolled.since > 0 &&
 			(r.kind != "token bucket" || rolled.count > 0 || rolled.credit > 0) {
-			next.credit, next.expires = next.credit+of.Spent, max(next.expires, t+r.life)
+			next.credit, next.expires = next.credit+of.Spent, max(next.expires, t+r.life(account{}))
 		}
 		changed = next != a
 		a = next
@@ -292,7 +329,7 @@ func (r rule) decide(a account, t, n int64, of *portion) (account, ratelimit.Res
 		a = r.at(a, t)
 		ordinary := min(n, r.room(a, t))
 		a = r.take(a, t, ordinary)
-		a.credit, a.expires = a.credit-(n-ordinary), t+r.life
+		a.credit, a.expires = a.credit-(n-ordinary), t+r.life(a)
 	}
 	result.Remaining = r.roomAt(a, t)
 	reset := r.fits(a, t, r.limit)
