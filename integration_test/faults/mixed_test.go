@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"reflect"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -32,6 +33,9 @@ const (
 	refund     kind = "Refund"
 	grant      kind = "Grant"
 	charge     kind = "Charge"
+	hold       kind = "HoldAll"
+	settle     kind = "Settle"
+	extend     kind = "Extend"
 	reset      kind = "Reset"
 	allowAll   kind = "AllowAll"
 	allowAllTx kind = "AllowAll in a transaction, committed"
@@ -43,7 +47,7 @@ type mix struct {
 	limits []limit
 	calls  []kind // the kinds from which calls are drawn
 	decoys bool   // whether an attacker's decoys of the called functions are in the attacker's schema
-	holds  bool   // whether other transactions keep rows locked, sometimes longer than callers wait
+	locks  bool   // whether other transactions keep rows locked, sometimes longer than callers wait
 	crowd  bool   // whether there are so many callers that one statement decides for several limiters
 	leased bool   // whether the callers also take from a key with leases
 	apart  bool   // whether each limiter has its own client, so that no statement decides for several
@@ -75,9 +79,14 @@ type mixedOperation struct {
 	call, end     int64
 	results       ratelimit.Results // one result, if the call has one limiter
 	owed          int64             // how much the key owes after this charge
-	taken         ratelimit.Result  // the take, if this is a refund
-	of            []portion         // the take's part for each policy, if this is a refund
-	followed      bool              // this Wait was allowed together with others, and is not the last of them
+	id            int64             // the hold, if this makes, settles or extends one
+	ttl           time.Duration     // how long the hold lasts, or is extended
+	held          *ratelimit.Hold   // the hold, if it was made
+	settlement    ratelimit.Settlement
+	until         int64            // when the hold ends after this Extend; 0 if it had ended before
+	taken         ratelimit.Result // the take, if this is a refund
+	of            []portion        // the take's part for each policy, if this is a refund
+	followed      bool             // this Wait was allowed together with others, and is not the last of them
 }
 
 // run runs callers on several pools, which stand for processes. It returns the history, and how many statements decided
@@ -96,7 +105,7 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 		}
 	}}
 	timeout := amply
-	if m.holds {
+	if m.locks {
 		timeout = 4 * patience
 	}
 	for i := range workers {
@@ -135,20 +144,34 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 	impatient := make(chan struct{}) // closed when a call got ErrKeyHeld
 	told := sync.OnceFunc(func() { close(impatient) })
 	end := func() {}
-	if m.holds {
-		end = m.hold(t, db, workers[0].limiters, impatient, &histories[pools*callersOfPool], &errs[pools*callersOfPool])
+	if m.locks {
+		end = m.lock(t, db, workers[0].limiters, impatient, &histories[pools*callersOfPool], &errs[pools*callersOfPool])
 	}
 	var callers sync.WaitGroup
 	for i := range pools * callersOfPool {
 		callers.Go(func() {
 			random := rand.New(rand.NewPCG(seed, uint64(i)))
 			var takes []mixedOperation // takes from one limiter that were not refunded
+			var held []mixedOperation  // holds that were not settled
 			for n := 0; n < calls && errs[i] == nil; n++ {
 				op := m.draw(random)
 				if op.kind == refund && len(takes) == 0 {
 					op.kind = allow
 				}
 				switch op.kind {
+				case settle, extend:
+					if len(held) == 0 {
+						continue
+					}
+					at := random.IntN(len(held))
+					op.asks, op.space = slices.Clone(held[at].asks), held[at].space
+					op.id, op.held, op.ttl = held[at].id, held[at].held, m.month // which is longer than it had at first
+					if op.kind == settle {
+						held = slices.Delete(held, at, at+1)
+						for i := range op.asks {
+							op.asks[i].cost = random.Int64N(2 * op.asks[i].cost)
+						}
+					}
 				case refund:
 					at := random.IntN(len(takes))
 					op = takes[at]
@@ -171,6 +194,9 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 				}
 				histories[i] = append(histories[i], op)
 				takes = append(takes, op.takes()...)
+				if op.kind == hold && op.held != nil {
+					held = append(held, op)
+				}
 				for n := 0; m.leased && n < 4 && errs[i] == nil; n++ {
 					errs[i] = workers[i%pools].takeLeased(t.Context(), random, &uses[i])
 				}
@@ -185,22 +211,22 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 	}
 	select {
 	case <-impatient:
-		require.True(t, m.holds)
+		require.True(t, m.locks)
 	default:
-		require.False(t, m.holds)
+		require.False(t, m.locks)
 	}
 	return slices.Concat(histories...), statements.Load()
 }
 
 const (
 	patience     = 1500 * time.Millisecond // how long a call waits for a held key
-	holdsBriefly = 20 * time.Millisecond
+	locksBriefly = 20 * time.Millisecond
 )
 
-// hold adds a caller that takes from keys of space 0 in transactions that stay open. The returned function stops the
+// lock adds a caller that takes from keys of space 0 in transactions that stay open. The returned function stops the
 // caller. The first transaction takes from all keys, and stays open until a call got ErrKeyHeld. The later transactions
 // take from one key each, and are short.
-func (m mix) hold(
+func (m mix) lock(
 	t *testing.T,
 	db *pgtest.DB,
 	limiters [][]*ratelimit.Limiter,
@@ -209,17 +235,17 @@ func (m mix) hold(
 	err *error,
 ) (end func()) {
 	t.Helper()
-	holder := worker{pool: db.Of(keyOf(0, 0)).Pool, limiters: limiters}
+	locker := worker{pool: db.Of(keyOf(0, 0)).Pool, limiters: limiters}
 	ctx, cancel := context.WithCancel(t.Context())
 	locked, ended := make(chan struct{}), make(chan struct{})
-	once := func(limits, key int, hold func()) error {
+	once := func(limits, key int, keep func()) error {
 		op := mixedOperation{kind: allowAllTx, client: 1 << 10, call: time.Now().UnixMicro()}
 		for i := range limits {
 			op.asks = append(op.asks, ask{limit: i, key: key % m.limits[i].keys, cost: 1})
 		}
-		err := pgx.BeginFunc(t.Context(), holder.pool, func(tx pgx.Tx) (err error) {
-			op.results, err = ratelimit.AllowAll(t.Context(), holder.requests(op, tx)...)
-			hold()
+		err := pgx.BeginFunc(t.Context(), locker.pool, func(tx pgx.Tx) (err error) {
+			op.results, err = ratelimit.AllowAll(t.Context(), locker.requests(op, tx)...)
+			keep()
 			return err
 		})
 		op.end = time.Now().UnixMicro()
@@ -236,7 +262,7 @@ func (m mix) hold(
 			}
 		})
 		for key := 0; *err == nil && ctx.Err() == nil; key++ {
-			*err = once(1, key, func() { pause(t.Context(), holdsBriefly) })
+			*err = once(1, key, func() { pause(t.Context(), locksBriefly) })
 		}
 	}()
 	<-locked
@@ -274,7 +300,7 @@ func (m mix) draw(random *rand.Rand) mixedOperation {
 	op := mixedOperation{kind: m.calls[random.IntN(len(m.calls))], space: random.IntN(spaces)}
 	limits := random.Perm(len(m.limits))
 	switch op.kind {
-	case allowAll, allowAllTx, rolledBack:
+	case allowAll, allowAllTx, rolledBack, hold:
 		limits = limits[:1+random.IntN(len(limits))]
 	default:
 		limits = limits[:1]
@@ -291,6 +317,8 @@ func (m mix) draw(random *rand.Rand) mixedOperation {
 		a.cost = 0
 	case charge:
 		a.cost = 10 + random.Int64N(10)
+	case hold:
+		op.id, op.ttl = ids.Add(1), time.Millisecond+time.Duration(random.Int64N(int64(m.month/2)))
 	case reset:
 		a.policy = 0
 	}
@@ -352,6 +380,20 @@ func (w worker) make(ctx context.Context, m mix, op *mixedOperation) error {
 	case allowAll:
 		op.results, err = ratelimit.AllowAll(ctx, requests...)
 		return err
+	case hold:
+		var r ratelimit.HoldResults
+		r, err = ratelimit.HoldAll(ctx, op.ttl, requests...)
+		op.results, op.held = r.Results, r.Hold
+		return err
+	case settle:
+		return op.settle(ctx)
+	case extend:
+		err = op.held.Extend(ctx, op.ttl)
+		if errors.Is(err, ratelimit.ErrHoldEnded) {
+			return nil
+		}
+		op.until = op.held.EndsAt().UnixMicro()
+		return err
 	case allowAllTx:
 		return pgx.BeginFunc(ctx, w.pool, inTx)
 	case rolledBack:
@@ -369,6 +411,25 @@ func (w worker) make(ctx context.Context, m mix, op *mixedOperation) error {
 	op.results = ratelimit.Results{Allowed: one.Allowed, RetryAfter: one.RetryAfter, Each: []ratelimit.Result{one}}
 	return err
 }
+
+// settle settles a hold twice. The second answer must be the first one.
+func (op *mixedOperation) settle(ctx context.Context) (err error) {
+	used := make([]int64, len(op.asks))
+	for i, a := range op.asks {
+		used[i] = a.cost
+	}
+	if op.settlement, err = op.held.Settle(ctx, used...); err != nil {
+		return err
+	}
+	again, err := op.held.Settle(ctx, 1)
+	if err == nil && !reflect.DeepEqual(op.settlement, again) {
+		err = fmt.Errorf("settled twice: %+v and %+v", op.settlement, again)
+	}
+	return err
+}
+
+// ids counts the holds.
+var ids atomic.Int64
 
 var errRolledBack = errors.New("this transaction is to be rolled back")
 
@@ -430,7 +491,7 @@ func mixes(span time.Duration) map[string]mix {
 		"held rows": {
 			limits: limits,
 			calls:  []kind{allowAll, allowAll, allow, allow, refund, grant, peek, reset},
-			holds:  true,
+			locks:  true,
 		},
 		"several policies": {limits: severalLimits, calls: []kind{allow, allow, allowAll, peek, refund, grant}},
 		"refunds and grants": {
@@ -440,6 +501,7 @@ func mixes(span time.Duration) map[string]mix {
 		},
 		"other policies": {limits: changing, calls: []kind{allowAll, allow, allow, peek}},
 		"charges":        {limits: limits, calls: []kind{allowAll, allowAll, allow, allow, allow, charge, refund, grant, peek}},
+		"holds":          {limits: limits, calls: []kind{allowAll, allow, allow, hold, hold, hold, settle, settle, extend, charge, refund, grant, peek}},
 		"beside leases":  {limits: limits, calls: []kind{allowAll, allow, allow, peek, refund, grant}, leased: true},
 		"waits": {
 			limits: slices.Concat(limits[:1], severalLimits[1:]),
@@ -462,12 +524,12 @@ func mixes(span time.Duration) map[string]mix {
 			calls:  []kind{allow, allow, allowAll, refund, refund, reset},
 		},
 		"all of them together": {limits: everything, calls: []kind{
-			allowAll, allowAll, allowAll, allowAllTx, rolledBack, allow, allow, peek, wait, charge, refund, refund, grant,
-			reset,
+			allowAll, allowAll, allowAll, allowAllTx, rolledBack, allow, allow, peek, wait, hold, settle, extend, charge, refund, refund,
+			grant, reset,
 		}},
 		"all of them together, in a crowd": {limits: crowded, calls: []kind{
-			allowAll, allowAll, allowAllTx, rolledBack, allow, allow, allow, allow, peek, wait, charge, refund, refund,
-			grant, reset,
+			allowAll, allowAll, allowAllTx, rolledBack, allow, allow, allow, allow, peek, wait, hold, settle, extend, charge,
+			refund, refund, grant, reset,
 		}, crowd: true},
 	}
 	if pgtest.Shards() > 0 { // on shards, no call runs in a transaction of the caller

@@ -67,9 +67,12 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 		return true, after
 	}
 
-	at := op.results.Each[0].DecidedAt.UnixMicro()
-	if at < op.call || at > op.end {
+	at := op.at()
+	if at != 0 && (at < op.call || at > op.end) {
 		return false, before
+	}
+	if op.kind == settle || op.kind == extend {
+		return j.stepOfHold(before, op, at)
 	}
 	fits := true
 	for _, a := range op.asks {
@@ -98,10 +101,15 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 				next, one = rule.charge(before[row], at, cost)
 				owed = max(owed, rule.owed(next, at))
 			}
+			if op.kind == hold && fits {
+				next = before[row].hold(op.id, cost, at, at+op.ttl.Microseconds())
+				_, one = rule.decide(next, at, 0, nil)
+				one.Allowed, one.RetryAfter = true, 0
+			}
 			nothing := cost == 0 || op.kind == refund && next == before[row]
 			next.clock = at
 			if fits && !nothing && op.kind != rolledBack {
-				after[row] = next
+				after[row], _ = next.without(0, at)
 			}
 			of = combine(of, one, part == 0)
 		}
@@ -117,6 +125,52 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 		want.RetryAfter = max(want.RetryAfter, of.RetryAfter)
 	}
 	return want.Allowed == op.results.Allowed && want.RetryAfter == op.results.RetryAfter && owed == op.owed, after
+}
+
+// stepOfHold returns the books after a settlement or an extension of a hold.
+func (j mixJudge) stepOfHold(before books, op mixedOperation, at int64) (bool, books) {
+	after, live, now := before, true, at
+	if at == 0 { // a hold that has ended stays ended, so the latest possible time is enough
+		now = op.end
+	}
+	for _, a := range op.asks {
+		for part, policy := range j.limits[a.limit].policies[a.policy] {
+			row, rule := j.row(a.limit, part, a.key), j.rules[policy]
+			next, found := before[row].without(op.id, now)
+			live = live && found
+			if at < before[row].clock && at != 0 {
+				return false, before
+			}
+			switch {
+			case op.kind == extend:
+				next = next.hold(op.id, a.cost, at, op.until)
+			case a.cost > 0:
+				next, _ = rule.charge(next, at, a.cost)
+			}
+			next.clock = at
+			after[row] = next
+		}
+	}
+	switch {
+	case op.kind == settle:
+		return live != op.settlement.Late, after
+	case at == 0: // the hold had ended
+		return !live, before
+	}
+	return live, after
+}
+
+// at returns when a call was decided. It returns 0 if the call does not say so.
+func (op mixedOperation) at() int64 {
+	switch {
+	case op.kind == settle:
+		return op.settlement.At.UnixMicro()
+	case op.kind == extend && op.until == 0:
+		return 0
+	case op.kind == extend:
+		return op.until - op.ttl.Microseconds()
+	}
+	return op.results.Each[0].DecidedAt.UnixMicro()
 }
 
 // isFollowedBy tells whether op is a Wait that was allowed together with the call next, and took before next. Both
@@ -147,10 +201,10 @@ func combine(r, one ratelimit.Result, first bool) ratelimit.Result {
 
 // interval returns the time in which an operation may have taken effect.
 func (op mixedOperation) interval() (from, to int64) {
-	if op.kind == reset {
+	if op.kind == reset || op.at() == 0 {
 		return op.call, op.end
 	}
-	switch at := op.results.Each[0].DecidedAt.UnixMicro(); {
+	switch at := op.at(); {
 	case op.kind == refund:
 		return op.call, op.end // a refund of nothing locks no row, so it reads the rows before it reads the clock
 	case op.kind == peek:
@@ -159,7 +213,7 @@ func (op mixedOperation) interval() (from, to int64) {
 		// No other call sees the effect of this one. A denial may read the rows as a Peek does. A take may have read
 		// the clock up to 10 ms before it created a row, and the key may have been reset meanwhile.
 		return op.call, op.end
-	case op.kind == grant, op.results.Allowed:
+	case op.kind == grant, op.kind == settle, op.kind == extend, op.results.Allowed:
 		return at, op.end // other calls may see the effect after the commit
 	}
 	return op.call, op.end // a denial may read as a Peek does, or see uncommitted changes of its own statement
@@ -168,6 +222,9 @@ func (op mixedOperation) interval() (from, to int64) {
 func (op mixedOperation) describe() string {
 	var text strings.Builder
 	_, _ = fmt.Fprintf(&text, "%s, %t", op.kind, op.results.Allowed)
+	if op.id > 0 {
+		_, _ = fmt.Fprintf(&text, ", hold %d, %v, %+v, until %d", op.id, op.ttl, op.settlement, op.until)
+	}
 	for i, r := range op.results.Each {
 		_, _ = fmt.Fprintf(&text, "; %+v: %t, remaining %d, retry %v, reset %v, at %d",
 			op.asks[i], r.Allowed, r.Remaining, r.RetryAfter, r.ResetAfter, r.DecidedAt.UnixMicro())
@@ -216,7 +273,7 @@ func (o *outcomes) add(history []mixedOperation, shared int64) {
 		}
 		o.kinds[op.kind] = true
 		o.allowed = o.allowed || op.results.Allowed
-		o.denied = o.denied || !op.results.Allowed && op.kind != reset
+		o.denied = o.denied || !op.results.Allowed && len(op.results.Each) > 0
 		hadRoom := func(r ratelimit.Result) bool { return r.RetryAfter == 0 }
 		o.spared = o.spared || !op.results.Allowed && slices.ContainsFunc(op.results.Each, hadRoom)
 	}

@@ -2,6 +2,7 @@ package faults
 
 import (
 	"reflect"
+	"slices"
 	"sort"
 	"time"
 
@@ -16,16 +17,17 @@ type account struct {
 	// count is the units taken in the window. In a bucket it is the missing tokens in 1/scale token, and in a log the
 	// number of entries.
 	count   int64
-	prev    int64                     // units taken in the previous window
-	log     [40]struct{ at, n int64 } // log: the takes and charges, oldest first
-	scale   int64                     // bucket: Every in µs
-	full    int64                     // bucket: its capacity, in 1/scale token
-	credit  int64                     // granted credit
-	since   int64                     // when the bucket, or an account with credit, was created
-	refill  int64                     // bucket: its Refill
-	back    int64                     // bucket: units given back after since, in the unit of count
-	expires int64                     // when the key is as good as new, by the policy of the last write
-	locked  int                       // how many operations have locked the row
+	prev    int64                              // units taken in the previous window
+	log     [40]struct{ at, n int64 }          // log: the takes and charges, oldest first
+	scale   int64                              // bucket: Every in µs
+	full    int64                              // bucket: its capacity, in 1/scale token
+	credit  int64                              // granted credit
+	since   int64                              // when the bucket, or an account with credit, was created
+	refill  int64                              // bucket: its Refill
+	back    int64                              // bucket: units given back after since, in the unit of count
+	expires int64                              // when the row is as good as new, by the policy of the last write
+	holds   [24]struct{ id, units, end int64 } // the holds, without gaps; an ended hold stays until the next write
+	locked  int                                // how many operations have locked the row
 }
 
 // rule is an algorithm as documented, implemented a second time. A rule only knows how time changes an account, and how
@@ -252,20 +254,77 @@ func always(life int64) func(account) int64 { return func(account) int64 { retur
 // numbers.
 func (r rule) at(a account, t int64) account {
 	if t >= a.expires || a.kind != r.kind {
-		a = account{clock: a.clock, kind: r.kind}
+		a = account{clock: a.clock, kind: r.kind, holds: a.holds}
 	}
 	return r.roll(a, t)
 }
 
-// roomAt returns the largest cost that fits at t.
+// roomAt returns the largest cost that fits at t beside the holds.
 func (r rule) roomAt(a account, t int64) int64 {
+	held, _ := a.held(t)
 	a = r.at(a, t)
-	return r.room(a, t) + a.credit
+	return max(0, r.room(a, t)+a.credit-held)
 }
 
-// fits returns the first time, from t on, at which a cost of n fits.
+// held returns how many units are held at t, and when the last of these holds ends.
+func (a account) held(t int64) (held, until int64) {
+	for _, h := range a.holds {
+		if h.end > t {
+			held, until = held+h.units, max(until, h.end)
+		}
+	}
+	return held, until
+}
+
+// without returns an account without its ended holds and the hold id. The result live tells whether id was live.
+func (a account) without(id, t int64) (_ account, live bool) {
+	holds := a.holds
+	a.holds = account{}.holds
+	n := 0
+	for _, h := range holds {
+		switch {
+		case h.end <= t:
+		case h.id == id:
+			live = true
+		default:
+			a.holds[n] = h
+			n++
+		}
+	}
+	return a, live
+}
+
+// hold adds a hold of n units, or prolongs the hold id.
+func (a account) hold(id, n, t, end int64) account {
+	a, _ = a.without(id, t)
+	i := slices.IndexFunc(a.holds[:], func(h struct{ id, units, end int64 }) bool { return h.id == 0 })
+	a.holds[i].id, a.holds[i].units, a.holds[i].end = id, n, end
+	return a
+}
+
+// fits returns the first time, from t on, at which a cost of n fits. The room grows as time passes, except when granted
+// credit expires.
 func (r rule) fits(a account, t, n int64) int64 {
-	return t + int64(sort.Search(int(r.horizon), func(d int) bool { return r.roomAt(a, t+int64(d)) >= n }))
+	_, until := a.held(t)
+	first := func(from, to int64) int64 {
+		return from + int64(sort.Search(int(to-from), func(d int) bool { return r.roomAt(a, from+int64(d)) >= n }))
+	}
+	if rolled := r.at(a, t); rolled.credit > 0 {
+		if at := first(t, rolled.expires); at < rolled.expires {
+			return at
+		}
+		return first(rolled.expires, max(rolled.expires+r.horizon, until))
+	}
+	return first(t, max(t+r.horizon, until))
+}
+
+// reset returns the first time, from t on, at which a row is as good as new. Holds are not in the row.
+func (r rule) reset(a account, t int64) int64 {
+	if rolled := r.at(a, t); rolled.credit > 0 {
+		return rolled.expires
+	}
+	a.holds = account{}.holds
+	return r.fits(a, t, r.limit)
 }
 
 // owedLimits is how many limits a key may owe.
@@ -293,7 +352,7 @@ func (r rule) charge(a account, t, n int64) (account, ratelimit.Result) {
 	a = r.take(a, t, n-spent)
 	a.credit, a.expires = a.credit-spent, t+r.life(a)
 	next, result := r.decide(a, t, 0, nil)
-	next.expires = t + result.ResetAfter.Microseconds()
+	next.expires = r.reset(next, t)
 	result.Allowed = true // although a further request may be denied
 	return next, result
 }
@@ -332,11 +391,9 @@ func (r rule) decide(a account, t, n int64, of *portion) (account, ratelimit.Res
 		a.credit, a.expires = a.credit-(n-ordinary), t+r.life(a)
 	}
 	result.Remaining = r.roomAt(a, t)
-	reset := r.fits(a, t, r.limit)
-	if rolled := r.at(a, t); rolled.credit > 0 {
-		reset = rolled.expires
-	}
-	result.ResetAfter = time.Duration(reset-t) * time.Microsecond
+	reset := r.reset(a, t)
+	_, until := a.held(t)
+	result.ResetAfter = time.Duration(max(reset, until)-t) * time.Microsecond
 	nothing := reset == t && (r.kind == "token bucket" || a.count == 0 && a.prev == 0) // whether no usage is left
 	if grant || n < 0 && changed && nothing || n > 0 && result.Allowed {
 		a.expires = reset
