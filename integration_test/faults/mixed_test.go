@@ -318,7 +318,7 @@ func (m mix) draw(random *rand.Rand) mixedOperation {
 	case charge:
 		a.cost = 10 + random.Int64N(10)
 	case hold:
-		op.id, op.ttl = ids.Add(1), time.Millisecond+time.Duration(random.Int64N(int64(m.month/2)))
+		op.id, op.ttl = ids.Add(1), time.Duration(1000+random.Int64N(m.month.Microseconds()/2))*time.Microsecond
 	case reset:
 		a.policy = 0
 	}

@@ -111,6 +111,9 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 			if fits && !nothing && op.kind != rolledBack {
 				after[row], _ = next.without(0, at)
 			}
+			if op.kind == peek || op.kind == hold {
+				one.Held, _ = next.held(at)
+			}
 			of = combine(of, one, part == 0)
 		}
 		of.Allowed = of.Allowed && fits // if the call took nothing, no policy reports that it was allowed
@@ -195,6 +198,7 @@ func combine(r, one ratelimit.Result, first bool) ratelimit.Result {
 		r.Limit, r.Remaining = one.Limit, one.Remaining
 	}
 	r.Allowed = r.Allowed && one.Allowed
+	r.Held = max(r.Held, one.Held)
 	r.RetryAfter, r.ResetAfter = max(r.RetryAfter, one.RetryAfter), max(r.ResetAfter, one.ResetAfter)
 	return r
 }
