@@ -24,6 +24,9 @@ func TestMain(m *testing.M) {
 	if work := os.Getenv(workVariable); work != "" {
 		os.Exit(workInChild(work))
 	}
+	if work := os.Getenv(holdWorkVariable); work != "" {
+		os.Exit(holdInChild(work))
+	}
 	if work := os.Getenv(leaseWorkVariable); work != "" {
 		os.Exit(leaseInChild(work))
 	}
