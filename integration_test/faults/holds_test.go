@@ -24,6 +24,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -46,6 +47,7 @@ type holdWork struct {
 func (w holdWork) config() ratelimit.Config {
 	return ratelimit.Config{
 		Name: "held", Policy: ratelimit.FixedWindow{Limit: w.Limit, Window: w.Window}, Durable: w.Durable,
+		SynchronousCommit: w.Durable,
 	}
 }
 
@@ -319,6 +321,48 @@ func TestHoldsOfUnluckyProcesses(t *testing.T) {
 		require.Positive(t, held)
 		f.checkReports(t, pool)
 		t.Logf("%d settlements were reported, %d audits, at most %d of %d held", f.settlements(), audits, held, f.Limit)
+	}
+}
+
+// A server that is killed forgets no settlement that was acknowledged, and counts none twice.
+func TestKilledServerForgetsNoSettlement(t *testing.T) {
+	t.Parallel()
+
+	random := random(t)
+	server, pool := newServer(t, pgserver.Config{Fsync: true})
+	f := &holdFleet{holdWork: holdWork{
+		Durable: true, Keys: 2, Limit: 200, Window: 3 * time.Second, TTL: 80 * time.Millisecond,
+	}}
+	for range testkit.Rounds(t, "ROUNDS", 3) {
+		limiter := limitertest.New(t, newPool(t, server.URL(), nil), f.config())
+		ctx, cancel := context.WithCancel(t.Context())
+		var callers sync.WaitGroup
+		before := f.settlements()
+		for range 8 {
+			mine := rand.New(rand.NewPCG(random.Uint64(), 0))
+			callers.Go(func() {
+				for ctx.Err() == nil {
+					if report, ok := f.holdOnce(ctx, limiter, mine); ok {
+						f.mu.Lock()
+						f.reports = append(f.reports, report)
+						f.mu.Unlock()
+					}
+				}
+			})
+		}
+		testkit.WaitUntil(t, func() bool { return f.settlements() >= before+20 })
+		pause(t.Context(), time.Duration(random.Int64N(int64(f.TTL))))
+		require.NoError(t, server.Kill())
+		cancel()
+		callers.Wait()
+
+		require.NoError(t, server.Restart(t.Context()))
+		pool.Reset()
+		for key := range f.Keys {
+			_, err := f.audit(t.Context(), pool, fmt.Sprint("key ", key))
+			require.NoError(t, err)
+		}
+		f.checkReports(t, pool)
 	}
 }
 
