@@ -4,7 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"log"
+	"math"
+	"net/http"
+	"strconv"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -290,6 +294,94 @@ func ExampleLimiter_Reserve() {
 	case <-ctx.Done():
 		_, _ = limiter.Refund(context.WithoutCancel(ctx), booked.Result)
 	}
+}
+
+// A tenant may use 100,000 tokens of a language model a day, and 20,000 a minute. Nobody knows how many tokens an answer
+// takes before it ends, so 4,000 are held while it is written.
+func ExampleLimiter_Hold_stream() {
+	type part struct {
+		text   string
+		tokens int64
+	}
+	var (
+		w      http.ResponseWriter
+		r      *http.Request
+		client *ratelimit.Client
+		stream func(context.Context) iter.Seq[part]
+	)
+	limiter, err := client.Limiter(ratelimit.Config{
+		Name: "tokens",
+		Policy: ratelimit.All(
+			ratelimit.CalendarWindow{Limit: 100_000, Unit: ratelimit.CalendarDay},
+			ratelimit.SlidingWindow{Limit: 20_000, Window: time.Minute},
+		),
+		Durable: true, // kept if the server crashes
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+
+	held, err := limiter.Hold(r.Context(), "tenant:7", 4000, time.Minute)
+	switch {
+	case err != nil:
+		http.Error(w, "try again", http.StatusServiceUnavailable)
+		return
+	case !held.Allowed:
+		w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(held.RetryAfter.Seconds()))))
+		http.Error(w, "too many tokens", http.StatusTooManyRequests)
+		return
+	}
+	used := int64(0)
+	defer func() { // also if the tenant has left, or the model fails
+		if _, err := held.Hold.Settle(context.WithoutCancel(r.Context()), used); err != nil {
+			log.Print(err)
+		}
+	}()
+	extended := time.Now()
+	for part := range stream(r.Context()) {
+		used += part.tokens
+		fmt.Fprint(w, part.text)
+		if time.Since(extended) > 20*time.Second { // a long answer keeps its hold
+			extended = time.Now()
+			if err := held.Hold.Extend(r.Context(), time.Minute); err != nil {
+				log.Print(err)
+			}
+		}
+	}
+}
+
+// A worker in another process settles the hold that was made with its job.
+func ExampleLimiter_HoldFromText() {
+	var (
+		ctx      context.Context
+		pool     *pgxpool.Pool
+		limiter  *ratelimit.Limiter
+		complete func(context.Context) (used int64)
+	)
+	// The application makes the job and the hold, or neither of them.
+	err := pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+		held, err := limiter.WithTx(tx).Hold(ctx, "tenant:7", 4000, time.Hour)
+		if err != nil || !held.Allowed {
+			return err
+		}
+		_, err = tx.Exec(ctx, "INSERT INTO jobs (hold) VALUES ($1)", held.Hold.String())
+		return err
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+
+	// The worker reads the job, and settles the hold.
+	var text string
+	if err := pool.QueryRow(ctx, "DELETE FROM jobs RETURNING hold").Scan(&text); err != nil {
+		log.Fatal(err)
+	}
+	hold, err := limiter.HoldFromText(ctx, text)
+	if err != nil {
+		log.Fatal(err)
+	}
+	settlement, err := hold.Settle(ctx, complete(ctx))
+	fmt.Println(settlement.Used, settlement.Late, err)
 }
 
 // Limiters of one client share its connections. If many limiters have a few calls each, one statement decides all these

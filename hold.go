@@ -25,7 +25,8 @@ import (
 // again, without a write.
 //
 // A Hold is safe for concurrent use. Another process can settle it by its text: see [Hold.String]. A row of mode off of
-// [Policies] makes an empty Hold, whose text is "". Its calls succeed, and count nothing.
+// [Policies], or [FailOpen] and [FallbackLocal] while Postgres is away, make an empty Hold, whose text is "". Its calls
+// succeed, and count nothing.
 type Hold struct {
 	of     *holding // nil if a Hold was not made by this package
 	tx     pgx.Tx
@@ -84,9 +85,10 @@ type Settlement struct {
 // counted, and 250 remain. A hold always weighs in full, also in a window that begins later, and in a [TokenBucket]
 // that is refilled meanwhile. RetryAfter of a denial says when the same cost fits if no hold is settled before its end.
 //
-// A call that is denied takes nothing, and has no Hold. Leases, OnFailure and shadows do not decide a Hold. After an
-// [ErrOutcomeUnknown], or if ctx has ended, the units may be set aside: then the result has a Hold although there is an
-// error, so that the caller can cancel it.
+// A call that is denied takes nothing, and has no Hold. While Postgres is away, [Config].OnFailure answers as it answers
+// AllowN, and an allowed call gets an empty Hold, whose calls count nothing. Leases and shadows do not decide a Hold.
+// After an [ErrOutcomeUnknown], or if ctx has ended, the units may be set aside: then the result has a Hold although
+// there is an error, so that the caller can cancel it.
 //
 // Errors: those of AllowN; a [*HoldError] for a ttl out of range; a [*CostError] for n below 1.
 func (l *Limiter) Hold(ctx context.Context, key string, n int64, ttl time.Duration) (HoldResult, error) {
@@ -117,19 +119,40 @@ func (l *Limiter) hold(
 	}
 	policy, row, err := l.inForce(ctx, key)
 	switch {
-	case err != nil:
-		return HoldResult{}, err
 	case n < 1:
 		return HoldResult{}, &CostError{Cost: n, Limit: policy.Limit, Least: 1}
 	case row != nil:
-		if result.Result, err = l.byRow(row, n); result.Allowed {
-			result.Hold = &Hold{of: &holding{client: l.client, numbers: 1}}
-		}
-		return result, err
+		result.Result, err = l.byRow(row, n)
+		return result.orEmpty(l.client), err
 	}
 	if err := checkCost(n, policy); err != nil {
 		return HoldResult{}, err
 	}
+	if err == nil {
+		result, err = l.holdInDatabase(ctx, tx, policy, key, n, micros)
+	}
+	if err != nil && tx == nil {
+		if result.Result, err = l.onError(err, policy, key, n); err == nil {
+			result.Hold = nil // if the database has made one, it ends by itself
+		}
+		return result.orEmpty(l.client), err
+	}
+	l.countDenial(key, n, &result.Result, err)
+	return result, err
+}
+
+// orEmpty returns the result with an empty hold if it is allowed without a hold.
+func (r HoldResult) orEmpty(client *Client) HoldResult {
+	if r.Allowed && r.Hold == nil {
+		r.Hold = &Hold{of: &holding{client: client, numbers: 1}}
+	}
+	return r
+}
+
+// holdInDatabase is hold for a key whose policy is known. Beside an error, the result may have a hold: see perhaps.
+func (l *Limiter) holdInDatabase(
+	ctx context.Context, tx pgx.Tx, policy *model.Policy, key string, n, micros int64,
+) (result HoldResult, err error) {
 	if err := ctx.Err(); err != nil {
 		return HoldResult{}, gaveUp(err)
 	}
@@ -142,13 +165,11 @@ func (l *Limiter) hold(
 	o, err := l.client.engine.Hold(ctx, tx, &ask, of.id, micros)
 	if err != nil {
 		err = publicError(err)
-		result.Hold = of.perhaps(ctx, err)
-		return result, err
+		return HoldResult{Hold: of.perhaps(ctx, err)}, err
 	}
 	if result.set(&o); result.Allowed {
 		result.Hold = of.until(result.DecidedAt, micros)
 	}
-	l.countDenial(key, n, &result.Result, nil)
 	return result, nil
 }
 

@@ -29,6 +29,7 @@ import (
 	"net/url"
 	"reflect"
 	"strings"
+	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
@@ -73,6 +74,13 @@ type Config struct {
 	//
 	// Defaults to charging every call.
 	Charge func(codes.Code) bool
+
+	// HoldFor is for costs that are known only afterwards: see [httplimit.Config].HoldFor. A handler calls
+	// [httplimit.Settle] and [httplimit.Extend] with its context. If it does not, the whole Cost counts, or nothing if
+	// Charge returns false.
+	//
+	// Defaults to 0: the cost is taken, not held.
+	HoldFor time.Duration
 
 	// Logger gets the lines of [httplimit.Config].Logger. These lines begin with the word httplimit.
 	//
@@ -122,6 +130,7 @@ func New(limiter httplimit.Limiter, config Config) (*Interceptors, error) {
 		Key:        config.Key,
 		PolicyName: strings.Map(printable, limits.Name), // for the log
 		Reject:     reject,
+		HoldFor:    config.HoldFor,
 		Logger:     config.Logger,
 	}
 	if config.Tier != nil {
@@ -156,7 +165,7 @@ func printable(c rune) rune {
 func (i *Interceptors) Unary(
 	ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler,
 ) (response any, err error) {
-	err = i.pass(ctx, info.FullMethod, func() error {
+	err = i.pass(ctx, info.FullMethod, func(ctx context.Context) error {
 		response, err = handler(ctx, request)
 		return err
 	})
@@ -167,11 +176,25 @@ func (i *Interceptors) Unary(
 func (i *Interceptors) Stream(
 	server any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler,
 ) error {
-	return i.pass(stream.Context(), info.FullMethod, func() error { return handler(server, stream) })
+	return i.pass(stream.Context(), info.FullMethod, func(ctx context.Context) error {
+		if ctx != stream.Context() { // it has a hold
+			return handler(server, &streamIn{stream, ctx})
+		}
+		return handler(server, stream)
+	})
 }
 
+// streamIn is a stream with another context.
+type streamIn struct {
+	grpc.ServerStream
+
+	ctx context.Context //nolint:containedctx // a grpc.ServerStream has its context
+}
+
+func (s *streamIn) Context() context.Context { return s.ctx }
+
 // pass hands a call to httplimit as an HTTP request, and returns the error that the client gets.
-func (i *Interceptors) pass(ctx context.Context, fullMethod string, handle func() error) error {
+func (i *Interceptors) pass(ctx context.Context, fullMethod string, handle func(context.Context) error) error {
 	// This error stays only if the client has left, because httplimit then writes no answer.
 	c := &call{handle: handle, outcome: status.FromContextError(context.Canceled).Err()}
 	if stream := grpc.ServerTransportStreamFromContext(ctx); stream != nil && reflect.ValueOf(stream).Comparable() {
@@ -203,9 +226,9 @@ func request(ctx context.Context, fullMethod string) *http.Request {
 
 // call is a gRPC call in the form that httplimit needs: it is the handler and the ResponseWriter.
 type call struct {
-	stream  any          // identifies the call; nil if it is unknown
-	handle  func() error // the rest of the chain
-	outcome error        // the error that the client gets, or nil
+	stream  any                         // identifies the call; nil if it is unknown
+	handle  func(context.Context) error // the rest of the chain
+	outcome error                       // the error that the client gets, or nil
 	header  http.Header
 }
 
@@ -214,8 +237,8 @@ type call struct {
 const statusOK = 200
 
 // ServeHTTP handles an allowed call. It writes the code as an HTTP status, for Config.Charge.
-func (c *call) ServeHTTP(w http.ResponseWriter, _ *http.Request) {
-	c.outcome = c.handle()
+func (c *call) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	c.outcome = c.handle(r.Context())
 	w.WriteHeader(statusOK + int(codeOf(c.outcome)))
 }
 

@@ -543,3 +543,71 @@ func TestConfigurationsThatCannotWork(t *testing.T) {
 	_, err := grpclimit.New(&fakeLimiter{name: "Anmeldung für \"alle\""}, grpclimit.Config{Key: always()})
 	require.NoError(t, err)
 }
+
+// A call holds its cost while its handler runs, and the handler says what was used.
+func TestHoldFor(t *testing.T) {
+	t.Parallel()
+
+	limiter, err := ratelimit.New(pgtest.New(t).Pool, ratelimit.Config{
+		Name: "tokens", Policy: ratelimit.FixedWindow{Limit: 100, Window: time.Hour}, OnFailure: ratelimit.FailOpen(),
+	})
+	require.NoError(t, err)
+	limit, err := grpclimit.New(limiter, grpclimit.Config{
+		Key:     grpclimit.ByFunc(func(context.Context, string) (string, error) { return "tenant:7", nil }),
+		Cost:    func(context.Context, string) int64 { return 40 },
+		Charge:  grpclimit.ChargeFailures,
+		HoldFor: time.Minute,
+	})
+	require.NoError(t, err)
+	left := int64(100)
+	work := func(ctx context.Context, used int64) error {
+		during, err := limiter.Peek(ctx, "tenant:7")
+		require.NoError(t, err)
+		require.Equal(t, left-40, during.Remaining)
+		require.EqualValues(t, 40, during.Held)
+		require.NoError(t, httplimit.Extend(ctx, 2*time.Minute))
+		if used > 0 {
+			left -= used
+			_, err = httplimit.Settle(ctx, used)
+		}
+		return err
+	}
+	ends := func(used int64) {
+		t.Helper()
+		left -= used
+		after, err := limiter.Peek(t.Context(), "tenant:7")
+		require.NoError(t, err)
+		require.Equal(t, left, after.Remaining)
+		require.Zero(t, after.Held)
+	}
+
+	_, err = limit.Unary(t.Context(), nil, &grpc.UnaryServerInfo{FullMethod: logIn}, func(ctx context.Context, _ any) (any, error) {
+		return nil, work(ctx, 7)
+	})
+	require.NoError(t, err)
+	ends(0)
+	info := &grpc.StreamServerInfo{FullMethod: watch}
+	require.NoError(t, limit.Stream(nil, &stream{ctx: t.Context()}, info, func(_ any, s grpc.ServerStream) error {
+		return work(s.Context(), 9)
+	}))
+	ends(0)
+	require.NoError(t, limit.Stream(nil, &stream{ctx: t.Context()}, info, func(_ any, s grpc.ServerStream) error {
+		return work(s.Context(), 0) // not settled, and Charge does not charge a success
+	}))
+	ends(0)
+	err = limit.Stream(nil, &stream{ctx: t.Context()}, info, func(_ any, s grpc.ServerStream) error {
+		require.NoError(t, work(s.Context(), 0))
+		return status.Error(codes.Internal, "no answer")
+	})
+	require.Equal(t, codes.Internal, status.Code(err))
+	ends(40)
+}
+
+// stream is a stream that only has a context.
+type stream struct {
+	grpc.ServerStream
+
+	ctx context.Context //nolint:containedctx // as in gRPC's streams
+}
+
+func (s *stream) Context() context.Context { return s.ctx }

@@ -184,6 +184,11 @@ func (f *fakeLimiter) AllowN(_ context.Context, key string, n int64) (ratelimit.
 	return f.result, f.err
 }
 
+// Hold is not used by the tests with a fakeLimiter.
+func (f *fakeLimiter) Hold(context.Context, string, int64, time.Duration) (ratelimit.HoldResult, error) {
+	return ratelimit.HoldResult{}, f.err
+}
+
 func (f *fakeLimiter) Refund(context.Context, ratelimit.Result) (ratelimit.Balance, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -43,6 +43,29 @@ func Example() {
 	log.Fatal(http.ListenAndServe("localhost:8080", limit(mux)))
 }
 
+// A gateway to a language model holds 4,000 tokens for each request, and counts what was really used.
+func ExampleSettle() {
+	var (
+		limiter  *ratelimit.Limiter
+		complete func(w io.Writer, r *http.Request) (used int64)
+	)
+	limit, err := httplimit.New(limiter, httplimit.Config{
+		Key:     httplimit.ByHeader("Tenant"),
+		Cost:    func(*http.Request) int64 { return 4000 },
+		HoldFor: 2 * time.Minute,
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	handler := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		used := complete(w, r)
+		if _, err := httplimit.Settle(r.Context(), used); err != nil {
+			log.Print(err)
+		}
+	})
+	log.Fatal(http.ListenAndServe("localhost:8080", limit(handler)))
+}
+
 // 5 failed logins in a quarter of an hour, for each address and name. The database has an HMAC of address and name.
 func ExampleChargeFailures() {
 	var (

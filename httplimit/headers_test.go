@@ -310,6 +310,12 @@ func (i incomparable) Refund(ctx context.Context, result ratelimit.Result) (rate
 	return i[0].Refund(ctx, result)
 }
 
+func (i incomparable) Hold(
+	ctx context.Context, key string, n int64, ttl time.Duration,
+) (ratelimit.HoldResult, error) {
+	return i[0].Hold(ctx, key, n, ttl)
+}
+
 // A request that passes the same middleware twice is logged once. Different requests that look alike are not logged.
 func TestMountedTwice(t *testing.T) {
 	t.Parallel()

@@ -31,6 +31,7 @@ import (
 	"time"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
@@ -46,6 +47,8 @@ type Limiter interface {
 	AllowN(ctx context.Context, key string, n int64) (ratelimit.Result, error)
 	// Refund gives back what AllowN took. Only a Config.Charge needs Refund.
 	Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Balance, error)
+	// Hold holds n instead of taking it. Only a Config.HoldFor needs Hold.
+	Hold(ctx context.Context, key string, n int64, ttl time.Duration) (ratelimit.HoldResult, error)
 }
 
 var _ Limiter = (*ratelimit.Limiter)(nil)
@@ -103,6 +106,17 @@ type Config struct {
 	//
 	// Defaults to charging every request.
 	Charge func(status int) bool
+
+	// HoldFor is for costs that are known only afterwards, such as the tokens of an answer. If it is above 0, Cost is an
+	// estimate: the middleware holds it while the handler runs, and the handler says by Settle what was really used. See
+	// [ratelimit.Limiter.Hold]. HoldFor is how long the hold lasts: from 1 ms to 24 h, and longer than handlers usually
+	// need. A handler that takes longer calls Extend. If the process crashes, the hold ends by itself.
+	//
+	// If the handler does not call Settle, the whole Cost counts, or nothing if Charge returns false. A Settle that has
+	// failed is repeated after the handler has returned.
+	//
+	// Defaults to 0: the cost is taken, not held.
+	HoldFor time.Duration
 
 	// Headers selects the header fields that tell clients about their limit.
 	//
@@ -168,6 +182,8 @@ func (c Config) validate(limiter ratelimit.Config) error {
 			"without quotes and backslashes, and is "+strconv.Quote(c.PolicyName))
 	case c.Headers < None || c.Headers > IETFDraft6:
 		return refuse("Headers", "must be None, IETFDraft11, IETFDraft6, XRateLimit or GitHub")
+	case c.HoldFor != 0 && (c.HoldFor < model.MinHold || c.HoldFor > model.MaxHold):
+		return refuse("HoldFor", "must be from 1 ms to 24 h, and is "+c.HoldFor.String())
 	case c.OnError == nil && limiter.OnFailure == ratelimit.FailureMode{}:
 		return refuse("OnError", "is required for this limiter: "+
 			"nothing says what happens to requests while Postgres is away. "+
@@ -251,7 +267,7 @@ func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	if visit, ok := m.nested.enter(m, w, r, limit.limiter, key); ok {
 		defer visit.leave()
 	}
-	result, err := limit.limiter.AllowN(r.Context(), key, cost)
+	result, hold, err := m.ask(r.Context(), limit.limiter, key, cost)
 	switch {
 	case err != nil:
 		m.rejectError(w, r, err)
@@ -271,11 +287,30 @@ func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 		m.reject(w, r, Rejection{Status: http.StatusTooManyRequests, RetryAfter: told.RetryAfter, Result: result})
 	case m.config.Charge != nil &&
 		(result.Source == ratelimit.SourceDatabase || result.Source == ratelimit.SourceLease):
-		m.serveAndSettle(w, r, next, charge{limit: limit, cost: cost, result: result})
+		m.serveAndSettle(w, r, next, charge{limit: limit, cost: cost, result: result, hold: hold})
 	default:
 		m.setHeaders(w.Header(), limit, result, result.Remaining)
+		if hold != nil {
+			defer m.end(r.Context(), hold, cost)
+			r = hold.in(r)
+		}
 		next.ServeHTTP(w, r)
 	}
+}
+
+// ask takes the cost of a request, or holds it.
+func (m *middleware) ask(ctx context.Context, limiter Limiter, key string, cost int64) (
+	result ratelimit.Result, hold *held, err error,
+) {
+	if m.config.HoldFor == 0 {
+		result, err = limiter.AllowN(ctx, key, cost)
+		return result, nil, err
+	}
+	answer, err := limiter.Hold(ctx, key, cost, m.config.HoldFor)
+	if answer.Hold != nil {
+		hold = &held{hold: answer.Hold}
+	}
+	return answer.Result, hold, err
 }
 
 // setHeaders sets the fields of Config.Headers, unless the limiter failed open. If the request is allowed, it also

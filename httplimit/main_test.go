@@ -58,6 +58,11 @@ func (f *fakeLimiter) Refund(ctx context.Context, result ratelimit.Result) (rate
 	return ratelimit.Balance{}, nil
 }
 
+// Hold is not used by the tests with a fakeLimiter.
+func (f *fakeLimiter) Hold(context.Context, string, int64, time.Duration) (ratelimit.HoldResult, error) {
+	return ratelimit.HoldResult{}, f.err
+}
+
 func (f *fakeLimiter) refunds() []ratelimit.Result {
 	f.mu.Lock()
 	defer f.mu.Unlock()

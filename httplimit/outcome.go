@@ -33,17 +33,27 @@ func ChargeAllButServerErrors(status int) bool { return status < 500 }
 func (m *middleware) serveAndSettle(w http.ResponseWriter, r *http.Request, next http.Handler, charged charge) {
 	recorder := &recorder{ResponseWriter: w, middleware: m, request: r, charge: charged}
 	defer recorder.keep()
+	if hold := charged.hold; hold != nil {
+		used := charged.cost
+		defer func() { m.end(r.Context(), hold, used) }()
+		next.ServeHTTP(recorder.wrap(), hold.in(r))
+		if recorder.refunds() {
+			used = 0
+		}
+		return
+	}
 	next.ServeHTTP(recorder.wrap(), r)
 	if recorder.refunds() {
 		m.giveBack(r.Context(), charged)
 	}
 }
 
-// charge is what a request has taken, and from which limit.
+// charge is what a request has taken or holds, and from which limit.
 type charge struct {
 	limit  limit
 	cost   int64
 	result ratelimit.Result
+	hold   *held // nil if the cost was taken
 }
 
 func (m *middleware) giveBack(ctx context.Context, charged charge) {

@@ -1,0 +1,195 @@
+package httplimit
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// faultyDB is a database whose next answers can be errors.
+type faultyDB struct {
+	ratelimit.DBTX
+
+	failures int
+}
+
+var errAway = errors.New("the connection is closed")
+
+func (d *faultyDB) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	if d.failures > 0 {
+		d.failures--
+		return nil, errAway
+	}
+	return d.DBTX.Query(ctx, sql, args...)
+}
+
+// tokens returns a limiter of 100 tokens.
+func tokens(t *testing.T, onFailure ratelimit.FailureMode) (*ratelimit.Limiter, *faultyDB) {
+	t.Helper()
+	db := &faultyDB{DBTX: pgtest.New(t).Pool}
+	limiter, err := ratelimit.New(db, ratelimit.Config{
+		Name: "tokens", Policy: ratelimit.FixedWindow{Limit: 100, Window: time.Hour}, OnFailure: onFailure,
+	})
+	require.NoError(t, err)
+	return limiter, db
+}
+
+// remaining returns what is left of the limit, and what is held.
+func remaining(t *testing.T, limiter *ratelimit.Limiter) (left, held int64) {
+	t.Helper()
+	result, err := limiter.Peek(t.Context(), "192.0.2.1")
+	require.NoError(t, err)
+	return result.Remaining, result.Held
+}
+
+// A request holds its cost while its handler runs. Afterwards, what Settle has said counts, or what Charge decides.
+func TestHoldFor(t *testing.T) {
+	t.Parallel()
+
+	settles := func(used int64) http.HandlerFunc {
+		return func(w http.ResponseWriter, r *http.Request) {
+			w.WriteHeader(http.StatusTeapot) // which only ChargeSuccesses does not charge
+			settlement, err := Settle(r.Context(), used)
+			if err != nil || settlement.Used != used {
+				panic(errors.Join(err, errors.New("settled with another number")))
+			}
+		}
+	}
+	writes := func(status int) http.HandlerFunc {
+		return func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(status) }
+	}
+	for name, test := range map[string]struct {
+		handler http.HandlerFunc
+		charge  func(int) bool
+		used    int64
+	}{
+		"less than the cost":         {settles(7), nil, 7},
+		"more than the cost":         {settles(55), nil, 55},
+		"nothing":                    {settles(0), nil, 0},
+		"not settled":                {writes(500), nil, 40},
+		"not settled, and charged":   {writes(200), ChargeSuccesses, 40},
+		"not settled, not charged":   {writes(500), ChargeSuccesses, 0},
+		"settled, charged or not":    {settles(7), ChargeSuccesses, 7},
+		"a handler that says little": {func(http.ResponseWriter, *http.Request) {}, ChargeFailures, 40},
+		"twice": {func(_ http.ResponseWriter, r *http.Request) {
+			_, _ = Settle(r.Context(), 7)
+			_, _ = Settle(r.Context(), 9)
+		}, nil, 7},
+		"a number that is refused, and another one": {func(_ http.ResponseWriter, r *http.Request) {
+			for _, used := range []int64{-1, 1_000_000, 7} {
+				_, _ = Settle(r.Context(), used)
+			}
+		}, nil, 7},
+	} {
+		limiter, _ := tokens(t, ratelimit.ReturnError())
+		handler := limited(t, limiter, Config{
+			Cost: func(*http.Request) int64 { return 40 }, HoldFor: time.Minute, Charge: test.charge, Headers: XRateLimit,
+		}, func(w http.ResponseWriter, r *http.Request) {
+			left, held := remaining(t, limiter)
+			require.EqualValues(t, 60, left, name)
+			require.EqualValues(t, 40, held, name)
+			require.NoError(t, Extend(r.Context(), 2*time.Minute))
+			test.handler(w, r)
+		})
+		serve(t, handler)
+		left, held := remaining(t, limiter)
+		require.Equal(t, 100-test.used, left, name)
+		require.Zero(t, held, name)
+	}
+}
+
+func TestHoldForDenies(t *testing.T) {
+	t.Parallel()
+
+	limiter, _ := tokens(t, ratelimit.ReturnError())
+	config := Config{Cost: func(*http.Request) int64 { return 60 }, HoldFor: 30 * time.Second}
+	var inner answer
+	serve(t, limited(t, limiter, config, func(http.ResponseWriter, *http.Request) {
+		inner = serve(t, limited(t, limiter, config, nil))
+	}))
+	require.Equal(t, http.StatusTooManyRequests, inner.status)
+	require.Equal(t, "30", inner.header.Get("Retry-After")) // then the hold ends
+}
+
+// After a panic, the whole cost counts.
+func TestHoldForAPanic(t *testing.T) {
+	t.Parallel()
+
+	for _, charge := range []func(int) bool{nil, ChargeSuccesses} {
+		limiter, _ := tokens(t, ratelimit.ReturnError())
+		handler := limited(t, limiter, Config{
+			Cost: func(*http.Request) int64 { return 40 }, HoldFor: time.Minute, Charge: charge,
+		}, func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(http.StatusInternalServerError)
+			panic(http.ErrAbortHandler)
+		})
+		require.PanicsWithValue(t, http.ErrAbortHandler, func() { serve(t, handler) })
+		left, held := remaining(t, limiter)
+		require.EqualValues(t, 60, left)
+		require.Zero(t, held)
+	}
+}
+
+// A settlement that has failed is sent again after the handler has returned.
+func TestSettleFails(t *testing.T) {
+	t.Parallel()
+
+	limiter, db := tokens(t, ratelimit.ReturnError())
+	handler := limited(t, limiter, Config{
+		Cost: func(*http.Request) int64 { return 40 }, HoldFor: time.Minute,
+	}, func(_ http.ResponseWriter, r *http.Request) {
+		db.failures = 1
+		_, err := Settle(r.Context(), 7)
+		require.ErrorIs(t, err, errAway)
+	})
+	serve(t, handler)
+	left, held := remaining(t, limiter)
+	require.EqualValues(t, 93, left)
+	require.Zero(t, held)
+}
+
+// While Postgres is away, OnFailure decides, and there is nothing to settle.
+func TestHoldForWhilePostgresIsAway(t *testing.T) {
+	t.Parallel()
+
+	for mode, status := range map[ratelimit.FailureMode]int{
+		ratelimit.FailOpen(): 200, ratelimit.FallbackLocal(1): 200, ratelimit.FailClosed(): 503,
+		ratelimit.ReturnError(): 503,
+	} {
+		limiter, db := tokens(t, mode)
+		db.failures = 1
+		handler := limited(t, limiter, Config{HoldFor: time.Minute}, func(w http.ResponseWriter, r *http.Request) {
+			_, err := Settle(r.Context(), 7)
+			require.NoError(t, err)
+			require.NoError(t, Extend(r.Context(), time.Minute))
+			_, _ = io.WriteString(w, "through")
+		})
+		require.Equal(t, status, serve(t, handler).status)
+		left, held := remaining(t, limiter)
+		require.EqualValues(t, 100, left)
+		require.Zero(t, held)
+	}
+}
+
+func TestNoHold(t *testing.T) {
+	t.Parallel()
+
+	_, err := Settle(t.Context(), 7)
+	require.ErrorIs(t, err, ErrNoHold)
+	require.ErrorIs(t, Extend(t.Context(), time.Minute), ErrNoHold)
+	for _, ttl := range []time.Duration{-1, 1, time.Millisecond - 1, 24*time.Hour + 1} {
+		_, err := New(allowing(), Config{Key: ByIP(), HoldFor: ttl})
+		refused, ok := errors.AsType[*ratelimit.ConfigError](err)
+		require.True(t, ok, ttl)
+		require.Equal(t, "httplimit.Config.HoldFor", refused.Field)
+	}
+}
