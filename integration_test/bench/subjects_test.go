@@ -164,6 +164,7 @@ var (
 		ratelimit.Config{Durable: true, SynchronousCommit: true},
 	)
 	leased         = library("sliding window, Lease", sliding, ratelimit.Config{Lease: &ratelimit.Lease{}})
+	held           = calls("Hold and Settle, sliding window", sliding, ratelimit.Config{}, holdAndSettle)
 	withoutDenials = library("sliding window, NoDenialCache", sliding, ratelimit.Config{NoDenialCache: true})
 	allOfTwo       = sets("AllowAll of two limits, one shared", 2)
 	allOfThree     = sets("AllowAll of three limits, one shared", 3)
@@ -199,6 +200,28 @@ func standstill() time.Time { return time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 
 // library returns a limiter of this library as a subject. Its store has a schema of its own.
 func library(title string, kind algorithm, config ratelimit.Config) *subject {
+	return calls(title, kind, config, func(l *ratelimit.Limiter) take {
+		return func(ctx context.Context, key string) (bool, error) {
+			result, err := l.Allow(ctx, key)
+			return result.Allowed, err
+		}
+	})
+}
+
+// holdAndSettle holds 1 and settles the hold at once with 1.
+func holdAndSettle(l *ratelimit.Limiter) take {
+	return func(ctx context.Context, key string) (bool, error) {
+		held, err := l.Hold(ctx, key, 1, time.Minute)
+		if err != nil || !held.Allowed {
+			return false, err
+		}
+		_, err = held.Hold.Settle(ctx, 1)
+		return true, err
+	}
+}
+
+// calls returns a limiter of this library as a subject whose callers make other calls than Allow.
+func calls(title string, kind algorithm, config ratelimit.Config, of func(*ratelimit.Limiter) take) *subject {
 	s := &subject{title: "ratelimit, " + title, ours: true}
 	config.Name = "bench"
 	s.open = func(a *arena, data dataset) *store {
@@ -231,10 +254,7 @@ func library(title string, kind algorithm, config ratelimit.Config) *subject {
 				c := &contender{
 					pool: pool,
 					pids: a.postgresPIDs,
-					take: func(ctx context.Context, key string) (bool, error) {
-						result, err := limiter.Allow(ctx, key)
-						return result.Allowed, err
-					},
+					take: of(limiter),
 				}
 				if config.Lease != nil {
 					c.back = client.ReturnLeases

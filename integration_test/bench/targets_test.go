@@ -43,6 +43,14 @@ func (r *report) judge() {
 		}
 		return all
 	}
+	byAllow := func(of *result) []float64 { return ratios(of.find(held), of.find(slidingWindow)) }
+	longerThanAllow := func(of *result) (all []float64) {
+		pairs, allows := of.find(held).all(p50), of.find(slidingWindow).all(p50)
+		for i := range min(len(pairs), len(allows)) {
+			all = append(all, pairs[i]/allows[i])
+		}
+		return all
+	}
 	const factor = "%.2f"
 	for _, t := range []struct {
 		id, title string
@@ -50,6 +58,8 @@ func (r *report) judge() {
 		goal      goal
 	}{
 		{uniform64ID, "64 callers, keys there, against redis_rate", byRedis(slidingWindow), atLeast(1.9, 2.5, factor)},
+		{uniform64ID, "64 callers, Hold and Settle, against Allow", byAllow, atLeast(0.35, 0.5, factor)},
+		{oneCallerID, "one caller, Hold and Settle, p50, times that of Allow", longerThanAllow, atMost(2.4, 2, factor)},
 		{uniform512ID, "512 callers, keys there, against redis_rate", byRedis(slidingWindow), atLeast(2.4, 4, factor)},
 		{new64ID, "64 callers, new keys, against redis_rate", byRedis(slidingWindow), atLeast(1.3, 2, factor)},
 		{new512ID, "512 callers, new keys, against redis_rate", byRedis(slidingWindow), atLeast(2, 3, factor)},
