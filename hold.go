@@ -264,7 +264,7 @@ func microsToHold(ttl time.Duration) (int64, error) {
 // Either all limits are settled, or none.
 //
 // Settle can be repeated, also after an error: a hold is settled once. Each repetition returns the first Settlement and
-// changes nothing, whatever its numbers are, until a day after the end or the settlement of the hold. Settle after the
+// changes nothing, whatever its numbers are, until an hour after the settlement. Settle after the
 // end counts all the same, and says that it was Late.
 //
 // Errors: [ErrHoldUnknown]; a [*ChargeError] if a key would owe more than 10 limits; a [*HoldError] for the wrong

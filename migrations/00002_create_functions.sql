@@ -2255,6 +2255,13 @@ $$;
 --
 -- Each function has a copy for rate_limit_durable: see twins.sql.
 
+-- _rate_limit_forgotten returns whether a hold is not known any more at the time clock: an hour after its settlement, or
+-- a day after its end if nobody has settled it.
+CREATE FUNCTION _rate_limit_forgotten(status smallint, ends_at bigint, settled_at bigint, clock bigint)
+RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT CASE WHEN status = 2 THEN settled_at <= clock - 3600000000 ELSE ends_at <= clock - 86400000000 END
+$$;
+
 -- _rate_limit_live_ephemeral subtracts from the sum of a row the holds that have ended at the time clock. It writes
 -- nothing.
 CREATE FUNCTION _rate_limit_live_ephemeral(s rate_limit_row, name text, key text, clock bigint) RETURNS rate_limit_row
@@ -2310,7 +2317,7 @@ BEGIN
         INTO units, ends, status, used, late, settled_at
         FROM rate_limit_ephemeral_hold AS h
         WHERE h.id = hold AND h.key = key AND h.prefix = name
-            AND greatest(h.ends_at, h.settled_at) > clock - 86400000000; -- older holds are forgotten
+            AND NOT _rate_limit_forgotten(h.status, h.ends_at, h.settled_at, clock);
         known := found;
         live := known AND status = 0 AND ends > clock AND was.held IS NOT NULL;
     END IF;
@@ -3271,7 +3278,7 @@ $$;
 CREATE FUNCTION _rate_limit_unknown_hold() RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
     RAISE EXCEPTION 'rate_limit: there is no such hold'
-        USING ERRCODE = 'RLS06', HINT = 'It is forgotten 24 hours after its end or its settlement. '
+        USING ERRCODE = 'RLS06', HINT = 'It is forgotten an hour after its settlement, or 24 hours after its end. '
             'It may be of another database or schema. A crash of the server forgets holds that are not durable.';
 END
 $$;
@@ -3301,7 +3308,7 @@ BEGIN
             UNION ALL
             SELECT true, d.* FROM rate_limit_durable_hold AS d WHERE d.id = id AND words[2] LIKE '%d'
         ) AS h
-        WHERE greatest(h.ends_at, h.settled_at) > _rate_limit_now(NULL::bigint) - 86400000000
+        WHERE NOT _rate_limit_forgotten(h.status, h.ends_at, h.settled_at, _rate_limit_now(NULL::bigint))
         ORDER BY h.durable, -octet_length(h.key), h.key, h.prefix;
     IF NOT found AND hold <> '' THEN
         PERFORM _rate_limit_unknown_hold();
@@ -3432,7 +3439,7 @@ It returns
   counted      what was counted
   late         whether the hold had ended. It counts all the same
   settled_at   when it was settled
-A hold is settled once. A repetition changes nothing, and returns the first answer, for 24 hours.
+A hold is settled once. A repetition changes nothing, and returns the first answer, for an hour.
 SQLSTATE RLS05: the key would owe too much, as in rate_limit_charge. RLS06: there is no such hold.
 RLS08: the key''s policy now has another algorithm, so pass the policy that is in force.';
 
@@ -3550,7 +3557,7 @@ $$;
 -- checks again whether the row has expired. A call that waits for the lock finds no row, and makes the row again. The
 -- sweeper does not see rows that are being made, and skips locked rows.
 --
--- Holds are deleted a day after they have ended or were settled.
+-- Holds are deleted an hour after they were settled, or a day after their end.
 --
 -- synchronous_commit is off until the transaction ends. A row that comes back after a crash is still expired.
 --
@@ -3579,7 +3586,6 @@ DECLARE
     clock timestamptz;
     page_bytes bigint := current_setting('block_size')::bigint;
     expired bigint; -- rows that expired before this time are deleted
-    forgotten bigint; -- holds that ended or were settled before this time are deleted
     sizes bigint[]; -- the sizes of the four tables, in pages
     place integer;  -- the current table's place in sizes
     size bigint;    -- the size of the current table, in pages
@@ -3634,14 +3640,13 @@ BEGIN
         expired := (extract(epoch FROM coalesce(now, clock_timestamp()) - interval '1 minute') * 1000000)::bigint;
         IF s.holds THEN
             -- A live hold is in the sum in its key's row, so it stays until a write to the row notes its end.
-            forgotten := expired - 86400000000;
             IF s.durable THEN
                 SELECT array_agg(e.tid) INTO tids
                 FROM (
                     SELECT h.ctid AS tid
                     FROM rate_limit_durable_hold AS h
                     WHERE h.ctid >= first AND h.ctid < past AND h.status <> 0
-                        AND (greatest(h.ends_at, h.settled_at) <= forgotten OR h.prefix <> ALL (names))
+                        AND (_rate_limit_forgotten(h.status, h.ends_at, h.settled_at, expired) OR h.prefix <> ALL (names))
                     LIMIT room
                     FOR UPDATE SKIP LOCKED
                 ) AS e;
@@ -3652,7 +3657,7 @@ BEGIN
                     SELECT h.ctid AS tid
                     FROM rate_limit_ephemeral_hold AS h
                     WHERE h.ctid >= first AND h.ctid < past AND h.status <> 0
-                        AND (greatest(h.ends_at, h.settled_at) <= forgotten OR h.prefix <> ALL (names))
+                        AND (_rate_limit_forgotten(h.status, h.ends_at, h.settled_at, expired) OR h.prefix <> ALL (names))
                     LIMIT room
                     FOR UPDATE SKIP LOCKED
                 ) AS e;
@@ -4193,17 +4198,17 @@ DROP FUNCTION IF EXISTS _rate_limit_no_row, _rate_limit_now, _rate_limit_set, _r
     _rate_limit_sliding_refund, _rate_limit_log_refund, _rate_limit_bucket_leases, _rate_limit_bucket_lend,
     _rate_limit_bucket_refund, _rate_limit_give, _rate_limit_max_owed, _rate_limit_chargeable, _rate_limit_owed,
     _rate_limit_lasts, _rate_limit_charge, _rate_limit_wrong_delay, _rate_limit_longest_delay, _rate_limit_most,
-    _rate_limit_ready_after, _rate_limit_reserve, _rate_limit_live_ephemeral, _rate_limit_beside_ephemeral,
-    _rate_limit_fits_after, _rate_limit_earliest_ephemeral, _rate_limit_write_holds_ephemeral, _rate_limit_hold_id,
-    _rate_limit_left_ephemeral, _rate_limit_steps, _rate_limit_take_all_ephemeral, rate_limit_take_all,
-    rate_limit_reset, _rate_limit_read_policy, _rate_limit_ask, rate_limit_allow, rate_limit_peek, rate_limit_charge,
-    rate_limit_reserve, rate_limit_hold, _rate_limit_check_ttl, _rate_limit_unknown_hold, _rate_limit_parts_of_hold,
-    _rate_limit_end_hold, rate_limit_settle, rate_limit_cancel, rate_limit_extend, rate_limit_find_hold,
-    rate_limit_sweep, _rate_limit_check_policy, _rate_limit_note_policy, rate_limit_policies, rate_limit_ban,
-    rate_limit_report, _rate_limit_take_fixed_window_durable, _rate_limit_take_sliding_window_durable,
-    _rate_limit_take_token_bucket_durable, _rate_limit_left_durable, _rate_limit_take_calendar_window_durable,
-    _rate_limit_live_durable, _rate_limit_beside_durable, _rate_limit_write_holds_durable, _rate_limit_earliest_durable,
-    _rate_limit_take_all_durable;
+    _rate_limit_ready_after, _rate_limit_reserve, _rate_limit_forgotten, _rate_limit_live_ephemeral,
+    _rate_limit_beside_ephemeral, _rate_limit_fits_after, _rate_limit_earliest_ephemeral,
+    _rate_limit_write_holds_ephemeral, _rate_limit_hold_id, _rate_limit_left_ephemeral, _rate_limit_steps,
+    _rate_limit_take_all_ephemeral, rate_limit_take_all, rate_limit_reset, _rate_limit_read_policy, _rate_limit_ask,
+    rate_limit_allow, rate_limit_peek, rate_limit_charge, rate_limit_reserve, rate_limit_hold, _rate_limit_check_ttl,
+    _rate_limit_unknown_hold, _rate_limit_parts_of_hold, _rate_limit_end_hold, rate_limit_settle, rate_limit_cancel,
+    rate_limit_extend, rate_limit_find_hold, rate_limit_sweep, _rate_limit_check_policy, _rate_limit_note_policy,
+    rate_limit_policies, rate_limit_ban, rate_limit_report, _rate_limit_take_fixed_window_durable,
+    _rate_limit_take_sliding_window_durable, _rate_limit_take_token_bucket_durable, _rate_limit_left_durable,
+    _rate_limit_take_calendar_window_durable, _rate_limit_live_durable, _rate_limit_beside_durable,
+    _rate_limit_write_holds_durable, _rate_limit_earliest_durable, _rate_limit_take_all_durable;
 DROP TYPE IF EXISTS rate_limit_row, rate_limit_decision;
 
 DROP FUNCTION IF EXISTS rate_limit_version;

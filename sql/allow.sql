@@ -292,7 +292,7 @@ $$;
 CREATE FUNCTION _rate_limit_unknown_hold() RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
     RAISE EXCEPTION 'rate_limit: there is no such hold'
-        USING ERRCODE = 'RLS06', HINT = 'It is forgotten 24 hours after its end or its settlement. '
+        USING ERRCODE = 'RLS06', HINT = 'It is forgotten an hour after its settlement, or 24 hours after its end. '
             'It may be of another database or schema. A crash of the server forgets holds that are not durable.';
 END
 $$;
@@ -322,7 +322,7 @@ BEGIN
             UNION ALL
             SELECT true, d.* FROM rate_limit_durable_hold AS d WHERE d.id = id AND words[2] LIKE '%d'
         ) AS h
-        WHERE greatest(h.ends_at, h.settled_at) > _rate_limit_now(NULL::bigint) - 86400000000
+        WHERE NOT _rate_limit_forgotten(h.status, h.ends_at, h.settled_at, _rate_limit_now(NULL::bigint))
         ORDER BY h.durable, -octet_length(h.key), h.key, h.prefix;
     IF NOT found AND hold <> '' THEN
         PERFORM _rate_limit_unknown_hold();
@@ -453,7 +453,7 @@ It returns
   counted      what was counted
   late         whether the hold had ended. It counts all the same
   settled_at   when it was settled
-A hold is settled once. A repetition changes nothing, and returns the first answer, for 24 hours.
+A hold is settled once. A repetition changes nothing, and returns the first answer, for an hour.
 SQLSTATE RLS05: the key would owe too much, as in rate_limit_charge. RLS06: there is no such hold.
 RLS08: the key''s policy now has another algorithm, so pass the policy that is in force.';
 

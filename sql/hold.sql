@@ -6,6 +6,13 @@
 --
 -- Each function has a copy for rate_limit_durable: see twins.sql.
 
+-- _rate_limit_forgotten returns whether a hold is not known any more at the time clock: an hour after its settlement, or
+-- a day after its end if nobody has settled it.
+CREATE FUNCTION _rate_limit_forgotten(status smallint, ends_at bigint, settled_at bigint, clock bigint)
+RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT CASE WHEN status = 2 THEN settled_at <= clock - 3600000000 ELSE ends_at <= clock - 86400000000 END
+$$;
+
 -- _rate_limit_live_ephemeral subtracts from the sum of a row the holds that have ended at the time clock. It writes
 -- nothing.
 CREATE FUNCTION _rate_limit_live_ephemeral(s rate_limit_row, name text, key text, clock bigint) RETURNS rate_limit_row
@@ -61,7 +68,7 @@ BEGIN
         INTO units, ends, status, used, late, settled_at
         FROM rate_limit_ephemeral_hold AS h
         WHERE h.id = hold AND h.key = key AND h.prefix = name
-            AND greatest(h.ends_at, h.settled_at) > clock - 86400000000; -- older holds are forgotten
+            AND NOT _rate_limit_forgotten(h.status, h.ends_at, h.settled_at, clock);
         known := found;
         live := known AND status = 0 AND ends > clock AND was.held IS NOT NULL;
     END IF;

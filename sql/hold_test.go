@@ -541,7 +541,8 @@ func TestMistakesInHoldsDifferFromTheModel(t *testing.T) {
 		{live, "h.ends_at BETWEEN s.held_next AND clock", "h.ends_at BETWEEN s.held_next AND clock - 1"},
 		{live, "h.ends_at > clock", "h.ends_at >= clock"},
 		{beside, "status = 0 AND ends > clock AND", "status = 0 AND"},
-		{beside, "h.settled_at) > clock - 86400000000", "h.settled_at) >= clock - 86400000000"},
+		{"_rate_limit_forgotten", "ends_at <= clock - 86400000000", "ends_at < clock - 86400000000"},
+		{"_rate_limit_forgotten", "settled_at <= clock - 3600000000", "settled_at < clock - 3600000000"},
 		// A clock that is set back revives a hold.
 		{write, "IF was.held_next <= clock OR was.held IS NULL THEN", "IF false THEN"},
 		{write, "SET ends_at = longest", "SET ends_at = h.ends_at"},

@@ -277,7 +277,8 @@ func TestHoldsAddUp(t *testing.T) {
 	}
 }
 
-// The sweeper keeps a row while a hold of it lives, and a hold for a day. A row that goes ends its holds.
+// The sweeper keeps a row while a hold of it lives, and a hold for a day after its end, or for an hour after its
+// settlement. A row that goes ends its holds.
 func TestSweepingHolds(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the time of a sweep")
@@ -296,14 +297,21 @@ func TestSweepingHolds(t *testing.T) {
 		sweep("3 hours", "{n}")
 		require.Zero(t, count(table))
 		require.NoError(t, sumsDiffer(t.Context(), db.Pool, durable, "n"))
+		sweep("25 hours", "{n}")
+		require.EqualValues(t, 1, count(table+"_hold"), "it is kept for a day after its end")
 		settled, err := settleSQL(t.Context(), db.Pool, *got.Hold, 2)
 		require.NoError(t, err)
 		require.True(t, settled.Late, "the hold has ended with its row")
-		sweep("25 hours", "{n}")
-		require.EqualValues(t, 1, count(table+"_hold"), "it is kept for a day after its end")
+		sweep("59 minutes", "{n}")
 		again, err := settleSQL(t.Context(), db.Pool, *got.Hold, 9)
 		require.NoError(t, err)
 		require.Equal(t, settled, again)
+		sweep("62 minutes", "{n}")
+		require.Zero(t, count(table+"_hold"))
+		_, err = holdSQL(t.Context(), db.Pool, "n", "fixed 10/1s", 3, "2 hours", durable)
+		require.NoError(t, err)
+		sweep("25 hours", "{n}") // ends it with its row
+		require.EqualValues(t, 1, count(table+"_hold"))
 		sweep("27 hours", "{n}")
 		require.Zero(t, count(table+"_hold"))
 

@@ -15,7 +15,7 @@
 -- checks again whether the row has expired. A call that waits for the lock finds no row, and makes the row again. The
 -- sweeper does not see rows that are being made, and skips locked rows.
 --
--- Holds are deleted a day after they have ended or were settled.
+-- Holds are deleted an hour after they were settled, or a day after their end.
 --
 -- synchronous_commit is off until the transaction ends. A row that comes back after a crash is still expired.
 --
@@ -44,7 +44,6 @@ DECLARE
     clock timestamptz;
     page_bytes bigint := current_setting('block_size')::bigint;
     expired bigint; -- rows that expired before this time are deleted
-    forgotten bigint; -- holds that ended or were settled before this time are deleted
     sizes bigint[]; -- the sizes of the four tables, in pages
     place integer;  -- the current table's place in sizes
     size bigint;    -- the size of the current table, in pages
@@ -99,14 +98,13 @@ BEGIN
         expired := (extract(epoch FROM coalesce(now, clock_timestamp()) - interval '1 minute') * 1000000)::bigint;
         IF s.holds THEN
             -- A live hold is in the sum in its key's row, so it stays until a write to the row notes its end.
-            forgotten := expired - 86400000000;
             IF s.durable THEN
                 SELECT array_agg(e.tid) INTO tids
                 FROM (
                     SELECT h.ctid AS tid
                     FROM rate_limit_durable_hold AS h
                     WHERE h.ctid >= first AND h.ctid < past AND h.status <> 0
-                        AND (greatest(h.ends_at, h.settled_at) <= forgotten OR h.prefix <> ALL (names))
+                        AND (_rate_limit_forgotten(h.status, h.ends_at, h.settled_at, expired) OR h.prefix <> ALL (names))
                     LIMIT room
                     FOR UPDATE SKIP LOCKED
                 ) AS e;
@@ -117,7 +115,7 @@ BEGIN
                     SELECT h.ctid AS tid
                     FROM rate_limit_ephemeral_hold AS h
                     WHERE h.ctid >= first AND h.ctid < past AND h.status <> 0
-                        AND (greatest(h.ends_at, h.settled_at) <= forgotten OR h.prefix <> ALL (names))
+                        AND (_rate_limit_forgotten(h.status, h.ends_at, h.settled_at, expired) OR h.prefix <> ALL (names))
                     LIMIT room
                     FOR UPDATE SKIP LOCKED
                 ) AS e;

@@ -240,7 +240,7 @@ func (d *Database) findHoldInMemory(id string) (parts []HoldPart, err error) {
 	defer d.memory.Mu.Unlock()
 	for at, value := range d.memory.Rows {
 		for _, h := range value.(memoryRow).Holds { //nolint:forcetypeassert // all rows are of this type
-			if h.ID == holdNumber(id) && max(h.End, h.At)+model.Micros(model.HoldsKept) > clock {
+			if h.ID == holdNumber(id) && !h.Forgotten(clock) {
 				parts = append(parts, HoldPart{at.Name, at.Key, at.Durable, time.UnixMicro(h.End)})
 			}
 		}

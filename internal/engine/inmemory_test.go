@@ -105,7 +105,7 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 			goals = goals[:0]
 			// In memory a write forgets old holds, and on Postgres the sweeper does. So they differ after the clock was set back.
 			earliest = min(earliest, clock)
-			if clock >= earliest+model.Micros(model.HoldsKept) {
+			if clock >= earliest+model.Micros(model.SettledKept) {
 				holds, earliest = nil, clock
 			}
 			if rules := limitertest.Model(policies[i]).Rules; len(rules) == 1 && r.IntN(10) == 0 {

@@ -24,8 +24,13 @@ const (
 	MaxHold = 24 * time.Hour
 )
 
-// HoldsKept is how long a hold is remembered after its end or its settlement, whichever is later.
-const HoldsKept = 24 * time.Hour
+// A hold that nobody settles is remembered for HoldsKept after its end. A settled hold is remembered for SettledKept
+// after its settlement, so that a repetition gets the first answer. Most holds are settled, so SettledKept determines
+// how many rows a busy database has.
+const (
+	HoldsKept   = 24 * time.Hour
+	SettledKept = time.Hour
+)
 
 // A call that returns one of these errors has changed nothing.
 var (
@@ -58,6 +63,14 @@ type Hold struct {
 	Settlement // set if the hold is settled
 }
 
+// Forgotten returns whether the hold is not known any more.
+func (h Hold) Forgotten(clock int64) bool {
+	if h.Status == Settled {
+		return h.At+Micros(SettledKept) <= clock
+	}
+	return h.End+Micros(HoldsKept) <= clock
+}
+
 // Settlement is the answer to a settlement, and to each repetition of the settlement.
 type Settlement struct {
 	Used int64 // the number of units that were counted
@@ -83,7 +96,7 @@ func (k Key) write(m Rules, clock int64) (written Key, moved bool) {
 	}
 	for _, h := range k.Holds {
 		switch {
-		case max(h.End, h.At)+Micros(HoldsKept) <= clock:
+		case h.Forgotten(clock):
 			continue
 		case h.Status == Live && h.End <= clock:
 			h.Status = Ended

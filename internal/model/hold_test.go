@@ -87,12 +87,12 @@ func (m *slowKey) decide(horizon, t, n int64) (d model.Decision) {
 
 // settle is the definition of a settlement.
 func (m *slowKey) settle(t int64, h *slowHold, used int64) (model.Settlement, error) {
-	forgotten := h.end
+	forgotten := h.end + model.Micros(24*time.Hour)
 	if h.settled != nil {
-		forgotten = max(forgotten, h.settled.At)
+		forgotten = h.settled.At + model.Micros(time.Hour)
 	}
 	switch {
-	case t >= forgotten+model.Micros(model.HoldsKept):
+	case t >= forgotten:
 		return model.Settlement{}, model.ErrHoldUnknown
 	case h.settled == nil:
 		h.settled = &model.Settlement{Used: used, Late: t >= h.end, At: t}
@@ -141,6 +141,9 @@ func holdHistory(d modeltest.Dice, kind int64, operations holdOperations, steps 
 		events := []int64{clock}
 		for _, h := range slow.holds {
 			events = append(events, h.end, h.end+model.Micros(model.HoldsKept))
+			if h.settled != nil {
+				events = append(events, h.settled.At+model.Micros(model.SettledKept))
+			}
 		}
 		if at := events[d(int64(len(events)))] + d(3) - 1; at > clock && d(2) == 0 {
 			clock = at
