@@ -325,7 +325,9 @@ func TestHoldsBesideGrantedCredit(t *testing.T) {
 	k, _ := model.Key{}.Grant(p, c0, 5)
 	k, _ = k.Decide(p, c1, 3)         // the window and the credit last until c1 + minute
 	k, d := k.Hold(p, c2, 1, 8, hour) // 4 units are left, and all of them are credit
-	require.Equal(t, granted(4, hour), bare(d))
+	want := granted(4, hour)
+	want.Held = 8
+	require.Equal(t, want, bare(d))
 	// With credit, 5 would fit into the next window, but the credit ends before it. So 5 fit when the hold has ended.
 	_, d, err := checkHeld(p, k, c3, 5, 8)
 	require.NoError(t, err)

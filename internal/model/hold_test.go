@@ -72,6 +72,7 @@ func (m *slowKey) decide(horizon, t, n int64) (d model.Decision) {
 		d.Granted = 1
 	}
 	d.Remaining = search(0, m.limit, func(n int64) bool { return !m.fits(t, n+1) })
+	d.Held = m.held(t)
 	switch {
 	case d.Granted == 1, n == 0 && d.Remaining > 0:
 	case n > m.limit:
