@@ -85,7 +85,7 @@ type Settlement struct {
 // counted, and 250 remain. A hold always weighs in full, also in a window that begins later, and in a [TokenBucket]
 // that is refilled meanwhile. RetryAfter of a denial says when the same cost fits if no hold is settled before its end.
 //
-// A call that is denied takes nothing, and has no Hold. While Postgres is away, [Config].OnFailure answers as it answers
+// A call that is denied takes nothing, and has no Hold. While Postgres is away, [Config].OnFailure answers as for
 // AllowN, and an allowed call gets an empty Hold, whose calls count nothing. Leases and shadows do not decide a Hold.
 // After an [ErrOutcomeUnknown], or if ctx has ended, the units may be set aside: then the result has a Hold although
 // there is an error, so that the caller can cancel it.

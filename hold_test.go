@@ -516,13 +516,14 @@ func TestHoldsAndRememberedDenials(t *testing.T) {
 	})
 }
 
-// An outage is an error, whatever OnFailure is.
-func TestHoldsNeverFallBack(t *testing.T) {
+// In an outage, OnFailure answers Hold as it answers Allow, by a hold that counts nothing. All other calls are errors.
+func TestHoldsInAnOutage(t *testing.T) {
 	t.Parallel()
-	for name, mode := range map[string]ratelimit.FailureMode{
-		"open": ratelimit.FailOpen(), "closed": ratelimit.FailClosed(), "local": ratelimit.FallbackLocal(1), "error": ratelimit.ReturnError(),
+	for mode, source := range map[ratelimit.FailureMode]ratelimit.Source{
+		ratelimit.FailOpen(): ratelimit.SourceFailedOpen, ratelimit.FailClosed(): ratelimit.SourceFailedClosed,
+		ratelimit.FallbackLocal(1): ratelimit.SourceFallback, ratelimit.ReturnError(): ratelimit.SourceDatabase,
 	} {
-		t.Run(name, func(t *testing.T) {
+		t.Run(mode.String(), func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.New(t).NewPool(t, nil)
 			l := limitertest.New(t, pool, ratelimit.Config{
@@ -531,8 +532,20 @@ func TestHoldsNeverFallBack(t *testing.T) {
 			h := hold(t, l, 1, time.Minute).Hold
 			pool.Close()
 			result, err := l.Hold(t.Context(), "personal", 1, time.Minute)
-			require.ErrorIs(t, err, ratelimit.ErrUnavailable)
-			require.Nil(t, result.Hold)
+			require.Equal(t, source, result.Source)
+			if mode == ratelimit.ReturnError() {
+				require.ErrorIs(t, err, ratelimit.ErrUnavailable)
+			} else {
+				require.NoError(t, err)
+				require.Equal(t, mode != ratelimit.FailClosed(), result.Allowed)
+			}
+			require.Equal(t, result.Allowed, result.Hold != nil)
+			if result.Allowed {
+				require.Empty(t, result.Hold.String())
+				_, err := result.Hold.Settle(t.Context(), 7)
+				require.NoError(t, err)
+				require.NoError(t, result.Hold.Extend(t.Context(), time.Minute))
+			}
 			_, err = h.Settle(t.Context(), 1)
 			require.ErrorIs(t, err, ratelimit.ErrUnavailable)
 			require.ErrorIs(t, h.Extend(t.Context(), time.Minute), ratelimit.ErrUnavailable)

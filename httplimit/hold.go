@@ -90,7 +90,8 @@ func (m *middleware) end(ctx context.Context, h *held, used int64) {
 	_, err := h.settle(ctx, used)
 	if m.refunds.changed(err) {
 		if err != nil {
-			m.warn(ctx, "httplimit: what a request has used may not have been counted; further cases are not logged", err)
+			m.warn(ctx,
+				"httplimit: what a request has used may not have been counted; further cases are not logged", err)
 		} else {
 			m.info(ctx, "httplimit: what requests have used is counted again")
 		}

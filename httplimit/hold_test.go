@@ -95,9 +95,9 @@ func TestHoldFor(t *testing.T) {
 			Cost: func(*http.Request) int64 { return 40 }, HoldFor: time.Minute, Charge: test.charge, Headers: XRateLimit,
 		}, func(w http.ResponseWriter, r *http.Request) {
 			left, held := remaining(t, limiter)
-			require.EqualValues(t, 60, left, name)
-			require.EqualValues(t, 40, held, name)
-			require.NoError(t, Extend(r.Context(), 2*time.Minute))
+			if err := Extend(r.Context(), 2*time.Minute); err != nil || left != 60 || held != 40 {
+				t.Error(name, left, held, err)
+			}
 			test.handler(w, r)
 		})
 		serve(t, handler)
@@ -149,7 +149,9 @@ func TestSettleFails(t *testing.T) {
 	}, func(_ http.ResponseWriter, r *http.Request) {
 		db.failures = 1
 		_, err := Settle(r.Context(), 7)
-		require.ErrorIs(t, err, errAway)
+		if !errors.Is(err, errAway) {
+			t.Error(err)
+		}
 	})
 	serve(t, handler)
 	left, held := remaining(t, limiter)
@@ -169,8 +171,9 @@ func TestHoldForWhilePostgresIsAway(t *testing.T) {
 		db.failures = 1
 		handler := limited(t, limiter, Config{HoldFor: time.Minute}, func(w http.ResponseWriter, r *http.Request) {
 			_, err := Settle(r.Context(), 7)
-			require.NoError(t, err)
-			require.NoError(t, Extend(r.Context(), time.Minute))
+			if err := errors.Join(err, Extend(r.Context(), time.Minute)); err != nil {
+				t.Error(err)
+			}
 			_, _ = io.WriteString(w, "through")
 		})
 		require.Equal(t, status, serve(t, handler).status)

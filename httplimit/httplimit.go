@@ -107,10 +107,10 @@ type Config struct {
 	// Defaults to charging every request.
 	Charge func(status int) bool
 
-	// HoldFor is for costs that are known only afterwards, such as the tokens of an answer. If it is above 0, Cost is an
-	// estimate: the middleware holds it while the handler runs, and the handler says by Settle what was really used. See
-	// [ratelimit.Limiter.Hold]. HoldFor is how long the hold lasts: from 1 ms to 24 h, and longer than handlers usually
-	// need. A handler that takes longer calls Extend. If the process crashes, the hold ends by itself.
+	// HoldFor is for costs that are known only afterwards, such as the tokens of an answer. If it is above 0, Cost is
+	// an estimate: the middleware holds it while the handler runs, and the handler says by Settle what was really used.
+	// See [ratelimit.Limiter.Hold]. HoldFor is how long the hold lasts: from 1 ms to 24 h, and longer than handlers
+	// usually need. A handler that takes longer calls Extend. If the process crashes, the hold ends by itself.
 	//
 	// If the handler does not call Settle, the whole Cost counts, or nothing if Charge returns false. A Settle that has
 	// failed is repeated after the handler has returned.

@@ -161,8 +161,8 @@ CREATE UNLOGGED TABLE rate_limit_ephemeral_hold (
 CREATE INDEX rate_limit_ephemeral_hold_live ON rate_limit_ephemeral_hold (key, prefix, ends_at) WHERE status = 0;
 
 COMMENT ON TABLE rate_limit_ephemeral_hold IS
-    'The holds of the keys in rate_limit_ephemeral. A hold is kept for an hour after it was settled, or for a day after '
-    'its end.';
+    'The holds of the keys in rate_limit_ephemeral. A hold is kept for an hour after it was settled, or for a day '
+    'after its end.';
 COMMENT ON COLUMN rate_limit_ephemeral_hold.id IS 'The id of the hold. Each limit of the hold has a row with this id.';
 COMMENT ON COLUMN rate_limit_ephemeral_hold.prefix IS 'Name of the limiter.';
 COMMENT ON COLUMN rate_limit_ephemeral_hold.key IS 'The limited user, address or other thing.';

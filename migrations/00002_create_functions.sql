@@ -2255,8 +2255,8 @@ $$;
 --
 -- Each function has a copy for rate_limit_durable: see twins.sql.
 
--- _rate_limit_forgotten returns whether a hold is not known any more at the time clock: an hour after its settlement, or
--- a day after its end if nobody has settled it.
+-- _rate_limit_forgotten returns whether a hold is not known any more at the time clock. That is an hour after its
+-- settlement, or a day after its end if nobody has settled it.
 CREATE FUNCTION _rate_limit_forgotten(status smallint, ends_at bigint, settled_at bigint, clock bigint)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE WHEN status = 2 THEN settled_at <= clock - 3600000000 ELSE ends_at <= clock - 86400000000 END
@@ -3646,7 +3646,8 @@ BEGIN
                     SELECT h.ctid AS tid
                     FROM rate_limit_durable_hold AS h
                     WHERE h.ctid >= first AND h.ctid < past AND h.status <> 0
-                        AND (_rate_limit_forgotten(h.status, h.ends_at, h.settled_at, expired) OR h.prefix <> ALL (names))
+                        AND (_rate_limit_forgotten(h.status, h.ends_at, h.settled_at, expired)
+                            OR h.prefix <> ALL (names))
                     LIMIT room
                     FOR UPDATE SKIP LOCKED
                 ) AS e;
@@ -3657,7 +3658,8 @@ BEGIN
                     SELECT h.ctid AS tid
                     FROM rate_limit_ephemeral_hold AS h
                     WHERE h.ctid >= first AND h.ctid < past AND h.status <> 0
-                        AND (_rate_limit_forgotten(h.status, h.ends_at, h.settled_at, expired) OR h.prefix <> ALL (names))
+                        AND (_rate_limit_forgotten(h.status, h.ends_at, h.settled_at, expired)
+                            OR h.prefix <> ALL (names))
                     LIMIT room
                     FOR UPDATE SKIP LOCKED
                 ) AS e;

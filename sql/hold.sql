@@ -6,8 +6,8 @@
 --
 -- Each function has a copy for rate_limit_durable: see twins.sql.
 
--- _rate_limit_forgotten returns whether a hold is not known any more at the time clock: an hour after its settlement, or
--- a day after its end if nobody has settled it.
+-- _rate_limit_forgotten returns whether a hold is not known any more at the time clock. That is an hour after its
+-- settlement, or a day after its end if nobody has settled it.
 CREATE FUNCTION _rate_limit_forgotten(status smallint, ends_at bigint, settled_at bigint, clock bigint)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE WHEN status = 2 THEN settled_at <= clock - 3600000000 ELSE ends_at <= clock - 86400000000 END

@@ -104,7 +104,8 @@ BEGIN
                     SELECT h.ctid AS tid
                     FROM rate_limit_durable_hold AS h
                     WHERE h.ctid >= first AND h.ctid < past AND h.status <> 0
-                        AND (_rate_limit_forgotten(h.status, h.ends_at, h.settled_at, expired) OR h.prefix <> ALL (names))
+                        AND (_rate_limit_forgotten(h.status, h.ends_at, h.settled_at, expired)
+                            OR h.prefix <> ALL (names))
                     LIMIT room
                     FOR UPDATE SKIP LOCKED
                 ) AS e;
@@ -115,7 +116,8 @@ BEGIN
                     SELECT h.ctid AS tid
                     FROM rate_limit_ephemeral_hold AS h
                     WHERE h.ctid >= first AND h.ctid < past AND h.status <> 0
-                        AND (_rate_limit_forgotten(h.status, h.ends_at, h.settled_at, expired) OR h.prefix <> ALL (names))
+                        AND (_rate_limit_forgotten(h.status, h.ends_at, h.settled_at, expired)
+                            OR h.prefix <> ALL (names))
                     LIMIT room
                     FOR UPDATE SKIP LOCKED
                 ) AS e;

@@ -240,6 +240,7 @@ func TestHeldUnitsAreShown(t *testing.T) {
 	out := invoke(t, h.db.URL, "top", "tokens", "--policy", h.policy).done(t)
 	require.Regexp(t, `(?m)^alice +3 +6 +now +(1h|59m\S+)$`, out)
 
+	require.Contains(t, h.ask("peek").done(t), "3 of 9 remaining, 6 held, as good as new after ")
 	require.Contains(t, h.ask("explain").done(t), "3 under fixed 9/365d in rate_limit_ephemeral, 6 held, free now, as good as new after ")
 	require.EqualValues(t, 6, decode[keys.Explanation](t, h.ask("explain", "--json")).State[0].Held)
 

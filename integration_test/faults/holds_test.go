@@ -293,7 +293,6 @@ func TestHoldsOfUnluckyProcesses(t *testing.T) {
 		}}
 		db := pgtest.New(t)
 		ctx, cancel := context.WithCancel(t.Context())
-		defer cancel()
 		processes := testkit.Rounds(t, "HOLDS_PROCESSES", 4)
 		errs := make([]error, processes)
 		var lives sync.WaitGroup

@@ -118,6 +118,7 @@ type Answer struct {
 	Limit        int64     `json:"limit,omitempty"` // 0 for the command hold
 	Remaining    int64     `json:"remaining"`
 	Owed         int64     `json:"owed,omitempty"` // how much a charged key counts above its limit
+	Held         int64     `json:"held,omitempty"` // how many units live holds set aside; for the command peek
 	ResetAfterUS int64     `json:"reset_after_us"`
 	DecidedAt    time.Time `json:"decided_at,omitzero"` // zero for the command hold
 	Warning      string    `json:"warning,omitempty"`
@@ -140,6 +141,7 @@ func decided(r ratelimit.Result, err error) (Answer, error) {
 	a := given(word, ratelimit.Balance{
 		Limit: r.Limit, Remaining: r.Remaining, ResetAfter: r.ResetAfter, DecidedAt: r.DecidedAt,
 	})
+	a.Held = r.Held
 	a.Decision = &Decision{r.Allowed, r.RetryAfter.Microseconds()}
 	return a, err
 }
@@ -166,18 +168,21 @@ func (r Answer) print(a *cli.App) error {
 }
 
 func (r Answer) text(w io.Writer) {
-	limit, owed, retry := "", "", ""
+	limit, owed, held, retry := "", "", "", ""
 	if r.Limit > 0 {
 		limit = fmt.Sprintf(" of %d", r.Limit)
 	}
 	if r.Owed > 0 {
 		owed = fmt.Sprintf(", %d owed", r.Owed)
 	}
+	if r.Held > 0 {
+		held = fmt.Sprintf(", %d held", r.Held)
+	}
 	if r.Decision != nil && !r.Allowed {
 		retry = ", retry after " + cli.Span(r.RetryAfterUS)
 	}
-	fmt.Fprintf(w, "%s: %d%s remaining%s%s, as good as new after %s\n",
-		r.done, r.Remaining, limit, owed, retry, cli.Span(r.ResetAfterUS))
+	fmt.Fprintf(w, "%s: %d%s remaining%s%s%s, as good as new after %s\n",
+		r.done, r.Remaining, limit, owed, held, retry, cli.Span(r.ResetAfterUS))
 	policies.PrintWarning(w, r.Warning)
 }
 
