@@ -277,9 +277,11 @@ $$;
 -- _rate_limit_hold_id returns an id for a new hold of a key. The id is random, except for its last four hex digits.
 -- These are bits 0 to 15 of the number by which shardkey.Of finds the shard of the key. So a proxy finds the shard of a
 -- hold.
-CREATE FUNCTION _rate_limit_hold_id(key text) RETURNS uuid LANGUAGE sql AS $$
-    SELECT overlay(gen_random_uuid()::text PLACING substr(encode(sha256(convert_to(
+CREATE FUNCTION _rate_limit_hold_id(key text) RETURNS uuid LANGUAGE plpgsql AS $$
+BEGIN
+    RETURN overlay(gen_random_uuid()::text PLACING substr(encode(sha256(convert_to(
         coalesce(substring(key COLLATE "C", '^[^{]*[{]([^}]+)[}]'), key),
         -- The bytes of a text in an SQL_ASCII database need not be UTF-8.
-        CASE getdatabaseencoding() WHEN 'SQL_ASCII' THEN 'SQL_ASCII' ELSE 'UTF8' END)), 'hex'), 5, 4) FROM 33)::uuid
+        CASE getdatabaseencoding() WHEN 'SQL_ASCII' THEN 'SQL_ASCII' ELSE 'UTF8' END)), 'hex'), 5, 4) FROM 33)::uuid;
+END
 $$;
