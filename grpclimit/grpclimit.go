@@ -106,6 +106,7 @@ func ByFunc(find func(ctx context.Context, fullMethod string) (string, error)) h
 // safe for concurrent use.
 type Interceptors struct {
 	limit func(http.Handler) http.Handler
+	holds bool // whether the context of a call has a hold
 }
 
 var (
@@ -150,7 +151,7 @@ func New(limiter httplimit.Limiter, config Config) (*Interceptors, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Interceptors{limit}, nil
+	return &Interceptors{limit, config.HoldFor > 0}, nil
 }
 
 // printable replaces a character that httplimit refuses in the name of a policy.
@@ -177,8 +178,8 @@ func (i *Interceptors) Stream(
 	server any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler,
 ) error {
 	return i.pass(stream.Context(), info.FullMethod, func(ctx context.Context) error {
-		if ctx != stream.Context() { // it has a hold
-			return handler(server, &streamIn{stream, ctx})
+		if i.holds {
+			stream = &streamIn{stream, ctx}
 		}
 		return handler(server, stream)
 	})

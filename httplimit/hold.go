@@ -17,7 +17,9 @@ var ErrNoHold = errors.New("httplimit: the context has no hold; " +
 // Settle counts what a request of a middleware with [Config].HoldFor has really used, and ends its hold. ctx is the
 // context of the request, or made from it. If used is more than the hold, it counts as well. A handler may call Settle
 // once. After that, calls change nothing and return the first answer. If Settle returns an error, the middleware tries
-// again after the handler has returned, with the same number.
+// again after the handler has returned, with the same number. But after an error about the number itself, such as
+// [ratelimit.ErrOwesTooMuch], the handler may call Settle with another number. If it does not, the request ends as if
+// Settle had not been called.
 //
 // Errors: [ErrNoHold], and those of [ratelimit.Hold.Settle].
 func Settle(ctx context.Context, used int64) (ratelimit.Settlement, error) {
@@ -60,7 +62,8 @@ func (h *held) settle(ctx context.Context, used int64) (ratelimit.Settlement, er
 		used = *h.used
 	}
 	settlement, err := h.hold.Settle(ctx, used)
-	if errors.Is(err, ratelimit.ErrInvalidCost) || errors.Is(err, ratelimit.ErrOwesTooMuch) {
+	if errors.Is(err, ratelimit.ErrInvalidCost) || errors.Is(err, ratelimit.ErrCostExceedsLimit) ||
+		errors.Is(err, ratelimit.ErrOwesTooMuch) {
 		return settlement, err // the handler may settle with another number
 	}
 	h.used, h.settled = &used, err == nil

@@ -307,7 +307,13 @@ func (m *middleware) ask(ctx context.Context, limiter Limiter, key string, cost 
 		return result, nil, err
 	}
 	answer, err := limiter.Hold(ctx, key, cost, m.config.HoldFor)
-	if answer.Hold != nil {
+	switch {
+	case answer.Hold == nil:
+	case err != nil: // the client has left, or the outcome is unknown
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), refundWait)
+		defer cancel()
+		_, _ = answer.Hold.Cancel(ctx) // otherwise it ends by itself
+	default:
 		hold = &held{hold: answer.Hold}
 	}
 	return answer.Result, hold, err

@@ -3074,7 +3074,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
                 HINT = 'Reserve from token buckets only: ''bucket 1 20/1s'' lets one pass every 50 ms.';
     END IF;
-    SELECT CASE WHEN delay_us IS NULL THEN max(a.retry_after_us) = 0 ELSE min(a.granted) = 1 END, min(a.remaining),
+    SELECT CASE WHEN delay_us IS NULL THEN coalesce(max(a.retry_after_us) = 0, false) ELSE min(a.granted) = 1 END, min(a.remaining),
         max(a.retry_after_us) * interval '1 microsecond', max(a.reset_after_us) * interval '1 microsecond',
         least((max(a.retry_after_us) + 999999) / 1000000, 2147483647),
         max(_rate_limit_owed(p.algorithms[a.ord], a.count, a.scale, p.limits[a.ord])),
@@ -3749,7 +3749,8 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_sweep IS
-    'Deletes rows that expired a minute ago or more, and holds that ended or were settled a day ago or more: '
+    'Deletes rows that expired a minute ago or more, and holds that were settled an hour ago '
+    'or ended a day ago, or more: '
     'at most max_rows of them, from at most max_pages pages. '
     'The next call continues where this one stopped. It does not wait for rows, and changes no decision.
 It returns skipped (another sweeper is at work, so nothing was done), '

@@ -205,7 +205,8 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_sweep IS
-    'Deletes rows that expired a minute ago or more, and holds that ended or were settled a day ago or more: '
+    'Deletes rows that expired a minute ago or more, and holds that were settled an hour ago '
+    'or ended a day ago, or more: '
     'at most max_rows of them, from at most max_pages pages. '
     'The next call continues where this one stopped. It does not wait for rows, and changes no decision.
 It returns skipped (another sweeper is at work, so nothing was done), '

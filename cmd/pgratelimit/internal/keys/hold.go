@@ -107,7 +107,7 @@ func SettleCommand(a *cli.App) *cobra.Command {
 	cmd.Use = "settle HOLD --used N"
 	cmd.Short = "Count what was used of a hold, and free the rest"
 	cmd.Long = `Ends a hold, and counts what was used, which may be more than was held. If the hold has ended, --used
-counts all the same, and the output says so. A hold is settled once: for 24 hours, a repetition prints
+counts all the same, and the output says so. A hold is settled once: for an hour, a repetition prints
 the first settlement and changes nothing. So repeat the command if it fails. As with 'charge', a key can
 owe 10 limits: a larger settlement fails, and the hold stays. --policy is needed only if the key's
 algorithm was changed after the hold.`
