@@ -88,15 +88,30 @@ func (m *middleware) end(ctx context.Context, h *held, used int64) {
 	if !h.open() {
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), refundWait)
-	defer cancel()
-	_, err := h.settle(ctx, used)
-	if m.refunds.changed(err) {
-		if err != nil {
-			m.warn(ctx,
-				"httplimit: what a request has used may not have been counted; further cases are not logged", err)
-		} else {
-			m.info(ctx, "httplimit: what requests have used is counted again")
+	afterwards(ctx, func(ctx context.Context) {
+		_, err := h.settle(ctx, used)
+		if m.refunds.changed(err) {
+			if err != nil {
+				m.warn(ctx,
+					"httplimit: what a request has used may not have been counted; further cases are not logged", err)
+			} else {
+				m.info(ctx, "httplimit: what requests have used is counted again")
+			}
 		}
+	})
+}
+
+// afterwards makes a call that the end of ctx does not end, and waits for it for at most refundWait.
+func afterwards(ctx context.Context, call func(context.Context)) {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		call(context.WithoutCancel(ctx))
+	}()
+	timer := time.NewTimer(refundWait)
+	defer timer.Stop()
+	select {
+	case <-done:
+	case <-timer.C:
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"net/http"
+	"net/http/httptest"
 	"testing"
 	"time"
 
@@ -13,13 +14,15 @@ import (
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// faultyDB is a database whose next answers can be errors.
+// faultyDB is a database whose next answers can be errors, or late.
 type faultyDB struct {
 	ratelimit.DBTX
 
 	failures int
+	late     chan struct{} // if not nil, the next answer comes when the channel is closed
 }
 
 var errAway = errors.New("the connection is closed")
@@ -28,6 +31,10 @@ func (d *faultyDB) Query(ctx context.Context, sql string, args ...any) (pgx.Rows
 	if d.failures > 0 {
 		d.failures--
 		return nil, errAway
+	}
+	if late := d.late; late != nil {
+		d.late = nil
+		<-late
 	}
 	return d.DBTX.Query(ctx, sql, args...)
 }
@@ -157,6 +164,25 @@ func TestSettleFails(t *testing.T) {
 	left, held := remaining(t, limiter)
 	require.EqualValues(t, 93, left)
 	require.Zero(t, held)
+}
+
+// A slow settlement goes on after the response has ended.
+func TestSettlementIsSlow(t *testing.T) {
+	t.Parallel()
+
+	limiter, db := tokens(t, ratelimit.ReturnError())
+	late := make(chan struct{})
+	handler := limited(t, limiter, Config{
+		Cost: func(*http.Request) int64 { return 40 }, HoldFor: time.Minute,
+	}, func(http.ResponseWriter, *http.Request) { db.late = late })
+	ctx, leave := context.WithCancel(t.Context())
+	serve(t, handler, httptest.NewRequestWithContext(ctx, http.MethodGet, "/", nil))
+	leave()
+	close(late)
+	testkit.WaitUntil(t, func() bool {
+		left, held := remaining(t, limiter)
+		return left == 60 && held == 0
+	})
 }
 
 // While Postgres is away, OnFailure decides, and there is nothing to settle.

@@ -310,9 +310,9 @@ func (m *middleware) ask(ctx context.Context, limiter Limiter, key string, cost 
 	switch {
 	case answer.Hold == nil:
 	case err != nil: // the client has left, or the outcome is unknown
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), refundWait)
-		defer cancel()
-		_, _ = answer.Hold.Cancel(ctx) // otherwise it ends by itself
+		afterwards(ctx, func(ctx context.Context) {
+			_, _ = answer.Hold.Cancel(ctx) // otherwise it ends by itself
+		})
 	default:
 		hold = &held{hold: answer.Hold}
 	}

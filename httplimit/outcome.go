@@ -13,8 +13,8 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// refundWait is how long the end of a response waits for the refund, which usually takes one round trip. A slower
-// refund goes on after the response has ended, because the end of its context ends only the wait.
+// refundWait is how long the end of a response waits for the refund or the settlement, which usually takes one round
+// trip. A slower refund may be interrupted, and then the cost stays counted. A slower settlement goes on.
 const refundWait = 100 * time.Millisecond
 
 // ChargeFailures is a Config.Charge that charges a request if its status is 400 or more. It is for passwords and other

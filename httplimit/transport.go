@@ -212,7 +212,11 @@ func (t *Transport) allowed(ctx context.Context, key string) (ratelimit.Result, 
 	if bounded {
 		longest = min(longest, max(time.Until(deadline), 0))
 	}
-	r, err := places.Reserve(ctx, key, 1, longest)
+	if err := ctx.Err(); err != nil {
+		return ratelimit.Result{}, err
+	}
+	// If the context ends meanwhile, the place must be known, so that it can be given back.
+	r, err := places.Reserve(context.WithoutCancel(ctx), key, 1, longest)
 	switch {
 	case err != nil:
 		return ratelimit.Result{}, err

@@ -174,10 +174,14 @@ func (d *Denials) Lookup(space *Space, m model.Rules, key string, n int64, o *Ou
 func (d *Denials) Remember(p *Part, asked, told time.Duration, since *Changes) {
 	denied := &p.Decision
 	clock := denied.DecidedAt.UnixMicro()
-	if _, own := p.Rules.Decide(denied.State, clock, p.Cost); own.RetryAfter < denied.RetryAfter {
+	_, own := p.Rules.Decide(denied.State, clock, p.Cost)
+	if own.RetryAfter < denied.RetryAfter {
 		return // beside holds, whose ends the cache does not know
 	}
-	_, one := p.Rules.Decide(denied.State, clock, 1)
+	one := own
+	if p.Cost > 1 {
+		_, one = p.Rules.Decide(denied.State, clock, 1)
+	}
 	known := &denial{
 		rules: p.Rules, limit: p.Rules.Numbers().Limit, state: denied.State, clock: clock, asked: asked, told: told,
 		retryAt: clock + one.RetryAfter, resetAt: clock + one.ResetAfter,
