@@ -30,11 +30,13 @@ func TestPlansDependOnNoStatistics(t *testing.T) {
 // Without the planner setting of the function, a batch reads the whole table.
 func TestPlansWithoutTheirSettingScanTheTable(t *testing.T) {
 	t.Parallel()
-	conn := pgtest.Connect(t, pgtest.New(t))
-	pgtest.Exec(t, conn, "ALTER FUNCTION rate_limit_sweep RESET enable_seqscan")
-	scans := scansOfAGrownTable(t, conn, false, "force_generic_plan")
-	require.NotZero(t, scans.Sequential)
-	require.Greater(t, scans.Rows, int64(30_000))
+	require.NotZero(t, pgtest.FirstScan(func() int64 {
+		conn := pgtest.Connect(t, pgtest.New(t))
+		pgtest.Exec(t, conn, "ALTER FUNCTION rate_limit_sweep RESET enable_seqscan")
+		scans := scansOfAGrownTable(t, conn, false, "force_generic_plan")
+		require.True(t, scans.Sequential == 0 || scans.Rows > 30_000, "%+v", scans)
+		return scans.Sequential
+	}))
 }
 
 // scansOfAGrownTable returns what five batches of one page read, in a session that planned these batches before the

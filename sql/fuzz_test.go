@@ -126,7 +126,7 @@ func FuzzDatabaseSchemas(f *testing.F) {
 				return
 			}
 			require.NoError(t, err)
-			limiter := limitertest.Of(t, client, ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year}})
+			limiter := limitertest.Of(t, client, ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 1000, Window: limitertest.Year}})
 			for name, call := range limitertest.Calls(limiter, "key") {
 				if err := call(); schema == "" || schema == "public" {
 					require.NoError(t, err, name)

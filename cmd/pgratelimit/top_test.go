@@ -48,8 +48,9 @@ func TestTopOfALargeTable(t *testing.T) {
 		top := decode[keys.TopResult](t, invoke(t, db.URL,
 			"top", "login", "--policy", "fixed 5/365d", "--durable", "--max-rows", maxRows, "--json"))
 		require.False(t, top.Complete)
-		require.InEpsilon(t, looked, top.Looked, 0.1) // 10 % are more than ten standard deviations
-		require.InEpsilon(t, float64(top.Looked)/rows, top.Share, 0.1)
+		// The standard deviation is 31 rows for 1,000 and 65 for the others, so this is ten standard deviations or more.
+		require.InEpsilon(t, looked, top.Looked, 0.31)
+		require.InEpsilon(t, float64(top.Looked)/rows, top.Share, 0.31)
 	}
 	top := decode[keys.TopResult](t, invoke(t, db.URL,
 		"top", "login", "--policy", "fixed 5/365d", "--durable", "--max-rows", "19200", "--json"))

@@ -66,9 +66,7 @@ func TestPlansDependOnNoSettings(t *testing.T) {
 func TestPlansWithoutTheirSettingScanTheTable(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
-	scanned := int64(0)
-	// On a busy server, a session may have to plan again, and then it plans for the large table.
-	for attempt := 0; scanned == 0 && attempt < 10; attempt++ {
+	require.NotZero(t, pgtest.FirstScan(func() int64 {
 		conn := pgtest.Connect(t, pgtest.New(t))
 		for _, function := range algorithm.Functions() {
 			if function != "rate_limit_reset" {
@@ -76,9 +74,9 @@ func TestPlansWithoutTheirSettingScanTheTable(t *testing.T) {
 			}
 		}
 		pgtest.Exec(t, conn, "ALTER FUNCTION "+pgtest.Left+" RESET enable_seqscan")
-		scanned, _ = scansOfAGrownTable(t, conn, false, "force_generic_plan", 1)
-	}
-	require.NotZero(t, scanned)
+		scanned, _ := scansOfAGrownTable(t, conn, false, "force_generic_plan", 1)
+		return scanned
+	}))
 }
 
 // scansOfAGrownTable runs batches of each algorithm in a session that has planned its statements before the table grew.
