@@ -98,7 +98,7 @@ func TestSoakFindsHeldCallsThatCount(t *testing.T) {
 		IF skip_held THEN
 			RETURN NEXT ROW(i::bigint, -2::bigint, 1::bigint, NULL::bigint, 0::bigint, decided_at,
 				0::bigint, 0::bigint, 0::bigint, 0::bigint, 0::bigint, 0::bigint, NULL::bigint[],
-				0::bigint, 0::bigint, 0::bigint, 0::bigint);
+				0::bigint, 0::bigint, 0::bigint, 0::bigint, 0::bigint);
 			CONTINUE;
 		END IF;
 		RETURN NEXT ROW(i::bigint, s.granted,`)
