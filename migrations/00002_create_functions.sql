@@ -1381,6 +1381,32 @@ BEGIN
 END
 $$;
 
+-- _rate_limit_earliest_unlocked returns how long after the time clock n units fit into a row that is not locked. The
+-- request was denied beside holds, but since then the row and its holds may have changed. A list of holds that is later
+-- than the row would give a wrong time. So the row is read again. STABLE lets all functions see the same data, as it is
+-- when this function begins. If n units fit by now, the result is 1, because 0 would mean that they fitted at the time
+-- clock.
+CREATE FUNCTION _rate_limit_earliest_unlocked(
+    name text, key text, durable boolean, algorithm smallint, clock bigint, n bigint,
+    max_count bigint, span_us bigint, refill bigint, zone text, delay_us bigint, now_us bigint
+) RETURNS bigint LANGUAGE plpgsql STABLE AS $$
+#variable_conflict use_variable
+DECLARE
+    later CONSTANT bigint := _rate_limit_now(now_us); -- not before the data
+    s rate_limit_row := _rate_limit_look(name, key, durable, later);
+BEGIN
+    IF s.algorithm IS DISTINCT FROM algorithm THEN
+        s := _rate_limit_no_row(s.tid, algorithm, s.held, s.held_next, s.held_until);
+    END IF;
+    s := _rate_limit_step(s, algorithm, later, 0::bigint, 1::bigint, 0::bigint, max_count, span_us, refill, zone);
+    RETURN greatest(later - clock + CASE WHEN durable
+        THEN _rate_limit_earliest_durable(
+            s, name, key, algorithm, later, n, max_count, span_us, refill, zone, delay_us)
+        ELSE _rate_limit_earliest_ephemeral(
+            s, name, key, algorithm, later, n, max_count, span_us, refill, zone, delay_us) END, 1);
+END
+$$;
+
 -- rate_limit_all decides every kind of request. A request can have several parts, such as a limit for an address, a
 -- limit for a user, and a limit for all users. A request takes from all of its parts or from none. The parts can have
 -- different limiters, keys, algorithms, costs and tables.
@@ -1782,11 +1808,14 @@ BEGIN
                 END IF;
                 IF beside AND s.retry_after_us = -1 THEN
                     cost := CASE WHEN charging OR ends THEN 1 ELSE greatest(costs[i], 1) END;
-                    s.retry_after_us := CASE WHEN durables[i]
-                        THEN _rate_limit_earliest_durable(s, names[i], keys[i], algorithms[i], clock, cost,
-                            limits[i], spans_us[i], refills[i], zones[i], delays_us[i])
-                        ELSE _rate_limit_earliest_ephemeral(s, names[i], keys[i], algorithms[i], clock, cost,
-                            limits[i], spans_us[i], refills[i], zones[i], delays_us[i]) END;
+                    s.retry_after_us := CASE
+                        WHEN NOT locking THEN _rate_limit_earliest_unlocked(names[i], keys[i], durables[i],
+                            algorithms[i], clock, cost, limits[i], spans_us[i], refills[i], zones[i], delays_us[i],
+                            now_us)
+                        WHEN durables[i] THEN _rate_limit_earliest_durable(s, names[i], keys[i], algorithms[i], clock,
+                            cost, limits[i], spans_us[i], refills[i], zones[i], delays_us[i])
+                        ELSE _rate_limit_earliest_ephemeral(s, names[i], keys[i], algorithms[i], clock,
+                            cost, limits[i], spans_us[i], refills[i], zones[i], delays_us[i]) END;
                 END IF;
                 IF beside AND ends AND charges[i] AND s.granted = 1 AND s.told_log IS NULL THEN
                     s.granted := -3;
@@ -2430,11 +2459,13 @@ $$;
 -- the first time when both have passed. So it is at the first end that is not before this time, or at the time that the
 -- row needs after the end before. A binary search finds it. But what fits only by granted credit must fit before the
 -- credit expires. So the ends after which n fits only by credit are searched first, and then the others.
+--
+-- STABLE lets it see the same data as the calling function, if that is STABLE too: see _rate_limit_earliest_unlocked.
 CREATE FUNCTION _rate_limit_earliest_ephemeral(
     s rate_limit_row, name text, key text, algorithm smallint, clock bigint, n bigint,
     max_count bigint, span_us bigint, refill bigint, zone text, delay_us bigint
 ) RETURNS bigint
-LANGUAGE plpgsql AS $$
+LANGUAGE plpgsql STABLE AS $$
 #variable_conflict use_variable
 DECLARE
     longest CONSTANT bigint := _rate_limit_longest_delay(delay_us, max_count, span_us, refill);
@@ -3074,7 +3105,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
                 HINT = 'Reserve from token buckets only: ''bucket 1 20/1s'' lets one pass every 50 ms.';
     END IF;
-    SELECT CASE WHEN delay_us IS NULL THEN coalesce(max(a.retry_after_us) = 0, false) ELSE min(a.granted) = 1 END,
+    SELECT CASE WHEN delay_us IS NULL THEN max(a.retry_after_us) = 0 ELSE min(a.granted) = 1 END,
         min(a.remaining),
         max(a.retry_after_us) * interval '1 microsecond', max(a.reset_after_us) * interval '1 microsecond',
         least((max(a.retry_after_us) + 999999) / 1000000, 2147483647),
@@ -4200,11 +4231,11 @@ DROP FUNCTION IF EXISTS _rate_limit_no_row, _rate_limit_now, _rate_limit_set, _r
     _rate_limit_log_with, _rate_limit_log, rate_limit_take_sliding_log, _rate_limit_valid_calendar,
     _rate_limit_window_end, _rate_limit_calendar, _rate_limit_calendar_fits, rate_limit_take_calendar_window,
     _rate_limit_valid, _rate_limit_step, _rate_limit_wrong_hold, _rate_limit_check, _rate_limit_rows_in_lock_order,
-    _rate_limit_try_to_make, _rate_limit_holder, _rate_limit_look, rate_limit_all, _rate_limit_fixed_refund,
-    _rate_limit_sliding_refund, _rate_limit_log_refund, _rate_limit_bucket_leases, _rate_limit_bucket_lend,
-    _rate_limit_bucket_refund, _rate_limit_give, _rate_limit_max_owed, _rate_limit_chargeable, _rate_limit_owed,
-    _rate_limit_lasts, _rate_limit_charge, _rate_limit_wrong_delay, _rate_limit_longest_delay, _rate_limit_most,
-    _rate_limit_ready_after, _rate_limit_reserve, _rate_limit_forgotten, _rate_limit_live_ephemeral,
+    _rate_limit_try_to_make, _rate_limit_holder, _rate_limit_look, _rate_limit_earliest_unlocked, rate_limit_all,
+    _rate_limit_fixed_refund, _rate_limit_sliding_refund, _rate_limit_log_refund, _rate_limit_bucket_leases,
+    _rate_limit_bucket_lend, _rate_limit_bucket_refund, _rate_limit_give, _rate_limit_max_owed, _rate_limit_chargeable,
+    _rate_limit_owed, _rate_limit_lasts, _rate_limit_charge, _rate_limit_wrong_delay, _rate_limit_longest_delay,
+    _rate_limit_most, _rate_limit_ready_after, _rate_limit_reserve, _rate_limit_forgotten, _rate_limit_live_ephemeral,
     _rate_limit_beside_ephemeral, _rate_limit_fits_after, _rate_limit_earliest_ephemeral,
     _rate_limit_write_holds_ephemeral, _rate_limit_hold_id, _rate_limit_left_ephemeral, _rate_limit_steps,
     _rate_limit_take_all_ephemeral, rate_limit_take_all, rate_limit_reset, _rate_limit_read_policy, _rate_limit_ask,
@@ -4213,8 +4244,8 @@ DROP FUNCTION IF EXISTS _rate_limit_no_row, _rate_limit_now, _rate_limit_set, _r
     rate_limit_extend, rate_limit_find_hold, rate_limit_sweep, _rate_limit_check_policy, _rate_limit_note_policy,
     rate_limit_policies, rate_limit_ban, rate_limit_report, _rate_limit_take_fixed_window_durable,
     _rate_limit_take_sliding_window_durable, _rate_limit_take_token_bucket_durable, _rate_limit_left_durable,
-    _rate_limit_take_calendar_window_durable, _rate_limit_live_durable, _rate_limit_beside_durable,
-    _rate_limit_write_holds_durable, _rate_limit_earliest_durable, _rate_limit_take_all_durable;
+    _rate_limit_take_calendar_window_durable, _rate_limit_live_durable, _rate_limit_earliest_durable,
+    _rate_limit_beside_durable, _rate_limit_write_holds_durable, _rate_limit_take_all_durable;
 DROP TYPE IF EXISTS rate_limit_row, rate_limit_decision;
 
 DROP FUNCTION IF EXISTS rate_limit_version;

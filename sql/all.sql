@@ -223,6 +223,32 @@ BEGIN
 END
 $$;
 
+-- _rate_limit_earliest_unlocked returns how long after the time clock n units fit into a row that is not locked. The
+-- request was denied beside holds, but since then the row and its holds may have changed. A list of holds that is later
+-- than the row would give a wrong time. So the row is read again. STABLE lets all functions see the same data, as it is
+-- when this function begins. If n units fit by now, the result is 1, because 0 would mean that they fitted at the time
+-- clock.
+CREATE FUNCTION _rate_limit_earliest_unlocked(
+    name text, key text, durable boolean, algorithm smallint, clock bigint, n bigint,
+    max_count bigint, span_us bigint, refill bigint, zone text, delay_us bigint, now_us bigint
+) RETURNS bigint LANGUAGE plpgsql STABLE AS $$
+#variable_conflict use_variable
+DECLARE
+    later CONSTANT bigint := _rate_limit_now(now_us); -- not before the data
+    s rate_limit_row := _rate_limit_look(name, key, durable, later);
+BEGIN
+    IF s.algorithm IS DISTINCT FROM algorithm THEN
+        s := _rate_limit_no_row(s.tid, algorithm, s.held, s.held_next, s.held_until);
+    END IF;
+    s := _rate_limit_step(s, algorithm, later, 0::bigint, 1::bigint, 0::bigint, max_count, span_us, refill, zone);
+    RETURN greatest(later - clock + CASE WHEN durable
+        THEN _rate_limit_earliest_durable(
+            s, name, key, algorithm, later, n, max_count, span_us, refill, zone, delay_us)
+        ELSE _rate_limit_earliest_ephemeral(
+            s, name, key, algorithm, later, n, max_count, span_us, refill, zone, delay_us) END, 1);
+END
+$$;
+
 -- rate_limit_all decides every kind of request. A request can have several parts, such as a limit for an address, a
 -- limit for a user, and a limit for all users. A request takes from all of its parts or from none. The parts can have
 -- different limiters, keys, algorithms, costs and tables.
@@ -624,11 +650,14 @@ BEGIN
                 END IF;
                 IF beside AND s.retry_after_us = -1 THEN
                     cost := CASE WHEN charging OR ends THEN 1 ELSE greatest(costs[i], 1) END;
-                    s.retry_after_us := CASE WHEN durables[i]
-                        THEN _rate_limit_earliest_durable(s, names[i], keys[i], algorithms[i], clock, cost,
-                            limits[i], spans_us[i], refills[i], zones[i], delays_us[i])
-                        ELSE _rate_limit_earliest_ephemeral(s, names[i], keys[i], algorithms[i], clock, cost,
-                            limits[i], spans_us[i], refills[i], zones[i], delays_us[i]) END;
+                    s.retry_after_us := CASE
+                        WHEN NOT locking THEN _rate_limit_earliest_unlocked(names[i], keys[i], durables[i],
+                            algorithms[i], clock, cost, limits[i], spans_us[i], refills[i], zones[i], delays_us[i],
+                            now_us)
+                        WHEN durables[i] THEN _rate_limit_earliest_durable(s, names[i], keys[i], algorithms[i], clock,
+                            cost, limits[i], spans_us[i], refills[i], zones[i], delays_us[i])
+                        ELSE _rate_limit_earliest_ephemeral(s, names[i], keys[i], algorithms[i], clock,
+                            cost, limits[i], spans_us[i], refills[i], zones[i], delays_us[i]) END;
                 END IF;
                 IF beside AND ends AND charges[i] AND s.granted = 1 AND s.told_log IS NULL THEN
                     s.granted := -3;

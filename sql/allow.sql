@@ -86,7 +86,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
                 HINT = 'Reserve from token buckets only: ''bucket 1 20/1s'' lets one pass every 50 ms.';
     END IF;
-    SELECT CASE WHEN delay_us IS NULL THEN coalesce(max(a.retry_after_us) = 0, false) ELSE min(a.granted) = 1 END,
+    SELECT CASE WHEN delay_us IS NULL THEN max(a.retry_after_us) = 0 ELSE min(a.granted) = 1 END,
         min(a.remaining),
         max(a.retry_after_us) * interval '1 microsecond', max(a.reset_after_us) * interval '1 microsecond',
         least((max(a.retry_after_us) + 999999) / 1000000, 2147483647),

@@ -181,11 +181,13 @@ $$;
 -- the first time when both have passed. So it is at the first end that is not before this time, or at the time that the
 -- row needs after the end before. A binary search finds it. But what fits only by granted credit must fit before the
 -- credit expires. So the ends after which n fits only by credit are searched first, and then the others.
+--
+-- STABLE lets it see the same data as the calling function, if that is STABLE too: see _rate_limit_earliest_unlocked.
 CREATE FUNCTION _rate_limit_earliest_ephemeral(
     s rate_limit_row, name text, key text, algorithm smallint, clock bigint, n bigint,
     max_count bigint, span_us bigint, refill bigint, zone text, delay_us bigint
 ) RETURNS bigint
-LANGUAGE plpgsql AS $$
+LANGUAGE plpgsql STABLE AS $$
 #variable_conflict use_variable
 DECLARE
     longest CONSTANT bigint := _rate_limit_longest_delay(delay_us, max_count, span_us, refill);

@@ -336,3 +336,92 @@ func TestHoldsOfADeletedRow(t *testing.T) {
 		}
 	}
 }
+
+// A peek, and a denial that finds a missing row, lock nothing. So the key and its holds may change after the key was
+// read. Even then the time until the request fits is that of one moment, before the change or after it.
+func TestWaitsBesideHoldsAreOfOneMoment(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "a setting of the session")
+	type told struct {
+		Allowed    bool
+		RetryAfter *time.Duration
+	}
+	// The limit is 10. A hold of 2 hours is changed. The row of name/2 is not locked, because its turn is after that of
+	// name, which has no row.
+	const (
+		peek   = "rate_limit_peek($1 || '/2', 'key', 'fixed 10/360d', $2)"
+		allow5 = "rate_limit_allow($1, 'key', 'fixed 100/360d, fixed 10/360d', 5, $2)"
+		cancel = "SELECT rate_limit_cancel($1)"
+		settle = "SELECT rate_limit_settle($1, 6)"
+		window = 360 * 24 * time.Hour
+	)
+	cases := []struct {
+		name, ask     string
+		hold, other   int64 // the units of the hold that is changed, and of a hold of 1 hour
+		change        string
+		before, after time.Duration
+	}{
+		{"a cancelled hold", peek, 6, 4, cancel, time.Hour, 0},
+		{"the only hold", peek, 10, 0, "SELECT rate_limit_settle($1, 10)", 2 * time.Hour, window},
+		{"a settled hold beside a missing row", allow5, 6, 4, settle, 2 * time.Hour, window},
+		{
+			"a new hold beside a missing row", allow5, 6, 0, `SELECT rate_limit_hold(f.name, f.key, 'fixed 10/360d', 4, '1 hour', f.durable)
+				FROM rate_limit_find_hold($1) AS f`, 2 * time.Hour, 2 * time.Hour,
+		},
+	}
+	const stop = "IF current_setting('test.stops', true) = 'yes' THEN PERFORM pg_advisory_xact_lock_shared(1); END IF; "
+	for _, moment := range []string{"before", "after", "broken"} {
+		for _, durable := range limitertest.TablesFor(t, moment) {
+			t.Run(fmt.Sprint(pgtest.Table(durable), " ", moment), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				if moment == "before" {
+					const next = "IF s.algorithm IS DISTINCT FROM algorithm THEN"
+					pgtest.Rewrite(t, db.Pool, "_rate_limit_earliest_unlocked", next, stop+next)
+				} else {
+					const next = "IF beside AND s.retry_after_us = -1 THEN"
+					pgtest.Rewrite(t, db.Pool, "rate_limit_all", next, stop+next)
+				}
+				if moment == "broken" { // only the list of the holds is read then
+					pgtest.Rewrite(t, db.Pool, "rate_limit_all", "WHEN NOT locking THEN", "WHEN false THEN")
+				}
+				stopper, asker := pgtest.Connect(t, db), pgtest.Connect(t, db)
+				pgtest.Exec(t, asker, "SET test.stops = 'yes'")
+				wrong := 0
+				for _, c := range cases {
+					if c.other > 0 {
+						_, err := holdSQL(t.Context(), db.Pool, c.name+"/2", "fixed 10/360d", c.other, "1 hour", durable)
+						require.NoError(t, err)
+					}
+					hold, err := holdSQL(t.Context(), db.Pool, c.name+"/2", "fixed 10/360d", c.hold, "2 hours", durable)
+					require.NoError(t, err)
+					pgtest.Exec(t, stopper, "SELECT pg_advisory_lock(1)")
+					ask := testkit.Later(func() (told, error) {
+						rows, err := asker.Query(t.Context(), "SELECT coalesce(allowed, false), retry_after FROM "+c.ask, c.name, durable)
+						if err != nil {
+							return told{}, err
+						}
+						return pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[told])
+					})
+					pgtest.WaitUntilBlocked(t, db.Pool, 1)
+					pgtest.Exec(t, db.Pool, c.change, *hold.Hold)
+					pgtest.Exec(t, stopper, "SELECT pg_advisory_unlock(1)")
+					got, err := ask()
+					require.NoError(t, err)
+
+					want := c.after
+					if moment == "before" {
+						want = c.before
+					}
+					right := !got.Allowed && got.RetryAfter != nil && *got.RetryAfter > 0 &&
+						(*got.RetryAfter-want).Abs() < time.Minute
+					if !right {
+						wrong++
+					}
+					require.True(t, right || moment == "broken", "%s: %+v", c.name, got)
+				}
+				require.Equal(t, moment == "broken", wrong == len(cases), "%d of %d", wrong, len(cases))
+			})
+		}
+	}
+}

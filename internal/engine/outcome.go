@@ -96,9 +96,6 @@ func (p *Part) Outcome(place int64) Outcome {
 		o.ResetAfter = model.Duration(p.Rules.ResetAfter(*d, after))
 	case d.RetryAfter == 0: // the request looks, or another part denies it
 		o.Allowed = true
-	case d.RetryAfter == model.Never:
-		// The cost is at most the limit, so this was read without a lock, while a hold of the key was settled.
-		o.RetryAfter = time.Millisecond
 	default:
 		o.RetryAfter = model.Duration(d.RetryAfter)
 	}
