@@ -364,7 +364,10 @@ BEGIN
         late := false;
         RETURN;
     END IF;
-    -- The policy of a hold does not change, so this needs no lock.
+    -- Every call uses the tables of keys before those of holds. Otherwise it could deadlock with maintenance, which locks
+    -- all tables.
+    LOCK TABLE rate_limit_ephemeral, rate_limit_durable IN ROW EXCLUSIVE MODE;
+    -- The policy of a hold does not change, so this locks no row.
     SELECT count(*), bool_and(h.status = 2), array_agg(h.name ORDER BY h.ordinality),
         array_agg(h.key ORDER BY h.ordinality), array_agg(h.durable ORDER BY h.ordinality),
         array_agg(h.algorithm ORDER BY h.ordinality), array_agg(h.max_count ORDER BY h.ordinality),

@@ -2,16 +2,19 @@ package main
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/catalog"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
@@ -72,6 +75,62 @@ func TestFixLocksAllTables(t *testing.T) {
 		}
 	}
 	require.ElementsMatch(t, tables, slices.Clone(cli.AllTables))
+}
+
+// A call that has used one of the limiter's tables goes on while doctor --fix waits for all tables. The test notices if
+// rate_limit_settle uses the tables of holds first, or if doctor --fix locks the tables in another order.
+func TestFixDoesNotDeadlockWithCalls(t *testing.T) {
+	t.Parallel()
+
+	const stop = "PERFORM pg_advisory_xact_lock_shared(1); "
+	for _, broken := range []bool{false, true} {
+		for _, c := range []struct{ call, function, next, first string }{
+			{"settle", "_rate_limit_end_hold", "id := left(hold, 36)::uuid;", "LOCK TABLE public.rate_limit_ephemeral"},
+			{"extend", "_rate_limit_end_hold", "id := left(hold, 36)::uuid;", "LOCK TABLE public.rate_limit_ephemeral"},
+			{"take", "rate_limit_all", "missing := making AND (rows[i]).tid IS NULL;", ""},
+		} {
+			t.Run(fmt.Sprintf("%s, broken: %v", c.call, broken), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				hold := pgtest.Scalar[string](t, db.Pool, "SELECT hold FROM rate_limit_hold('api', 'a', 'fixed 10/1d')")
+				call := map[string]string{
+					"settle": "rate_limit_settle('" + hold + "', 1)",
+					"extend": "rate_limit_extend('" + hold + "', '1 hour')",
+					"take":   pgtest.Each("'api'", "ARRAY['b', 'c']", "false", "1, 10, 60000000, 0", ""),
+				}[c.call]
+				order := slices.Clone(cli.AllTables)
+				if c.call == "take" { // the second row is in the other table
+					call = strings.Replace(call, "array_fill((false)::boolean, ARRAY[cardinality(ARRAY['b', 'c'])])", "ARRAY[false, true]", 1)
+					pgtest.Exec(t, db.Pool, "SELECT FROM "+call) // makes the rows
+					pgtest.Rewrite(t, db.Pool, c.function, c.next, c.next+" IF i = 2 THEN "+stop+"END IF;")
+					if broken {
+						slices.Reverse(order)
+					}
+				} else {
+					pgtest.Rewrite(t, db.Pool, c.function, c.next, stop+c.next)
+					if broken {
+						pgtest.Rewrite(t, db.Pool, c.function, c.first, "-- ")
+					}
+				}
+				stopper, caller, fixer := pgtest.Connect(t, db), pgtest.Connect(t, db), pgtest.Begin(t, db)
+				pgtest.Exec(t, stopper, "SELECT pg_advisory_lock(1)")
+				called := testkit.Later(func() (pgconn.CommandTag, error) { return caller.Exec(t.Context(), "SELECT FROM "+call) })
+				pgtest.WaitUntilBlocked(t, db.Pool, 1)
+				fixed := testkit.Later(func() (pgconn.CommandTag, error) {
+					return fixer.Exec(t.Context(), "LOCK TABLE "+strings.Join(order, ", ")+" IN ACCESS EXCLUSIVE MODE")
+				})
+				pgtest.WaitUntilBlocked(t, db.Pool, 2)
+				pgtest.Exec(t, stopper, "SELECT pg_advisory_unlock(1)")
+				_, err1 := called()
+				_, err2 := fixed()
+				if err := errors.Join(err1, err2); broken {
+					require.ErrorContains(t, err, "40P01")
+				} else {
+					require.NoError(t, err)
+				}
+			})
+		}
+	}
 }
 
 // doctor --fix repairs a changed or missing column without dropping the table, and keeps others' additions to it.

@@ -337,9 +337,12 @@ func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) e
 // transactions that use the tables, because new calls wait too.
 func (c GrowConfig) noteDeleted(ctx context.Context, conn *pgx.Conn, begin bool) error {
 	return pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
+		// Lock all tables in the order in which calls and sweepers use them. The triggers use rate_limit_shard_deleted
+		// last.
 		if err := c.run(ctx, tx, "SET LOCAL lock_timeout = '1s'",
+			"LOCK TABLE {schema}.rate_limit_sweeper, "+allTables()+" IN ACCESS EXCLUSIVE MODE",
 			"TRUNCATE {schema}.rate_limit_shard_deleted"); err != nil {
-			return err
+			return busy(err)
 		}
 		for _, table := range tables() {
 			on := " ON {schema}." + table
@@ -355,7 +358,7 @@ func (c GrowConfig) noteDeleted(ctx context.Context, conn *pgx.Conn, begin bool)
 						" FOR EACH STATEMENT EXECUTE FUNCTION {schema}._rate_limit_note_deleted()")
 			}
 			if err := c.run(ctx, tx, statements...); err != nil {
-				return busy(err)
+				return err
 			}
 		}
 		return nil

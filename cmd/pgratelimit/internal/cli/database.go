@@ -155,9 +155,10 @@ const (
 	AccessExclusive = "ACCESS EXCLUSIVE"
 )
 
-// AllTables lists the tables in the order in which commands lock them. The functions lock in the same order.
+// AllTables lists the tables in the order in which commands lock them. The functions use the tables in the same order.
+// Only rate_limit_sweep uses some in another order, but it begins with rate_limit_sweeper.
 var AllTables = []string{"rate_limit_policy", "rate_limit_policy_history", "rate_limit_shadow", "rate_limit_sweeper",
-	Table(true), Table(false), Table(true) + "_hold", Table(false) + "_hold"}
+	Table(false), Table(true), Table(false) + "_hold", Table(true) + "_hold"}
 
 // LockedError means that another session has locked the limiter's tables for too long.
 type LockedError struct{ error }
@@ -188,7 +189,7 @@ func (db DB) Transaction(
 			// If another role can create objects in the schema, it may have created the tables, and doctor must report
 			// them. While the lock is held, nobody can replace a table.
 			var tables []string
-			of, whole := []string{Table(false), Table(true), "rate_limit_policy"}, lock == AccessExclusive
+			of, whole := []string{"rate_limit_policy", Table(false), Table(true)}, lock == AccessExclusive
 			if whole {
 				of = AllTables
 			}
