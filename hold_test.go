@@ -234,6 +234,41 @@ func TestHoldFromText(t *testing.T) {
 	})
 }
 
+// A text of no known hold leaves the caller's transaction as it is.
+func TestHoldFromTextOnATransaction(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller")
+	limitertest.EachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
+		tx := pgtest.Begin(t, pgtest.New(t))
+		l := limitertest.New(t, tx, config)
+		_, err := l.HoldFromText(t.Context(), "00000000-0000-4000-8000-000000000000.e")
+		require.ErrorIs(t, err, ratelimit.ErrHoldUnknown)
+		found, err := l.HoldFromText(t.Context(), hold(t, l, 4, time.Minute).Hold.String())
+		require.NoError(t, err)
+		require.EqualValues(t, 3, settle(t, found, 3).Used)
+		require.NoError(t, tx.Commit(t.Context()))
+	})
+}
+
+// HoldFromText forgets holds by the clock of the test, as Settle does.
+func TestHoldFromTextByTheClockOfATest(t *testing.T) {
+	t.Parallel()
+	eachHoldingLimiter(t, 10, func(t *testing.T, db ratelimit.DBTX, config ratelimit.Config) {
+		for _, at := range []time.Time{limitertest.T0, limitertest.T0.Add(100 * limitertest.Year)} {
+			now := at
+			l := limitertest.New(t, db, config, ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: func() time.Time { return now }}})
+			text := hold(t, l, 4, time.Minute).Hold.String()
+			now = at.Add(24*time.Hour + time.Minute - time.Microsecond)
+			found, err := l.HoldFromText(t.Context(), text)
+			require.NoError(t, err)
+			require.True(t, found.EndsAt().Equal(at.Add(time.Minute)))
+			now = at.Add(24*time.Hour + time.Minute)
+			_, err = l.HoldFromText(t.Context(), text)
+			require.ErrorIs(t, err, ratelimit.ErrHoldUnknown)
+		}
+	})
+}
+
 func TestHoldAll(t *testing.T) {
 	t.Parallel()
 	for name, db := range map[string]ratelimit.DBTX{"on Postgres": pgtest.New(t).NewPool(t, nil), "in memory": &memdb.DB{}} {

@@ -298,9 +298,9 @@ BEGIN
 END
 $$;
 
--- _rate_limit_parts_of_hold returns the parts of a hold in lock order. It returns nothing for the empty hold that the
--- policy mode off makes.
-CREATE FUNCTION _rate_limit_parts_of_hold(hold text) RETURNS TABLE (
+-- _rate_limit_parts_of_hold returns the parts of a hold in lock order. It returns nothing for an unknown hold, and for
+-- the empty hold that the policy mode off makes.
+CREATE FUNCTION _rate_limit_parts_of_hold(hold text, clock bigint) RETURNS TABLE (
     name text, key text, durable boolean, units bigint, ends_at bigint, status smallint, used bigint,
     algorithm smallint, max_count bigint, span_us bigint, refill bigint, zone text
 ) LANGUAGE plpgsql AS $$
@@ -323,11 +323,8 @@ BEGIN
             UNION ALL
             SELECT true, d.* FROM rate_limit_durable_hold AS d WHERE d.id = id AND words[2] LIKE '%d'
         ) AS h
-        WHERE NOT _rate_limit_forgotten(h.status, h.ends_at, h.settled_at, _rate_limit_now(NULL::bigint))
+        WHERE NOT _rate_limit_forgotten(h.status, h.ends_at, h.settled_at, clock)
         ORDER BY h.durable, -octet_length(h.key), h.key, h.prefix;
-    IF NOT found AND hold <> '' THEN
-        PERFORM _rate_limit_unknown_hold();
-    END IF;
 END
 $$;
 
@@ -374,9 +371,11 @@ BEGIN
         array_agg(h.span_us ORDER BY h.ordinality), array_agg(h.refill ORDER BY h.ordinality),
         array_agg(coalesce(h.zone, 'UTC') ORDER BY h.ordinality)
     INTO n, settled, names, keys, durables, algorithms, limits, spans_us, refills, zones
-    FROM _rate_limit_parts_of_hold(hold) WITH ORDINALITY AS h;
+    FROM _rate_limit_parts_of_hold(hold, _rate_limit_now(NULL::bigint)) WITH ORDINALITY AS h;
     id := left(hold, 36)::uuid;
-    IF n > 0 AND policy IS NOT NULL THEN
+    IF n = 0 THEN
+        PERFORM _rate_limit_unknown_hold();
+    ELSIF policy IS NOT NULL THEN
         SELECT * INTO p FROM _rate_limit_read_policy(policy);
         IF cardinality(p.algorithms) <> n THEN
             RAISE EXCEPTION 'rate_limit: policy has % parts, and the hold has %', cardinality(p.algorithms), n
@@ -403,19 +402,17 @@ BEGIN
                     HINT = 'Nothing was settled. Settle with the policy that is in force for the key.';
         END IF;
     END LOOP;
-    IF n > 0 THEN
-        SELECT min(a.granted), max(a.log[1]), max(a.log[2]) = 1,
-            timestamptz 'epoch' + max(a.log[3]) * interval '1 us',
-            min(CASE WHEN a.granted = 0 THEN _rate_limit_chargeable(algorithms[a.ord], a.count, a.credit, a.scale,
-                limits[a.ord], spans_us[a.ord], refills[a.ord]) END)
-        INTO granted, counted, late, settled_at, accepted
-        FROM rate_limit_all(
-            array_fill(1, ARRAY[n]), names, keys, durables, algorithms, limits, spans_us, refills,
-            array_fill(coalesce(used, 0), ARRAY[n]), NULL::bigint[], NULL::integer, NULL::boolean, NULL::timestamptz,
-            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[],
-            array_fill(ttl_us IS NULL, ARRAY[n]), array_fill(ttl_us, ARRAY[n]), array_fill(id, ARRAY[n]),
-            NULL::bigint[]) AS a;
-    END IF;
+    SELECT min(a.granted), max(a.log[1]), max(a.log[2]) = 1,
+        timestamptz 'epoch' + max(a.log[3]) * interval '1 us',
+        min(CASE WHEN a.granted = 0 THEN _rate_limit_chargeable(algorithms[a.ord], a.count, a.credit, a.scale,
+            limits[a.ord], spans_us[a.ord], refills[a.ord]) END)
+    INTO granted, counted, late, settled_at, accepted
+    FROM rate_limit_all(
+        array_fill(1, ARRAY[n]), names, keys, durables, algorithms, limits, spans_us, refills,
+        array_fill(coalesce(used, 0), ARRAY[n]), NULL::bigint[], NULL::integer, NULL::boolean, NULL::timestamptz,
+        NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[],
+        array_fill(ttl_us IS NULL, ARRAY[n]), array_fill(ttl_us, ARRAY[n]), array_fill(id, ARRAY[n]),
+        NULL::bigint[]) AS a;
     IF granted = 0 THEN
         RAISE EXCEPTION 'rate_limit: a settlement of % is too large, and % would be accepted', used, accepted
             USING ERRCODE = 'RLS05', DETAIL = accepted::text,
@@ -427,7 +424,8 @@ BEGIN
         PERFORM _rate_limit_unknown_hold();
     END IF;
     IF ttl_us IS NOT NULL THEN
-        ends_at := timestamptz 'epoch' + interval '1 us' * min(h.ends_at) FROM _rate_limit_parts_of_hold(hold) AS h;
+        ends_at := timestamptz 'epoch' + interval '1 us' * min(h.ends_at)
+            FROM _rate_limit_parts_of_hold(hold, _rate_limit_now(NULL::bigint)) AS h;
     END IF;
 END
 $$;
@@ -497,7 +495,7 @@ Example: SELECT rate_limit_extend(
 SQLSTATE RLS06: there is no such hold. RLS07: it has ended or is settled, so its units may be taken.';
 
 CREATE FUNCTION rate_limit_find_hold(
-    hold text,
+    hold text, now timestamptz DEFAULT NULL,
     OUT name text, OUT key text, OUT durable boolean, OUT units bigint, OUT ends_at timestamptz, OUT live boolean,
     OUT used bigint
 ) RETURNS SETOF record
@@ -506,11 +504,13 @@ SECURITY DEFINER
 SET enable_seqscan = off
 AS $$
 #variable_conflict use_variable
+DECLARE
+    clock CONSTANT bigint := _rate_limit_now((extract(epoch FROM now) * 1000000)::bigint);
 BEGIN
     RETURN QUERY
         SELECT h.name, h.key, h.durable, h.units, timestamptz 'epoch' + h.ends_at * interval '1 us',
-            h.status = 0 AND h.ends_at > _rate_limit_now(NULL::bigint), h.used
-        FROM _rate_limit_parts_of_hold(hold COLLATE "C") WITH ORDINALITY AS h
+            h.status = 0 AND h.ends_at > clock, h.used
+        FROM _rate_limit_parts_of_hold(hold COLLATE "C", clock) WITH ORDINALITY AS h
         ORDER BY h.ordinality;
 END
 $$;
@@ -524,4 +524,4 @@ It returns
   ends_at             from then on they are free, if the hold is not settled before
   live                whether they are held now
   used                what the settlement has counted. NULL if the hold is not settled
-SQLSTATE RLS06: there is no such hold.';
+It returns no row if there is no such hold. now is for tests.';

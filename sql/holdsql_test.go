@@ -197,12 +197,13 @@ func TestSQLHoldsRefuseBadInput(t *testing.T) {
 	}
 	for _, sql := range []string{
 		"rate_limit_settle('" + unknown + ".e', 1)", "rate_limit_cancel('" + unknown + ".ed')",
-		"rate_limit_extend('" + unknown + ".d', interval '1 hour')", "rate_limit_find_hold('" + unknown + ".e')",
+		"rate_limit_extend('" + unknown + ".d', interval '1 hour')",
 		"rate_limit_settle('" + strings.Replace(*good.Hold, ".e", ".d", 1) + "', 1)",
 	} {
 		_, err := db.Pool.Exec(t.Context(), "SELECT "+sql)
 		refusedWith(t, err, "RLS06", "")
 	}
+	require.Empty(t, findSQL(t, db.Pool, unknown+".e"))
 	require.Equal(t, stored, pgtest.StoredRows(t, db.Pool, false))
 	require.NoError(t, sumsDiffer(t.Context(), db.Pool, false, "n"))
 

@@ -261,18 +261,7 @@ func (e *Engine) reset(ctx context.Context, db pg.DB, space *Space, key string, 
 	for i := range names {
 		names[i] = algorithm.RowName(space.Name, i)
 	}
-	err := e.Database.deleteRows(ctx, db, space, names, key, tx)
-	for tx.own() && pg.OtherShard(err) { // repeat while the key's shard is being split
-		timer := time.NewTimer(MapPause)
-		select {
-		case <-timer.C:
-			err = e.Database.deleteRows(ctx, db, space, names, key, tx)
-			continue
-		case <-ctx.Done():
-			timer.Stop()
-		}
-		break
-	}
+	err := whileSplit(ctx, tx.own(), func() error { return e.Database.deleteRows(ctx, db, space, names, key, tx) })
 	if e.Denials != nil {
 		e.Denials.Forget(space, key, nil) // even after an error, because the database may have reset the key
 	}

@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pg"
@@ -147,7 +146,9 @@ func (e *Engine) FindHold(ctx context.Context, id string) ([]HoldPart, error) {
 		return nil, GaveUp(err)
 	}
 	if !d.pooled() {
-		return d.findHold(context.WithoutCancel(ctx), e.Settings.Timeout, id)
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), e.Settings.Timeout)
+		defer cancel()
+		return d.findHold(ctx, id)
 	}
 	type answer struct {
 		parts []HoldPart
@@ -155,8 +156,16 @@ func (e *Engine) FindHold(ctx context.Context, id string) ([]HoldPart, error) {
 	}
 	done := make(chan answer, 1)
 	go func() {
-		parts, err := d.findHold(context.WithoutCancel(ctx), e.Settings.Timeout, id)
-		done <- answer{parts, err}
+		var a answer
+		within, cancel := context.WithTimeout(context.WithoutCancel(ctx), e.Settings.Timeout)
+		defer cancel()
+		a.err = whileSplit(within, true, func() (err error) {
+			if e.Queues.OfHold(id).visit(within, func() { a.parts, err = d.findHold(within, id) }) != nil {
+				return errNotAsked
+			}
+			return err
+		})
+		done <- a
 	}()
 	select {
 	case a := <-done:
@@ -166,21 +175,19 @@ func (e *Engine) FindHold(ctx context.Context, id string) ([]HoldPart, error) {
 	}
 }
 
-func (d *Database) findHold(ctx context.Context, timeout time.Duration, id string) (parts []HoldPart, err error) {
-	ctx, cancel := context.WithTimeout(ctx, timeout)
-	defer cancel()
+func (d *Database) findHold(ctx context.Context, id string) (parts []HoldPart, err error) {
 	if d.memory != nil {
 		return d.findHoldInMemory(id)
 	}
 	var p HoldPart
 	var endsAt int64
-	err = pg.Query(ctx, d.DB, d.pooled(), Text("findhold", d.schema), []any{id + ".ed"},
+	err = pg.Query(ctx, d.DB, d.pooled(), Text("findhold", d.schema), []any{id + ".ed", d.now()},
 		[]any{&p.Name, &p.Key, &p.Durable, &endsAt}, func() error {
 			p.EndsAt = time.UnixMicro(endsAt)
 			parts = append(parts, p)
 			return nil
 		})
-	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && pgErr.Code == "RLS06" || err == nil && len(parts) == 0 {
+	if err == nil && len(parts) == 0 {
 		return nil, ErrHoldUnknown
 	}
 	return parts, d.explain(ctx, d.DB, nil, err)

@@ -3,6 +3,7 @@ package engine
 import (
 	"context"
 	"slices"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -43,6 +44,13 @@ func (qs *queues) Of(key string) *Queue {
 		return all[0]
 	}
 	return all[shardkey.Of(key, len(all))]
+}
+
+// OfHold returns the queue of the shard that has a hold. The last 16 bits of its id are those of the key's number.
+func (qs *queues) OfHold(id string) *Queue {
+	all := *qs.All.Load()
+	number, _ := strconv.ParseUint(id[max(len(id)-4, 0):], 16, 16)
+	return all[int(number)&(len(all)-1)]
 }
 
 // ofAll returns the queue for all keys of a request. It returns nil if the keys belong to several queues.
@@ -123,6 +131,25 @@ func (q *Queue) submitAgain(requests []*Request) {
 // MapPause is the pause before a request is sent again. A proxy has refused the request, because the proxy's map of
 // shards is outdated. While shards are split, the map is outdated for about 10 ms.
 const MapPause = 5 * time.Millisecond
+
+// whileSplit calls a function, and calls it again while the shard of its key is being split, until ctx ends. Only a
+// statement in an own transaction can be repeated.
+func whileSplit(ctx context.Context, own bool, statement func() error) error {
+	err := statement()
+	for own && pg.OtherShard(err) {
+		timer := time.NewTimer(MapPause)
+		select {
+		case <-timer.C:
+		case <-ctx.Done():
+			timer.Stop()
+		}
+		if ctx.Err() != nil {
+			break
+		}
+		err = statement()
+	}
+	return err
+}
 
 // refusal is an error of a proxy with an outdated map of shards, and the time of the error.
 type refusal struct {

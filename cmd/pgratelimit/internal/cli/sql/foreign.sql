@@ -100,7 +100,7 @@ WHERE (p.proname, oidvectortypes(p.proargtypes)) IN (
             'text[], text[], boolean, smallint[], bigint[], bigint[], bigint[], text[], bigint[], integer[], '
             'integer[], bigint[], bigint[], integer, boolean, bigint'),
         ('rate_limit_hold', 'text, text, text, bigint, interval, boolean'),
-        ('rate_limit_find_hold', 'text'),
+        ('rate_limit_find_hold', 'text, timestamp with time zone'),
         ('rate_limit_settle', 'text, bigint, text'),
         ('rate_limit_extend', 'text, interval'),
         ('rate_limit_reset', 'text, text, boolean, integer, boolean'),
