@@ -24,11 +24,11 @@ type Queue struct {
 	InFlight  int                       // the number of statements under way, with those of visitors
 	visits    int                       // how many of them decide no requests: see visit
 	visitors  []chan struct{}           // who wait for a place for such a statement
-	perKey    int           // requests per key in the last large statement
-	lonely    int           // how many calls in a row found no other call in the queue
-	leftAt    time.Duration // when the last statement was sent, since Batcher.Begin
-	late      bool          // a timer for leaveLate is set
-	fastest   time.Duration // see noteDuration
+	perKey    int                       // requests per key in the last large statement
+	lonely    int                       // how many calls in a row found no other call in the queue
+	leftAt    time.Duration             // when the last statement was sent, since Batcher.Begin
+	late      bool                      // a timer for leaveLate is set
+	fastest   time.Duration             // see noteDuration
 	flights   [kindCount]flights
 }
 
