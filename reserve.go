@@ -49,10 +49,13 @@ func (e *ReserveError) Error() string {
 // [Limiter.Wait] keeps no such order, because each process waits on its own, and callers who are allowed at the same
 // time act at the same time.
 //
-// Until a booking is ready, the bucket owes its tokens, so that later requests and bookings come after it. A bucket
-// owes at most 10 times its Capacity. That bounds maxDelay: with a Capacity of 1, at most 10 callers wait. A booking
-// whose work is not done is given back by [Limiter.Refund] of its Result, or by its [Result.Receipt], and the callers
-// behind it keep their times. While the bucket owes, only the last booking can be given back.
+// Until a booking is ready, the bucket owes its tokens, so that later requests and bookings come after it. A bucket can
+// be booked for 7 days, or for the time in which 10 times its Capacity flows in, if this is longer. A longer maxDelay
+// changes nothing. While a bucket owes more than 10 times its Capacity, it accepts no [Limiter.Charge] and no
+// [Hold.Settle] above 0.
+//
+// A booking whose work is not done is given back by [Limiter.Refund] of its Result, or by its [Result.Receipt], and the
+// callers behind it keep their times. While the bucket owes, only the last booking can be given back.
 //
 // With [All], each policy must be a TokenBucket, and ReadyAfter is the longest. Leases and OnFailure do not answer a
 // Reserve. Errors: those of AllowN; a [*ReserveError] for another policy; a [*CostError] for n below 1; a

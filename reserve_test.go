@@ -73,20 +73,41 @@ func TestReserveOrdersClients(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, 200*time.Millisecond, take.RetryAfter)
 
-		// Many callers at once get different places, and a bucket owes at most ten times its capacity.
+		// Many callers at once get different places.
 		times := make([]time.Duration, 40)
 		testkit.Together(len(times), func(i int) {
-			r, err := clients[i%3].Reserve(context.Background(), "acme", 1, time.Hour)
+			r, err := clients[i%3].Reserve(context.Background(), "acme", 1, time.Second)
 			if times[i] = r.ReadyAfter; err != nil || r.Allowed != (r.ReadyAfter > 0) {
 				t.Error(err, r)
 			}
 		})
 		slices.Sort(times)
 		var want []time.Duration
-		for i := 4; i <= 10; i++ {
+		for i := 4; i <= 20; i++ {
 			want = append(want, time.Duration(i)*50*time.Millisecond)
 		}
 		require.Equal(t, want, slices.DeleteFunc(times, func(d time.Duration) bool { return d == 0 }))
+	})
+}
+
+// Bookings may owe more than a charge may. Then a charge is refused until the bucket owes less.
+func TestChargeBehindBookings(t *testing.T) {
+	t.Parallel()
+	eachReserving(t, func(t *testing.T, in reserving) {
+		now := limitertest.T0
+		limiter := limitertest.New(t, in.db, every50ms(), ratelimit.ClientConfig{
+			Test: ratelimit.TestConfig{Now: func() time.Time { return now }},
+		})
+		for range 13 {
+			r, err := limiter.Reserve(t.Context(), "acme", 1, time.Hour)
+			require.NoError(t, err)
+			require.True(t, r.Allowed)
+		}
+		_, err := limiter.Charge(t.Context(), "acme", 1)
+		require.Equal(t, &ratelimit.ChargeError{Charge: 1, Accepted: 0}, err)
+		now = now.Add(150 * time.Millisecond)
+		_, err = limiter.Charge(t.Context(), "acme", 1)
+		require.NoError(t, err)
 	})
 }
 

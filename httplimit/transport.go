@@ -89,10 +89,8 @@ type Transport struct {
 	// MaxDelay is how long a request may wait for its place: see [ratelimit.Limiter.Reserve]. The Limiter must be a
 	// Reserver, and its policy a TokenBucket. With a Capacity of 1 and a Refill of 20 every second, at most 20 requests
 	// a second are sent, one every 50 ms. A request that would wait longer gets a [*PaceError] at once, or a
-	// [*ratelimit.WaitError] if its deadline is the reason. A bucket has places for 10 times its Capacity, so a longer
-	// MaxDelay than 500 ms changes nothing in this example; with a Capacity of 2 it may be 1 s. If the context ends
-	// before the place is ready, the place is given back, if it is the last one. Defaults to no places: requests wait
-	// by Wait.
+	// [*ratelimit.WaitError] if its deadline is the reason. If the context ends before the place is ready, the place is
+	// given back, if it is the last one. Defaults to no places: requests wait by Wait.
 	MaxDelay time.Duration
 
 	mu     sync.Mutex
@@ -118,8 +116,8 @@ type PaceError struct {
 }
 
 func (e *PaceError) Error() string {
-	return fmt.Sprintf("httplimit: no place is ready within the Transport's MaxDelay of %v, "+
-		"or the bucket has no more: try again in %v", e.MaxDelay, e.RetryAfter)
+	return fmt.Sprintf("httplimit: no place is ready within the Transport's MaxDelay of %v: try again in %v",
+		e.MaxDelay, e.RetryAfter)
 }
 
 // RoundTrip sends a request as soon as the limit allows it.

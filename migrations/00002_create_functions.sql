@@ -587,7 +587,7 @@ BEGIN
         END IF;
         left_over := s.capacity * s.scale - s.count;
         IF left_over < 0 THEN
-            most_owed := _rate_limit_max_owed(3::smallint, capacity, every_us, refill) * every_us;
+            most_owed := _rate_limit_max_booked(capacity, every_us, refill) * every_us;
         END IF;
         IF s.scale <> every_us THEN -- round down; the product may need 128 bits
             left_over := CASE
@@ -2156,23 +2156,31 @@ CREATE FUNCTION _rate_limit_charge(
     s rate_limit_row, algorithm smallint, clock bigint, cost bigint, asked bigint, most bigint,
     max_count bigint, span_us bigint, refill bigint, zone text
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
-DECLARE
-    t bigint;
-    units bigint; -- what is counted as ordinary units or above the limit
-    spent bigint; -- what is paid with granted credit
 BEGIN
     s := _rate_limit_step(
         s, algorithm, clock, 0::bigint, 1::bigint, 0::bigint, max_count, span_us, refill, zone);
     s.told_log := NULL;
     -- The comparison divides, because the product could overflow.
-    IF most < asked OR asked > _rate_limit_chargeable(
+    IF most >= asked AND asked <= _rate_limit_chargeable(
         algorithm, s.count, s.credit, s.scale, max_count, span_us, refill) / cost
     THEN
-        RETURN s;
+        s := _rate_limit_count(s, algorithm, clock, asked * cost, max_count, span_us, refill, zone);
+        s.granted := asked;
     END IF;
-    t := greatest(clock, s.window_start);
-    units := asked * cost;
-    spent := least(greatest(units - (s.remaining - s.credit), 0), s.credit);
+    RETURN s;
+END
+$$;
+
+-- _rate_limit_count counts units in a row, whether they fit or not. s is the answer of _rate_limit_step to a look.
+CREATE FUNCTION _rate_limit_count(
+    s rate_limit_row, algorithm smallint, clock bigint, units bigint,
+    max_count bigint, span_us bigint, refill bigint, zone text
+) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
+DECLARE
+    t CONSTANT bigint := greatest(clock, s.window_start);
+    -- what is paid with granted credit
+    spent CONSTANT bigint := least(greatest(units - (s.remaining - s.credit), 0), s.credit);
+BEGIN
     units := units - spent;
     s.credit := s.credit - spent;
     s.count := s.count + units * CASE WHEN algorithm = 3 THEN s.scale ELSE 1 END;
@@ -2184,7 +2192,6 @@ BEGIN
     s := _rate_limit_step(
         s, algorithm, clock, 0::bigint, 1::bigint, 0::bigint, max_count, span_us, refill, zone);
     s.expires_at := clock + s.reset_after_us;
-    s.granted := asked;
     s.spent := spent;
     s.changed := true;
     s.told_log := NULL;
@@ -2205,12 +2212,23 @@ CREATE FUNCTION _rate_limit_wrong_delay(
             AND charges IS NOT TRUE AND hold IS NULL)) IS NOT TRUE
 $$;
 
+-- _rate_limit_max_booked returns how many tokens a bucket can owe by reservations: those that flow in within 7 days, or
+-- as many as by charges, if these are more. It is less at the edge of the exact range.
+CREATE FUNCTION _rate_limit_max_booked(capacity bigint, every_us bigint, refill bigint)
+RETURNS bigint LANGUAGE plpgsql IMMUTABLE AS $$
+BEGIN
+    RETURN greatest(_rate_limit_max_owed(3::smallint, capacity, every_us, refill), least(
+        2251799813685248 * least(refill, 2048) / every_us - capacity,
+        604800000000 * least(refill, 4611686018427387904 / 604800000000) / every_us + 1));
+END
+$$;
+
 -- _rate_limit_longest_delay returns delay_us, or the time in which all tokens that a bucket may owe flow in if that is
 -- shorter. It returns NULL for NULL.
 CREATE FUNCTION _rate_limit_longest_delay(delay_us bigint, capacity bigint, every_us bigint, refill bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE WHEN delay_us IS NOT NULL
-        THEN least(delay_us, _rate_limit_max_owed(3::smallint, capacity, every_us, refill) * every_us / refill) END
+        THEN least(delay_us, _rate_limit_max_booked(capacity, every_us, refill) * every_us / refill) END
 $$;
 
 -- _rate_limit_most returns the most units that may be taken and held at once: the limit, and for a reservation the
@@ -2229,7 +2247,7 @@ DECLARE
     left_over CONSTANT bigint := s.capacity * s.scale - s.count; -- in 1/scale token, as needed
     needed bigint;
 BEGIN
-    IF held - by_credit > s.capacity + _rate_limit_max_owed(3::smallint, s.capacity, s.scale, s.refill) - n THEN
+    IF held - by_credit > s.capacity + _rate_limit_max_booked(s.capacity, s.scale, s.refill) - n THEN
         RETURN NULL;
     END IF;
     needed := greatest(n + (held - by_credit) - (s.credit - by_credit), 0) * s.scale;
@@ -2248,18 +2266,16 @@ CREATE FUNCTION _rate_limit_reserve(
 #variable_conflict use_variable
 DECLARE
     longest CONSTANT bigint := clock + 86400000000; -- no hold ends later
-    was rate_limit_row;
     ready_us bigint;
 BEGIN
     s.moved := false;
-    was := s;
     s := _rate_limit_bucket(s, clock, 0::bigint, 1::bigint, 0::bigint, capacity, every_us, refill);
     IF cost <= capacity THEN
         ready_us := _rate_limit_ready_after(s, clock, cost, coalesce(s.held, 0));
     END IF;
     IF ready_us <= delay_us AND most = 1 THEN
-        s := _rate_limit_charge(was, 3::smallint, clock, cost, 1::bigint, 1::bigint, capacity, every_us, refill,
-            NULL::text);
+        s := _rate_limit_count(s, 3::smallint, clock, cost, capacity, every_us, refill, NULL::text);
+        s.granted := 1;
         s.retry_after_us := ready_us;
     ELSE
         s.retry_after_us := CASE WHEN cost > capacity THEN NULL WHEN ready_us <= delay_us THEN 0 ELSE -1 END;
@@ -4237,18 +4253,19 @@ DROP FUNCTION IF EXISTS _rate_limit_no_row, _rate_limit_now, _rate_limit_set, _r
     _rate_limit_try_to_make, _rate_limit_holder, _rate_limit_look, _rate_limit_earliest_unlocked, rate_limit_all,
     _rate_limit_fixed_refund, _rate_limit_sliding_refund, _rate_limit_log_refund, _rate_limit_bucket_leases,
     _rate_limit_bucket_lend, _rate_limit_bucket_refund, _rate_limit_give, _rate_limit_max_owed, _rate_limit_chargeable,
-    _rate_limit_owed, _rate_limit_lasts, _rate_limit_charge, _rate_limit_wrong_delay, _rate_limit_longest_delay,
-    _rate_limit_most, _rate_limit_ready_after, _rate_limit_reserve, _rate_limit_forgotten, _rate_limit_live_ephemeral,
-    _rate_limit_beside_ephemeral, _rate_limit_fits_after, _rate_limit_earliest_ephemeral,
-    _rate_limit_write_holds_ephemeral, _rate_limit_hold_id, _rate_limit_left_ephemeral, _rate_limit_steps,
-    _rate_limit_take_all_ephemeral, rate_limit_take_all, rate_limit_reset, _rate_limit_read_policy, _rate_limit_ask,
-    rate_limit_allow, rate_limit_peek, rate_limit_charge, rate_limit_reserve, rate_limit_hold, _rate_limit_check_ttl,
-    _rate_limit_unknown_hold, _rate_limit_parts_of_hold, _rate_limit_end_hold, rate_limit_settle, rate_limit_cancel,
-    rate_limit_extend, rate_limit_find_hold, rate_limit_sweep, _rate_limit_check_policy, _rate_limit_note_policy,
-    rate_limit_policies, rate_limit_ban, rate_limit_report, _rate_limit_take_fixed_window_durable,
-    _rate_limit_take_sliding_window_durable, _rate_limit_take_token_bucket_durable, _rate_limit_left_durable,
-    _rate_limit_take_calendar_window_durable, _rate_limit_live_durable, _rate_limit_earliest_durable,
-    _rate_limit_beside_durable, _rate_limit_write_holds_durable, _rate_limit_take_all_durable;
+    _rate_limit_owed, _rate_limit_lasts, _rate_limit_charge, _rate_limit_count, _rate_limit_wrong_delay,
+    _rate_limit_max_booked, _rate_limit_longest_delay, _rate_limit_most, _rate_limit_ready_after, _rate_limit_reserve,
+    _rate_limit_forgotten, _rate_limit_live_ephemeral, _rate_limit_beside_ephemeral, _rate_limit_fits_after,
+    _rate_limit_earliest_ephemeral, _rate_limit_write_holds_ephemeral, _rate_limit_hold_id, _rate_limit_left_ephemeral,
+    _rate_limit_steps, _rate_limit_take_all_ephemeral, rate_limit_take_all, rate_limit_reset, _rate_limit_read_policy,
+    _rate_limit_ask, rate_limit_allow, rate_limit_peek, rate_limit_charge, rate_limit_reserve, rate_limit_hold,
+    _rate_limit_check_ttl, _rate_limit_unknown_hold, _rate_limit_parts_of_hold, _rate_limit_end_hold, rate_limit_settle,
+    rate_limit_cancel, rate_limit_extend, rate_limit_find_hold, rate_limit_sweep, _rate_limit_check_policy,
+    _rate_limit_note_policy, rate_limit_policies, rate_limit_ban, rate_limit_report,
+    _rate_limit_take_fixed_window_durable, _rate_limit_take_sliding_window_durable,
+    _rate_limit_take_token_bucket_durable, _rate_limit_left_durable, _rate_limit_take_calendar_window_durable,
+    _rate_limit_live_durable, _rate_limit_earliest_durable, _rate_limit_beside_durable, _rate_limit_write_holds_durable,
+    _rate_limit_take_all_durable;
 DROP TYPE IF EXISTS rate_limit_row, rate_limit_decision;
 
 DROP FUNCTION IF EXISTS rate_limit_version;

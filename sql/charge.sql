@@ -49,23 +49,31 @@ CREATE FUNCTION _rate_limit_charge(
     s rate_limit_row, algorithm smallint, clock bigint, cost bigint, asked bigint, most bigint,
     max_count bigint, span_us bigint, refill bigint, zone text
 ) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
-DECLARE
-    t bigint;
-    units bigint; -- what is counted as ordinary units or above the limit
-    spent bigint; -- what is paid with granted credit
 BEGIN
     s := _rate_limit_step(
         s, algorithm, clock, 0::bigint, 1::bigint, 0::bigint, max_count, span_us, refill, zone);
     s.told_log := NULL;
     -- The comparison divides, because the product could overflow.
-    IF most < asked OR asked > _rate_limit_chargeable(
+    IF most >= asked AND asked <= _rate_limit_chargeable(
         algorithm, s.count, s.credit, s.scale, max_count, span_us, refill) / cost
     THEN
-        RETURN s;
+        s := _rate_limit_count(s, algorithm, clock, asked * cost, max_count, span_us, refill, zone);
+        s.granted := asked;
     END IF;
-    t := greatest(clock, s.window_start);
-    units := asked * cost;
-    spent := least(greatest(units - (s.remaining - s.credit), 0), s.credit);
+    RETURN s;
+END
+$$;
+
+-- _rate_limit_count counts units in a row, whether they fit or not. s is the answer of _rate_limit_step to a look.
+CREATE FUNCTION _rate_limit_count(
+    s rate_limit_row, algorithm smallint, clock bigint, units bigint,
+    max_count bigint, span_us bigint, refill bigint, zone text
+) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
+DECLARE
+    t CONSTANT bigint := greatest(clock, s.window_start);
+    -- what is paid with granted credit
+    spent CONSTANT bigint := least(greatest(units - (s.remaining - s.credit), 0), s.credit);
+BEGIN
     units := units - spent;
     s.credit := s.credit - spent;
     s.count := s.count + units * CASE WHEN algorithm = 3 THEN s.scale ELSE 1 END;
@@ -77,7 +85,6 @@ BEGIN
     s := _rate_limit_step(
         s, algorithm, clock, 0::bigint, 1::bigint, 0::bigint, max_count, span_us, refill, zone);
     s.expires_at := clock + s.reset_after_us;
-    s.granted := asked;
     s.spent := spent;
     s.changed := true;
     s.told_log := NULL;

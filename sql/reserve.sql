@@ -11,12 +11,23 @@ CREATE FUNCTION _rate_limit_wrong_delay(
             AND charges IS NOT TRUE AND hold IS NULL)) IS NOT TRUE
 $$;
 
+-- _rate_limit_max_booked returns how many tokens a bucket can owe by reservations: those that flow in within 7 days, or
+-- as many as by charges, if these are more. It is less at the edge of the exact range.
+CREATE FUNCTION _rate_limit_max_booked(capacity bigint, every_us bigint, refill bigint)
+RETURNS bigint LANGUAGE plpgsql IMMUTABLE AS $$
+BEGIN
+    RETURN greatest(_rate_limit_max_owed(3::smallint, capacity, every_us, refill), least(
+        2251799813685248 * least(refill, 2048) / every_us - capacity,
+        604800000000 * least(refill, 4611686018427387904 / 604800000000) / every_us + 1));
+END
+$$;
+
 -- _rate_limit_longest_delay returns delay_us, or the time in which all tokens that a bucket may owe flow in if that is
 -- shorter. It returns NULL for NULL.
 CREATE FUNCTION _rate_limit_longest_delay(delay_us bigint, capacity bigint, every_us bigint, refill bigint)
 RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
     SELECT CASE WHEN delay_us IS NOT NULL
-        THEN least(delay_us, _rate_limit_max_owed(3::smallint, capacity, every_us, refill) * every_us / refill) END
+        THEN least(delay_us, _rate_limit_max_booked(capacity, every_us, refill) * every_us / refill) END
 $$;
 
 -- _rate_limit_most returns the most units that may be taken and held at once: the limit, and for a reservation the
@@ -35,7 +46,7 @@ DECLARE
     left_over CONSTANT bigint := s.capacity * s.scale - s.count; -- in 1/scale token, as needed
     needed bigint;
 BEGIN
-    IF held - by_credit > s.capacity + _rate_limit_max_owed(3::smallint, s.capacity, s.scale, s.refill) - n THEN
+    IF held - by_credit > s.capacity + _rate_limit_max_booked(s.capacity, s.scale, s.refill) - n THEN
         RETURN NULL;
     END IF;
     needed := greatest(n + (held - by_credit) - (s.credit - by_credit), 0) * s.scale;
@@ -54,18 +65,16 @@ CREATE FUNCTION _rate_limit_reserve(
 #variable_conflict use_variable
 DECLARE
     longest CONSTANT bigint := clock + 86400000000; -- no hold ends later
-    was rate_limit_row;
     ready_us bigint;
 BEGIN
     s.moved := false;
-    was := s;
     s := _rate_limit_bucket(s, clock, 0::bigint, 1::bigint, 0::bigint, capacity, every_us, refill);
     IF cost <= capacity THEN
         ready_us := _rate_limit_ready_after(s, clock, cost, coalesce(s.held, 0));
     END IF;
     IF ready_us <= delay_us AND most = 1 THEN
-        s := _rate_limit_charge(was, 3::smallint, clock, cost, 1::bigint, 1::bigint, capacity, every_us, refill,
-            NULL::text);
+        s := _rate_limit_count(s, 3::smallint, clock, cost, capacity, every_us, refill, NULL::text);
+        s.granted := 1;
         s.retry_after_us := ready_us;
     ELSE
         s.retry_after_us := CASE WHEN cost > capacity THEN NULL WHEN ready_us <= delay_us THEN 0 ELSE -1 END;

@@ -31,6 +31,7 @@ func TestMistakesInReservationsDifferFromTheModel(t *testing.T) {
 	const (
 		reserve, ready, fits = "_rate_limit_reserve", "_rate_limit_ready_after", "_rate_limit_fits_after"
 		longest, most        = "_rate_limit_longest_delay", "_rate_limit_most"
+		booked               = "_rate_limit_max_booked"
 	)
 	for _, c := range []struct{ function, right, wrong string }{
 		// It books too much or too little.
@@ -40,6 +41,12 @@ func TestMistakesInReservationsDifferFromTheModel(t *testing.T) {
 		{reserve, "coalesce(s.held, 0));\n    END IF;", "0);\n    END IF;"},
 		{longest, "least(delay_us,", "greatest(delay_us,"},
 		{longest, "* every_us / refill", "* every_us / refill + 1"},
+		{booked, "public._rate_limit_max_owed(3::smallint, capacity, every_us, refill)", "0"},
+		{booked, "every_us - capacity", "every_us"},
+		{booked, "least(refill, 2048)", "refill::numeric"},
+		{booked, "604800000000 * least(", "604800 * least("},
+		{booked, "every_us + 1", "every_us"},
+		{"_rate_limit_bucket", "public._rate_limit_max_booked(", "public._rate_limit_max_owed(3::smallint, "},
 		{ready, "held - by_credit > s.capacity", "held > s.capacity"},
 		{ready, "- (s.credit - by_credit)", ""},
 		{ready, "(held - by_credit)", "held"},

@@ -33,7 +33,7 @@ BEGIN
         END IF;
         left_over := s.capacity * s.scale - s.count;
         IF left_over < 0 THEN
-            most_owed := _rate_limit_max_owed(3::smallint, capacity, every_us, refill) * every_us;
+            most_owed := _rate_limit_max_booked(capacity, every_us, refill) * every_us;
         END IF;
         IF s.scale <> every_us THEN -- round down; the product may need 128 bits
             left_over := CASE

@@ -13,19 +13,24 @@ const owedLimits = 10
 // MaxOwed returns how far above its limit a key can be charged: 10 limits, so a FixedWindow of 100 counts up to 1,100.
 // The result is smaller at the edge of the exact range, because a limit of Limit + MaxOwed must be within this range.
 func MaxOwed(m Rules) int64 {
+	limit, most := m.Numbers().Limit, largest(m)
+	if limit <= most/(1+owedLimits) {
+		return owedLimits * limit
+	}
+	return most - limit
+}
+
+// largest returns how many units a row may count within the exact range.
+func largest(m Rules) int64 {
 	n := m.Numbers()
-	most := int64(MaxProduct)
-	if n.Algorithm != algorithm.CalendarWindow {
-		rate := int64(MaxProduct / MaxSpan)
-		if n.Refills() {
-			rate = min(rate, n.Refill)
-		}
-		most = MaxSpan * rate / Micros(n.Span)
+	if n.Algorithm == algorithm.CalendarWindow {
+		return MaxProduct
 	}
-	if n.Limit <= most/(1+owedLimits) {
-		return owedLimits * n.Limit
+	rate := int64(MaxProduct / MaxSpan)
+	if n.Refills() {
+		rate = min(rate, n.Refill)
 	}
-	return most - n.Limit
+	return MaxSpan * rate / Micros(n.Span)
 }
 
 // Owed returns how many units above its limit a row counts. The row is rolled forward to the clock.
@@ -59,7 +64,6 @@ func Charge(m Rules, s State, clock, n int64) (next State, d Decision, fits int6
 	if numbers.Refills() {
 		unit = rolled.Scale
 	}
-	room := d.Remaining - rolled.Credit
 	fits = max(numbers.Limit+MaxOwed(m)-CeilDiv(rolled.Count, unit), 0) + rolled.Credit
 	if n == 0 || n > fits {
 		if n == 0 {
@@ -68,7 +72,18 @@ func Charge(m Rules, s State, clock, n int64) (next State, d Decision, fits int6
 		d.State.Log = ""
 		return s, d, fits
 	}
+	next, d = count(m, rolled, clock, n)
+	return next, d, fits
+}
 
+// count counts n units of a row that is rolled forward, whether they fit or not.
+func count(m Rules, rolled State, clock, n int64) (next State, d Decision) {
+	numbers, unit := m.Numbers(), int64(1)
+	if numbers.Refills() {
+		unit = rolled.Scale
+	}
+	_, d = m.Decide(rolled, clock, 0)
+	room := d.Remaining - rolled.Credit
 	t := max(clock, rolled.WindowStart)
 	spent := min(max(n-room, 0), rolled.Credit)
 	rolled.Credit -= spent
@@ -83,5 +98,5 @@ func Charge(m Rules, s State, clock, n int64) (next State, d Decision, fits int6
 	d.Granted, d.RetryAfter = 1, 0
 	d.State.Log, d.State.ExpiresAt = "", rolled.ExpiresAt
 	d.Taken.Units, d.Taken.Spent = n, spent
-	return rolled, d, fits
+	return rolled, d
 }

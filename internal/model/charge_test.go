@@ -129,8 +129,10 @@ func TestBucketOwesUnderAnotherPolicy(t *testing.T) {
 	require.Equal(t, 49*second, owes(model.TokenBucket{20, 1, 2 * time.Second}, c1))
 	// With another Every, the bucket owes 25 tokens of 3 s at c0.
 	require.Equal(t, 75*second-second, owes(model.TokenBucket{10, 1, 3 * time.Second}, c1))
-	// A bucket with a capacity of 2 owes at most 20 tokens.
-	require.Equal(t, 40*second-second, owes(model.TokenBucket{2, 1, 2 * time.Second}, c1))
+	require.Equal(t, 50*second-second, owes(model.TokenBucket{2, 1, 2 * time.Second}, c1))
+	// A bucket with a capacity of 2 owes at most 20 tokens, or what flows in within a week.
+	require.Equal(t, 20*model.Micros(model.BookedAhead)-second, owes(model.TokenBucket{2, 1, model.BookedAhead}, c1))
+	require.Equal(t, 22*model.Micros(model.BookedAhead/21)-second, owes(model.TokenBucket{2, 1, model.BookedAhead / 21}, c1))
 	// A part of a token is rounded up: 1 and a third become 2.
 	s, _, err = checkCharge(model.TokenBucket{10, 1, 3 * time.Microsecond}, model.State{}, c0, 11)
 	require.NoError(t, err)

@@ -2,6 +2,7 @@ package model_test
 
 import (
 	"cmp"
+	"math"
 	"slices"
 	"testing"
 	"time"
@@ -41,15 +42,48 @@ func TestReserveBooksAPlaceInTheFuture(t *testing.T) {
 	require.Equal(t, granted(0, 3*second), bare(back))
 	require.Equal(t, third.State.Count, back.State.Count+second)
 
-	// A bucket owes at most ten times its capacity.
-	for i := range int64(20) {
-		if d, _ := reserve(c1, 1, hour); d.Granted == 0 {
-			require.Equal(t, denied(0, second, 11*second), bare(d))
-			require.EqualValues(t, 7, i)
+	// A bucket can be booked for as long as maxDelay says.
+	for i := range int64(1000) {
+		if d, _ := reserve(c1, 1, 100*second); d.Granted == 0 {
+			require.Equal(t, denied(0, second, 101*second), bare(d))
+			require.EqualValues(t, 97, i)
 			return
 		}
 	}
 	require.Fail(t, "it owes more")
+}
+
+func TestMaxBookedStaysWithinTheExactRange(t *testing.T) {
+	t.Parallel()
+	const week = 7 * 24 * 3600
+	for _, test := range []struct {
+		policy model.TokenBucket
+		want   int64
+	}{
+		{model.TokenBucket{1, 1, time.Second}, week + 1},
+		{model.TokenBucket{1, 20, time.Second}, 20*week + 1},
+		{model.TokenBucket{week, 1, time.Second}, 10 * week},
+		{model.TokenBucket{2, 1, 100 * week * time.Second}, 20},
+		{model.TokenBucket{5, 1, model.MaxSpan / 10 * time.Microsecond}, 5},
+		{model.TokenBucket{1, 2048, time.Microsecond}, 2048*week*1e6 + 1},
+		{model.TokenBucket{1, math.MaxInt64, time.Microsecond}, model.MaxProduct/(week*1_000_000)*(week*1_000_000) + 1},
+		{model.TokenBucket{model.MaxProduct, math.MaxInt64, time.Microsecond}, 0},
+	} {
+		require.Equal(t, test.want, test.policy.MaxBooked(), "%+v", test.policy)
+		// The whole of it can be booked.
+		p, k := test.policy, model.Key{}
+		for range 1000 {
+			next, d, readyAfter := k.Reserve(p, c0, p.Capacity, model.Never)
+			require.LessOrEqual(t, readyAfter, max(model.MaxSpan, model.Micros(model.BookedAhead)))
+			if k = next; d.Granted == 0 {
+				break
+			}
+		}
+		require.LessOrEqual(t, k.State.Count, p.Full()+p.MaxBooked()*k.State.Scale)
+		if p.MaxBooked() <= 900*p.Capacity {
+			require.Greater(t, k.State.Count, p.MaxBooked()*k.State.Scale)
+		}
+	}
 }
 
 func TestReserveBesideHolds(t *testing.T) {
@@ -101,7 +135,7 @@ func TestReserveProperties(t *testing.T) {
 			switch {
 			case got.Granted == 1:
 				require.LessOrEqual(t, readyAfter, maxDelay)
-				require.LessOrEqual(t, next.State.Count, p.Full()+model.MaxOwed(p)*next.State.Scale)
+				require.LessOrEqual(t, next.State.Count, p.Full()+p.MaxBooked()*next.State.Scale)
 				if readyAfter > 0 {
 					booked++
 					_, _, early := k.Reserve(p, clock, n, readyAfter-1)

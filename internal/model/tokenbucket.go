@@ -193,10 +193,10 @@ func (p TokenBucket) Roll(s State, clock int64) (rolled State, moved bool) {
 			if part < 0 {
 				tokens, part = tokens-1, part+s.Scale
 			}
-			tokens = min(max(tokens, -MaxOwed(p)-1), p.Capacity) // -1 allows for the part of a token
+			tokens = min(max(tokens, -p.MaxBooked()-1), p.Capacity) // -1 allows for the part of a token
 			left = tokens*every + MulDiv(part, every, s.Scale)
 		}
-		s.Count = full - min(max(left, -MaxOwed(p)*every), full)
+		s.Count = full - min(max(left, -p.MaxBooked()*every), full)
 		if s.Count == 0 && s.Credit == 0 { // the capacity was lowered, so the row is as good as new
 			s = State{WindowStart: clock, ExpiresAt: clock, Log: s.Log}
 		} else if s.WindowStart-clock > p.FillTime(full) { // the clock jumped back, so the refill counts from now on
