@@ -727,6 +727,33 @@ func TestHoldsNeverExceedTheLimit(t *testing.T) {
 	})
 }
 
+// Calls that share a statement all learn when the last hold ends.
+func TestResetAfterOfSharedStatementsBesideAHold(t *testing.T) {
+	t.Parallel()
+	for name, db := range map[string]ratelimit.DBTX{"on Postgres": pgtest.New(t).NewPool(t, nil), "in memory": &memdb.DB{}} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			client, _ := movable()
+			client.MaxInFlight = 1
+			l := limitertest.New(t, db, ratelimit.Config{
+				Name: "test", Policy: ratelimit.TokenBucket{Capacity: 1000, Refill: 1, Every: time.Second},
+			}, client)
+			hold(t, l, 10, time.Hour)
+			results := make([]ratelimit.Result, 64)
+			testkit.Together(len(results), func(i int) {
+				var err error
+				if results[i], err = l.Allow(context.Background(), "personal"); err != nil {
+					t.Error(err)
+				}
+			})
+			for _, r := range results {
+				require.True(t, r.Allowed)
+				require.Equal(t, time.Hour, r.ResetAfter)
+			}
+		})
+	}
+}
+
 // The observer is told of holds as of takes.
 func TestObserverSeesHolds(t *testing.T) {
 	t.Parallel()

@@ -47,7 +47,8 @@ func creditResetAfter(last Decision, units, life int64) int64 {
 	if last.State.Credit > 0 || last.Taken.Spent == 0 || units == 0 {
 		return last.ResetAfter
 	}
-	// The last request spent credit, so the row had credit before the last units were taken.
+	// The last request spent credit, so the row had credit before the last units were taken. The row has no holds: held
+	// units would have kept credit.
 	clock := last.DecidedAt.UnixMicro()
 	return max(last.State.WindowStart, clock) + life - clock
 }

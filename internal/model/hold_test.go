@@ -390,3 +390,61 @@ func TestMistakesInHoldsAreSeen(t *testing.T) {
 		}
 	}
 }
+
+// A statement decides several takes of a key, and tells only the last decision. The client computes ResetAfter of the
+// earlier takes. Beside holds it is never too small, and exact if the last hold ends after the row is as good as new.
+func TestResetAfterOfMergedTakesBesideHolds(t *testing.T) {
+	t.Parallel()
+	dice := modeltest.RandomDice(t)
+	for name, draw := range map[string]func() model.Rules{
+		"fixed":    func() model.Rules { limit, window := dice.Window(); return model.FixedWindow{limit, window} },
+		"sliding":  func() model.Rules { limit, window := dice.Window(); return model.SlidingWindow{limit, window} },
+		"log":      func() model.Rules { return dice.Log() },
+		"bucket":   func() model.Rules { return dice.Bucket() },
+		"calendar": func() model.Rules { return dice.Calendar() },
+	} {
+		longer, exact := 0, 0
+		for range 3000 {
+			p, clock := draw(), int64(1<<51)
+			limit := p.Numbers().Limit
+			var k model.Key
+			if dice(3) == 0 {
+				k, _ = k.Grant(p, clock, dice.Magnitude(1, limit))
+			}
+			k, _ = k.Decide(p, clock, dice.Magnitude(1, limit))
+			ttl := dice.Magnitude(1, min(8*modeltest.Reach(p), model.Micros(model.MaxHold)))
+			k, held := k.Hold(p, clock, 1, dice.Magnitude(1, limit), ttl)
+			clock += dice.Magnitude(0, ttl)
+			var each []model.Decision
+			n := dice.Magnitude(1, max(limit/8, 1))
+			for range 5 {
+				next, d := k.Decide(p, clock, n)
+				if d.Granted == 0 {
+					break
+				}
+				d.DecidedAt = time.UnixMicro(clock)
+				k, each = next, append(each, d)
+			}
+			if len(each) < 2 {
+				continue
+			}
+			last := each[len(each)-1]
+			for _, d := range each {
+				last.Taken.Spent = max(last.Taken.Spent, d.Taken.Spent) // as the statement tells it
+			}
+			for i, d := range each {
+				got := p.ResetAfter(last, n*int64(len(each)-1-i))
+				require.GreaterOrEqual(t, got, d.ResetAfter, "%+v: take %d of %+v", p, i, each)
+				require.LessOrEqual(t, got, max(d.ResetAfter, last.ResetAfter))
+				if _, row := p.Decide(last.State, clock, 0); held.Granted == 1 && last.ResetAfter > row.ResetAfter {
+					longer++
+					require.Equal(t, d.ResetAfter, got, "%+v: take %d of %+v", p, i, each)
+				} else if got == d.ResetAfter {
+					exact++
+				}
+			}
+		}
+		require.Greater(t, longer, 50, name)
+		require.Greater(t, exact, 50, name)
+	}
+}

@@ -28,7 +28,8 @@ type Rules interface {
 	// docs/guarantees.md says why the limit still holds.
 	LeaseOf(s State, clock, longest int64) (spare, lasts int64)
 	// ResetAfter returns the ResetAfter of an earlier decision of a statement. The argument last is the statement's
-	// last decision. The argument units is what the statement took after the earlier decision.
+	// last decision. The argument units is what the statement took after the earlier decision. Beside holds, the result
+	// may be too large, but not above the ResetAfter of the last decision.
 	ResetAfter(last Decision, units int64) int64
 }
 

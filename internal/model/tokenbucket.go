@@ -174,6 +174,10 @@ func (p TokenBucket) ResetAfter(last Decision, units int64) int64 {
 	if last.State.Credit > 0 || last.Taken.Spent > 0 { // the row has or had granted credit
 		return creditResetAfter(last, units, p.lasts(last.State))
 	}
+	// If holds leave less room than the row, the last of them may end after the earlier ResetAfter of the row.
+	if _, row := p.Decide(last.State, last.DecidedAt.UnixMicro(), 0); row.Remaining > last.Remaining {
+		return last.ResetAfter
+	}
 	// The two terms differ by the time from the clock to WindowStart.
 	return last.ResetAfter - p.FillTime(last.State.Count) + p.FillTime(last.State.Count-units*Micros(p.Every))
 }
