@@ -164,7 +164,7 @@ func TestMistakesInChargesDifferFromTheModel(t *testing.T) {
 	pgtest.NotThroughProxy(t, "what a migrated database has")
 	const fixed, sliding, bucket, log, calendar = algorithm.FixedWindow, algorithm.SlidingWindow, algorithm.TokenBucket,
 		algorithm.SlidingLog, algorithm.CalendarWindow
-	const charge = "_rate_limit_charge"
+	const charge, count = "_rate_limit_charge", "_rate_limit_count"
 	for _, c := range []struct {
 		algorithm    int16
 		function     string
@@ -177,16 +177,16 @@ func TestMistakesInChargesDifferFromTheModel(t *testing.T) {
 		{fixed, "_rate_limit_chargeable", "credit + greatest", "greatest"},
 		{sliding, "_rate_limit_chargeable", "END, 0)", "END, 1)"},
 		{bucket, "_rate_limit_chargeable", "public._rate_limit_ceil_div(count, scale)", "count / scale"},
-		{fixed, charge, "s.credit := s.credit - spent;", ""},
-		{fixed, charge, "units - (s.remaining - s.credit)", "units"},
-		{fixed, charge, "s.expires_at := clock + s.reset_after_us;", ""},
-		{sliding, charge, "s.count := s.count + units", "s.count := s.count + 0 * units"},
-		{bucket, charge, "THEN s.scale ELSE", "THEN 1 ELSE"},
-		{log, charge, "s.window_start := t;", ""},
-		{log, charge, "AND units > 0", ""},
-		{log, charge, "s.spent := spent;", ""},
-		{calendar, charge, "s.expires_at := t +", "s.expires_at := s.expires_at +"},
-		{calendar, charge, "most < asked OR asked > ", "most < asked OR asked > 1 + "},
+		{fixed, count, "s.credit := s.credit - spent;", ""},
+		{fixed, count, "units - (s.remaining - s.credit)", "units"},
+		{fixed, count, "s.expires_at := clock + s.reset_after_us;", ""},
+		{sliding, count, "s.count := s.count + units", "s.count := s.count + 0 * units"},
+		{bucket, count, "THEN s.scale ELSE", "THEN 1 ELSE"},
+		{log, count, "s.window_start := t;", ""},
+		{log, count, "AND units > 0", ""},
+		{log, count, "s.spent := spent;", ""},
+		{calendar, count, "s.expires_at := t +", "s.expires_at := s.expires_at +"},
+		{calendar, charge, "asked <= public", "asked <= 1 + public"},
 		{log, "_rate_limit_log_with", "least(units, 1000)", "least(units, 1023)"},
 		{log, "_rate_limit_log_with", "n := n - 1;", ""},
 		{log, "_rate_limit_log_refund", "least(units, sum(e.entry & 1023))", "least(units, max(e.entry & 1023))"},
