@@ -85,7 +85,7 @@ func (h *held) in(r *http.Request) *http.Request {
 // end settles the hold of a request whose handler has returned, if the handler has not done so. The argument used is
 // what the request has used if the handler has said nothing.
 func (m *middleware) end(ctx context.Context, h *held, used int64) {
-	if !h.open() {
+	if !h.open() || h.hold.String() == "" { // an empty hold has nothing to settle
 		return
 	}
 	afterwards(ctx, func(ctx context.Context) {

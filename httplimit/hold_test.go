@@ -172,9 +172,13 @@ func TestSettlementIsSlow(t *testing.T) {
 
 	limiter, db := tokens(t, ratelimit.ReturnError())
 	late := make(chan struct{})
+	var hold *held
 	handler := limited(t, limiter, Config{
 		Cost: func(*http.Request) int64 { return 40 }, HoldFor: time.Minute,
-	}, func(http.ResponseWriter, *http.Request) { db.late = late })
+	}, func(_ http.ResponseWriter, r *http.Request) {
+		db.late = late
+		hold, _ = r.Context().Value(heldKey{}).(*held)
+	})
 	ctx, leave := context.WithCancel(t.Context())
 	serve(t, handler, httptest.NewRequestWithContext(ctx, http.MethodGet, "/", nil))
 	leave()
@@ -183,6 +187,7 @@ func TestSettlementIsSlow(t *testing.T) {
 		left, held := remaining(t, limiter)
 		return left == 60 && held == 0
 	})
+	testkit.WaitUntil(t, func() bool { return !hold.open() }) // the call has not given up meanwhile
 }
 
 // While Postgres is away, OnFailure decides, and there is nothing to settle.
@@ -207,6 +212,45 @@ func TestHoldForWhilePostgresIsAway(t *testing.T) {
 		require.EqualValues(t, 100, left)
 		require.Zero(t, held)
 	}
+}
+
+// An empty hold of an outage says nothing about whether the database counts again.
+func TestEmptyHoldAfterAFailedSettlement(t *testing.T) {
+	t.Parallel()
+
+	limiter, db := tokens(t, ratelimit.FailOpen())
+	var log testkit.Journal
+	failures := 0 // of statements of the handler and after it
+	handler := limited(t, limiter, Config{HoldFor: time.Minute, Logger: log.Logger()},
+		func(http.ResponseWriter, *http.Request) { db.failures = failures })
+	failures = 1 // the settlement fails
+	serve(t, handler)
+	require.Contains(t, log.String(), "may not have been counted")
+	failures, db.failures = 0, 1 // there is no hold
+	serve(t, handler)
+	require.NotContains(t, log.String(), "is counted again")
+	serve(t, handler)
+	require.Contains(t, log.String(), "is counted again")
+}
+
+// Settle settles the hold of the innermost middleware.
+func TestNestedHolds(t *testing.T) {
+	t.Parallel()
+
+	outer, _ := tokens(t, ratelimit.ReturnError())
+	inner, _ := tokens(t, ratelimit.ReturnError())
+	config := Config{Cost: func(*http.Request) int64 { return 40 }, HoldFor: time.Minute}
+	serve(t, limited(t, outer, config, limited(t, inner, config, func(_ http.ResponseWriter, r *http.Request) {
+		if _, err := Settle(r.Context(), 7); err != nil {
+			t.Error(err)
+		}
+	}).ServeHTTP))
+	left, held := remaining(t, inner)
+	require.EqualValues(t, 93, left)
+	require.Zero(t, held)
+	left, held = remaining(t, outer)
+	require.EqualValues(t, 60, left)
+	require.Zero(t, held)
 }
 
 func TestNoHold(t *testing.T) {
