@@ -17,7 +17,8 @@ import (
 )
 
 // ModelDB is a database in memory, for tests in a bubble of testing/synctest. In such a bubble, a connection to a real
-// database would stop time. ModelDB decides by package model and the bubble's clock, and a test can make it fail.
+// database would stop time. ModelDB decides by package model and the bubble's clock, and a test can make it fail. It has
+// no holds: a statement for a hold panics.
 type ModelDB struct {
 	Mu     sync.Mutex
 	Away   func(ctx context.Context) error // fails statements; nil if the database works
@@ -202,6 +203,9 @@ func (r *modelRows) asNumbers(logs bool) *modelRows {
 // askedOf returns the requests of a statement, and the arguments of rate_limit_all for the same requests. The result
 // takes is true for a function that only takes.
 func askedOf(sql string, args []any) (requests []modeltest.Request, asAll []any, takes bool) {
+	if sql == engine.Text("findhold", "") {
+		panic("limitertest: a ModelDB has no holds")
+	}
 	if sql == engine.Text("takeall", "") { // rate_limit_take_all
 		takes, args = true, argsOfAll(args)
 	} else if name, one := args[0].(string); one { // the function of one algorithm
@@ -210,6 +214,9 @@ func askedOf(sql string, args []any) (requests []modeltest.Request, asAll []any,
 			return engine.Text(a.File, "") == sql
 		})
 		args = argsOfKeys(name, int16(code), args)
+	}
+	if holds, _ := args[22].([]*string); holds != nil {
+		panic("limitertest: a ModelDB has no holds")
 	}
 	numbers := func(i int) []int64 { return args[i].([]int64) }
 	refund := func(i, part int) (n int64, ok bool) {
