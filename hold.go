@@ -157,7 +157,7 @@ func (l *Limiter) holdInDatabase(
 		return HoldResult{}, gaveUp(err)
 	}
 	of := &holding{
-		client: l.client, id: newHoldID(key), numbers: 1,
+		client: l.client, id: newHoldID([]heldLimit{{key: key}}), numbers: 1,
 		limits: []heldLimit{{limiter: l, key: key, rows: len(policy.Rules)}},
 	}
 	of.tables = of.tablesOf()
@@ -175,7 +175,13 @@ func (l *Limiter) holdInDatabase(
 
 // HoldAll holds units of all of several limits for at most ttl, such as a tenant's tokens of the day and of the minute,
 // or of none of them. Its rules are those of [AllowAll], also for transactions and shards. There is one Hold for all
-// limits. Errors: those of AllowAll, and a [*HoldError] for a ttl out of range. Beside an error, the result may have a
+// limits.
+//
+// Behind a proxy for shards, all keys must share a part in braces. Keys that are on one shard by chance may be on
+// several after the shards have grown. Then a Settle is an error that settles nothing, and the units are free when the
+// hold ends. [HoldFromText] always refuses such a hold behind a proxy. Both errors are an [ErrSharded].
+//
+// Errors: those of AllowAll, and a [*HoldError] for a ttl out of range. Beside an error, the result may have a
 // Hold, as in [Limiter.Hold].
 func HoldAll(ctx context.Context, ttl time.Duration, requests ...Request) (results HoldResults, err error) {
 	if observed(requests) {
@@ -196,7 +202,7 @@ func HoldAll(ctx context.Context, ttl time.Duration, requests ...Request) (resul
 		}
 	}
 	if len(of.limits) > 0 {
-		of.id, of.tables = newHoldID(of.limits[0].key), of.tablesOf()
+		of.id, of.tables = newHoldID(of.limits), of.tablesOf()
 		s.asked.Hold(of.id, micros)
 	}
 	if results.Results, err = s.decide(ctx, tx); err != nil {
@@ -240,12 +246,20 @@ func (of *holding) tablesOf() (tables string) {
 	return tables
 }
 
-// newHoldID returns a random UUID. Its last 16 bits are those by which a proxy finds the shard of the key.
-func newHoldID(key string) string {
+// newHoldID returns a random UUID for a hold of these limits. Its last 16 bits are those by which a proxy finds the
+// shard of the first key. The version of the UUID is 8 instead of 4 if another key may be on another shard, now or when
+// there are more shards. Then a proxy refuses to look for the hold, because it could find only some of its parts.
+func newHoldID(limits []heldLimit) string {
+	first, version := limits[0].key, byte(0x40)
+	for _, l := range limits {
+		if shardkey.Tag(l.key) != shardkey.Tag(first) {
+			version = 0x80
+		}
+	}
 	var id [16]byte
 	_, _ = rand.Read(id[:]) // never fails
-	id[6], id[8] = id[6]&0x0f|0x40, id[8]&0x3f|0x80
-	binary.BigEndian.PutUint16(id[14:], uint16(shardkey.Number(key)))
+	id[6], id[8] = id[6]&0x0f|version, id[8]&0x3f|0x80
+	binary.BigEndian.PutUint16(id[14:], uint16(shardkey.Number(first)))
 	return fmt.Sprintf("%x-%x-%x-%x-%x", id[:4], id[4:6], id[6:8], id[8:10], id[10:])
 }
 

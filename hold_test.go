@@ -18,6 +18,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/memdb"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/shardkey"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
@@ -341,6 +342,35 @@ func TestHoldAll(t *testing.T) {
 			_, err = ratelimit.HoldAll(ctx, time.Minute, day.Request("{a}", 1), rate.Request("", 1))
 			require.ErrorIs(t, err, ratelimit.ErrInvalidKey)
 		})
+	}
+}
+
+// Without a proxy, all keys may be held together. A proxy does not look for a hold of keys that its shards may part.
+func TestHoldAllOfKeysThatAShardMayPart(t *testing.T) {
+	t.Parallel()
+	db, ctx := pgtest.New(t), t.Context()
+	l := limitertest.New(t, db.NewPool(t, nil), ratelimit.Config{
+		Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year},
+	})
+	const shards = 4 // of the proxy, if there is one
+	beside := "b"    // a key that is on one shard with a by chance
+	for shardkey.Of(beside, shards) != shardkey.Of("a", shards) {
+		beside += "b"
+	}
+	for _, keys := range [][2]string{{"{a}:x", "{a}:y"}, {"{a}:z", "a"}, {"a", beside}} {
+		held, err := ratelimit.HoldAll(ctx, time.Minute, l.Request(keys[0], 3), l.Request(keys[1], 3))
+		require.NoError(t, err)
+		apart := shardkey.Tag(keys[0]) != shardkey.Tag(keys[1])
+		require.Equal(t, map[bool]byte{true: '8', false: '4'}[apart], held.Hold.String()[14], keys)
+		found, err := l.HoldFromText(ctx, held.Hold.String())
+		if apart && pgtest.Shards() > 0 {
+			require.ErrorIs(t, err, ratelimit.ErrSharded)
+			require.Equal(t, []int64{1, 1}, settle(t, held.Hold, 1).Each)
+			continue
+		}
+		require.NoError(t, err)
+		require.EqualValues(t, 1, settle(t, found, 1).Used)
+		require.Equal(t, []int64{1, 1}, settle(t, held.Hold, 2).Each)
 	}
 }
 

@@ -208,3 +208,34 @@ func TestFindHoldAsksTheQueueOfItsShard(t *testing.T) {
 		require.Same(t, (*queues.All.Load())[shardkey.Of(key, 4)], queues.OfHold(id))
 	}
 }
+
+// A ModelDB decides no holds, and a test that sends it one fails.
+func TestModelDBHasNoHolds(t *testing.T) {
+	t.Parallel()
+	db := limitertest.NewModelDB()
+	l := limitertest.New(t, db, ratelimit.Config{Name: "test", Policy: limitertest.Hourly})
+	r := newRequest(l, "key", 1)
+	r.Parts[0].Hold, r.Parts[0].TTL = aHold, 1
+	c := limitertest.Engine(l).Database.Call([]*engine.Request{r}, engine.Transaction{})
+	require.Panics(t, func() { _, _ = db.Query(t.Context(), c.SQL, c.Args...) })
+	require.Panics(t, func() { _, _ = db.Query(t.Context(), engine.Text("findhold", ""), aHold, nil) })
+}
+
+// If the keys of a hold have got to different shards, a settlement settles none of them.
+func TestSettleOfKeysThatHaveParted(t *testing.T) {
+	t.Parallel()
+	p := newProxy(t, 2)
+	l := limitertest.Of(t, p.client(t, ratelimit.ClientConfig{}), ratelimit.Config{Name: "test", Policy: limitertest.Hourly})
+	keys := []string{keysOf(0, 4, 1)[0], keysOf(2, 4, 1)[0]} // both on shard 0 of 2
+	held, err := ratelimit.HoldAll(t.Context(), time.Minute, l.Request(keys[0], 1), l.Request(keys[1], 1))
+	require.NoError(t, err)
+	p.grow(t, 4)
+	_, err = held.Hold.Settle(t.Context(), 1)
+	require.ErrorIs(t, err, ratelimit.ErrSharded)
+	require.ErrorContains(t, err, "on several shards")
+	for _, key := range keys {
+		result, err := l.Peek(t.Context(), key)
+		require.NoError(t, err)
+		require.EqualValues(t, 1, result.Held)
+	}
+}

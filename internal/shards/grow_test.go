@@ -222,6 +222,24 @@ func TestGrowMovesHolds(t *testing.T) {
 	}
 }
 
+// A proxy looks for no hold whose keys may be on several shards, because it would find only some of its parts.
+func TestHoldsOfPartedKeysAreRefused(t *testing.T) {
+	t.Parallel()
+
+	c := newCluster(t, 2)
+	for _, sql := range []string{
+		"rate_limit_settle($1, 1)", "rate_limit_cancel($1)", "rate_limit_extend($1, interval '1 hour')", "rate_limit_find_hold($1)",
+	} {
+		_, err := c.proxy.Pool.Exec(t.Context(), "SELECT "+sql, "00000000-0000-8000-8000-000000000000.e")
+		var refused *pgconn.PgError
+		require.ErrorAs(t, err, &refused, sql)
+		require.Equal(t, "RLS04", refused.Code, sql)
+		require.Contains(t, refused.Hint, "the same part in braces")
+	}
+	require.Zero(t, pgtest.Scalar[int](t, c.proxy.Pool,
+		"SELECT count(*) FROM rate_limit_find_hold('00000000-0000-4000-8000-800000000000.e')"))
+}
+
 // No key gets more than its limit while calls go on during all steps of Grow.
 func TestGrowUnderLoad(t *testing.T) {
 	t.Parallel()

@@ -67,12 +67,21 @@ END
 $$;
 
 -- _rate_limit_shard_of_hold returns the shard of the keys of a hold. _rate_limit_hold_id has put it into the id. If the
--- text is not that of a hold, the result is NULL.
+-- text is not that of a hold, the result is NULL. If the version of the id is 8, the keys may be on several shards.
 CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_shard_of_hold(hold text, shards integer)
 RETURNS integer
-LANGUAGE sql
+LANGUAGE plpgsql
 IMMUTABLE
-AS $$ SELECT ('x' || substring(hold COLLATE "C", '^[0-9a-f-]{32}([0-9a-f]{4})[.]'))::bit(16)::integer & (shards - 1) $$;
+AS $$
+BEGIN
+    IF hold COLLATE "C" ~ '^[0-9a-f-]{14}8' THEN
+        RAISE EXCEPTION 'rate_limit: the keys of this hold share no part in braces, and may be on several shards'
+            USING ERRCODE = 'RLS04', DETAIL = shards::text, HINT = 'Settle the hold in the process that made it, or '
+                'let it end. Hold keys with the same part in braces, such as {user:1}:minute and {user:1}:day.';
+    END IF;
+    RETURN ('x' || substring(hold COLLATE "C", '^[0-9a-f-]{32}([0-9a-f]{4})[.]'))::bit(16)::integer & (shards - 1);
+END
+$$;
 
 CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_no_transaction()
 RETURNS void
