@@ -3396,8 +3396,8 @@ BEGIN
         late := false;
         RETURN;
     END IF;
-    -- Every call uses the tables of keys before those of holds. Otherwise it could deadlock with maintenance, which locks
-    -- all tables.
+    -- Every call uses the tables of keys before those of holds. Otherwise it could deadlock with maintenance, which
+    -- locks all tables.
     LOCK TABLE rate_limit_ephemeral, rate_limit_durable IN ROW EXCLUSIVE MODE;
     -- The policy of a hold does not change, so this locks no row.
     SELECT count(*), bool_and(h.status = 2), array_agg(h.name ORDER BY h.ordinality),
