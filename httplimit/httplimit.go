@@ -115,9 +115,9 @@ type Config struct {
 	// If the handler does not call Settle, the whole Cost counts, or nothing if Charge returns false. A Settle that has
 	// failed is repeated after the handler has returned.
 	//
-	// If a request passes several middlewares with HoldFor, Settle and Extend are for the innermost one. For the others,
-	// the whole Cost counts, or nothing if Charge returns false. To settle several limits with one number, let a single
-	// middleware hold them: give it a limiter with [ratelimit.All].
+	// If a request passes several middlewares with HoldFor, Settle and Extend are for the innermost one. For the
+	// others, the whole Cost counts, or nothing if Charge returns false. To settle several limits with one number, let
+	// a single middleware hold them: give it a limiter with [ratelimit.All].
 	//
 	// Defaults to 0: the cost is taken, not held.
 	HoldFor time.Duration

@@ -217,8 +217,10 @@ func TestModelDBHasNoHolds(t *testing.T) {
 	r := newRequest(l, "key", 1)
 	r.Parts[0].Hold, r.Parts[0].TTL = aHold, 1
 	c := limitertest.Engine(l).Database.Call([]*engine.Request{r}, engine.Transaction{})
-	require.Panics(t, func() { _, _ = db.Query(t.Context(), c.SQL, c.Args...) })
-	require.Panics(t, func() { _, _ = db.Query(t.Context(), engine.Text("findhold", ""), aHold, nil) })
+	find := engine.Call{SQL: engine.Text("findhold", ""), Args: []any{aHold, nil}}
+	for _, c := range []engine.Call{c, find} {
+		require.Panics(t, func() { _ = c.Query(t.Context(), db, false) })
+	}
 }
 
 // If the keys of a hold have got to different shards, a settlement settles none of them.

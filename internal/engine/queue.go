@@ -295,8 +295,8 @@ func (q *Queue) hasPlace(k kind) bool {
 	return true // no requests of other kinds have ever come
 }
 
-// allSlow returns whether all statements of requests in flight are of slow kinds. A statement that is just being prepared does not
-// count as slow, because it will take the waiting requests along. The caller holds q.Mu.
+// allSlow returns whether all statements of requests in flight are of slow kinds. A statement that is just being
+// prepared does not count as slow, because it will take the waiting requests along. The caller holds q.Mu.
 func (q *Queue) allSlow() bool {
 	slow := 0
 	for _, f := range q.flights {

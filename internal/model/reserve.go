@@ -6,8 +6,8 @@ import "time"
 const BookedAhead = 7 * 24 * time.Hour
 
 // MaxBooked returns how many tokens a bucket can owe by reservations: those that flow in within BookedAhead, or as many
-// as by charges, if these are more. It bounds how long a key is denied at most. The result is smaller at the edge of the
-// exact range, as that of MaxOwed.
+// as by charges, if these are more. It bounds how long a key is denied at most. The result is smaller at the edge of
+// the exact range, as that of MaxOwed.
 func (p TokenBucket) MaxBooked() int64 {
 	ahead := Micros(BookedAhead)
 	inflow := ahead*min(p.Refill, MaxProduct/ahead)/Micros(p.Every) + 1
