@@ -37,8 +37,9 @@ type ClientConfig struct {
 	// other keys by a few milliseconds at most. Single connections and transactions keep their lock_timeout.
 	Timeout time.Duration
 	// MaxInFlight is how many statements may run at once on each shard. Each statement uses a connection of the pool.
-	// Keys whose rows are locked may use one more connection. At least 1; defaults to 2. A second statement starts only
-	// if callers wait for 24 keys, or if the first statement takes longer than 10 ms.
+	// Keys whose rows are locked may use one more connection, and each Reset and HoldFromText uses one. At least 1;
+	// defaults to 2. A second statement starts only if callers wait for 24 keys, or if the first statement takes longer
+	// than 10 ms.
 	MaxInFlight int
 	MaxBatch    int // how many calls may share a statement, at least 1; defaults to 500
 	// DenialMaxAge is how long this process remembers a denial, unless RetryAfter is shorter. Until then, this process

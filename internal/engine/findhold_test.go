@@ -2,9 +2,6 @@ package engine_test
 
 import (
 	"context"
-	"fmt"
-	"sync"
-	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -17,7 +14,6 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
-	"github.com/pgratelimit/ratelimit/internal/shardkey"
 )
 
 // holdsDB passes the statements that find holds to a function of the test.
@@ -78,136 +74,6 @@ func TestFindHoldOnAShardThatDoesNotFitTheMap(t *testing.T) {
 }
 
 const aHold = "00000000-0000-4000-8000-000000000000.e"
-
-// Calls that look for holds count within MaxInFlight. They leave one of several places to requests.
-func TestFindHoldWithinMaxInFlight(t *testing.T) {
-	t.Parallel()
-	pgtest.NotThroughProxy(t, "a database in memory")
-	for places, atOnce := range map[int]int64{1: 1, 2: 1, 5: 4} {
-		synctest.Test(t, func(t *testing.T) {
-			var now, most, asked atomic.Int64
-			unknown := &pgconn.PgError{SeverityUnlocalized: "ERROR", Code: "42883"}
-			model := limitertest.NewModelDB()
-			model.Takes = time.Millisecond
-			db := &holdsDB{DBTX: model, find: func(context.Context) error {
-				asked.Add(1)
-				most.Store(max(most.Load(), now.Add(1)))
-				limitertest.Elapse(300 * time.Millisecond)
-				now.Add(-1)
-				return unknown
-			}}
-			client := limitertest.NewClient(t, db, ratelimit.ClientConfig{Timeout: 10 * time.Second, MaxInFlight: places})
-			l := limitertest.Of(t, client, ratelimit.Config{Name: "test", Policy: limitertest.Hourly})
-			began := time.Now()
-			var calls sync.WaitGroup
-			for range 8 {
-				calls.Go(func() {
-					_, err := l.HoldFromText(t.Context(), aHold)
-					require.ErrorIs(t, err, ratelimit.ErrNotMigrated)
-				})
-			}
-			synctest.Wait()
-			_, err := l.Allow(t.Context(), "key")
-			require.NoError(t, err)
-			if places > 1 {
-				require.Equal(t, time.Millisecond, time.Since(began), "it has a place")
-			} else {
-				require.Equal(t, 301*time.Millisecond, time.Since(began), "it is the next")
-			}
-			calls.Wait()
-			require.EqualValues(t, 8, asked.Load())
-			require.Equal(t, atOnce, most.Load())
-			q := limitertest.EngineOf(client).Queues.First()
-			q.Mu.Lock()
-			defer q.Mu.Unlock()
-			require.Zero(t, q.InFlight)
-		})
-	}
-}
-
-// A call that looks for a hold has its turn although requests always wait.
-func TestFindHoldTakesTurns(t *testing.T) {
-	t.Parallel()
-	pgtest.NotThroughProxy(t, "a database in memory")
-	synctest.Test(t, func(t *testing.T) {
-		model := limitertest.NewModelDB()
-		model.Takes = time.Millisecond
-		db := &holdsDB{DBTX: model, find: func(context.Context) error { return &pgconn.PgError{Code: "42883"} }}
-		l := limitertest.New(t, db, ratelimit.Config{Name: "test", Policy: limitertest.Hourly},
-			ratelimit.ClientConfig{MaxInFlight: 1, MaxBatch: 1})
-		var calls sync.WaitGroup
-		defer calls.Wait()
-		var done atomic.Bool
-		for i := range 3 {
-			calls.Go(func() {
-				for n := 0; n < 500 && !done.Load(); n++ {
-					_, err := l.Allow(t.Context(), fmt.Sprint("key ", i))
-					require.NoError(t, err)
-				}
-			})
-		}
-		limitertest.Elapse(10 * time.Millisecond)
-		began := time.Now()
-		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
-		defer cancel()
-		_, err := l.HoldFromText(ctx, aHold)
-		done.Store(true)
-		require.ErrorIs(t, err, ratelimit.ErrNotMigrated)
-		require.LessOrEqual(t, time.Since(began), time.Millisecond)
-	})
-}
-
-// A caller that leaves while it waits for a place takes no place. A call that waits too long asks nothing.
-func TestFindHoldThatGivesUp(t *testing.T) {
-	t.Parallel()
-	pgtest.NotThroughProxy(t, "a database in memory")
-	synctest.Test(t, func(t *testing.T) {
-		var asked atomic.Int64
-		db := &holdsDB{DBTX: limitertest.NewModelDB(), find: func(ctx context.Context) error {
-			if ctx.Err() == nil {
-				asked.Add(1)
-			}
-			<-ctx.Done()
-			return ctx.Err()
-		}}
-		client := limitertest.NewClient(t, db, ratelimit.ClientConfig{Timeout: time.Second, MaxInFlight: 1})
-		l := limitertest.Of(t, client, ratelimit.Config{Name: "test", Policy: limitertest.Hourly})
-		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
-		defer cancel()
-		var calls sync.WaitGroup
-		for range 3 {
-			calls.Go(func() {
-				_, err := l.HoldFromText(t.Context(), aHold)
-				require.ErrorIs(t, err, ratelimit.ErrTimeout)
-			})
-		}
-		synctest.Wait()
-		_, err := l.HoldFromText(ctx, aHold)
-		require.ErrorIs(t, err, context.DeadlineExceeded)
-		calls.Wait()
-		synctest.Wait()
-		require.EqualValues(t, 1, asked.Load())
-		_, err = l.Allow(t.Context(), "key")
-		require.NoError(t, err)
-	})
-}
-
-// A hold is looked for in the queue of its shard.
-func TestFindHoldAsksTheQueueOfItsShard(t *testing.T) {
-	t.Parallel()
-	p := newProxy(t, 4)
-	client := p.client(t, ratelimit.ClientConfig{})
-	l := limitertest.Of(t, client, ratelimit.Config{Name: "test", Policy: limitertest.Hourly})
-	queues := &limitertest.EngineOf(client).Queues
-	require.True(t, queues.Learn(4))
-	for i := range 20 {
-		key := keysOf(i%4, 4, 1+i)[i]
-		held, err := l.Hold(t.Context(), key, 1, time.Minute)
-		require.NoError(t, err)
-		id := held.Hold.String()[:36]
-		require.Same(t, (*queues.All.Load())[shardkey.Of(key, 4)], queues.OfHold(id))
-	}
-}
 
 // A ModelDB decides no holds, and a test that sends it one fails.
 func TestModelDBHasNoHolds(t *testing.T) {

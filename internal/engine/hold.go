@@ -160,9 +160,7 @@ func (e *Engine) FindHold(ctx context.Context, id string) ([]HoldPart, error) {
 		within, cancel := context.WithTimeout(context.WithoutCancel(ctx), e.Settings.Timeout)
 		defer cancel()
 		a.err = whileSplit(within, true, func() (err error) {
-			if e.Queues.OfHold(id).visit(within, func() { a.parts, err = d.findHold(within, id) }) != nil {
-				return errNotAsked
-			}
+			a.parts, err = d.findHold(within, id)
 			return err
 		})
 		done <- a

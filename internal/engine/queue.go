@@ -21,14 +21,12 @@ type Queue struct {
 	Turns     []*limiterGroups          // the limiters with waiting requests, in the order of their turns
 	ByLimiter map[*Space]*limiterGroups // the same limiters as in Turns
 	Waiting   int                       // the number of waiting requests in all groups
-	InFlight  int                       // the number of statements under way, with those of visitors
-	visits    int                       // how many of them decide no requests: see visit
-	visitors  []chan struct{}           // who wait for a place for such a statement
-	perKey    int                       // requests per key in the last large statement
-	lonely    int                       // how many calls in a row found no other call in the queue
-	leftAt    time.Duration             // when the last statement was sent, since Batcher.Begin
-	late      bool                      // a timer for leaveLate is set
-	fastest   time.Duration             // see noteDuration
+	InFlight  int
+	perKey    int           // requests per key in the last large statement
+	lonely    int           // how many calls in a row found no other call in the queue
+	leftAt    time.Duration // when the last statement was sent, since Batcher.Begin
+	late      bool          // a timer for leaveLate is set
+	fastest   time.Duration // see noteDuration
 	flights   [kindCount]flights
 }
 
@@ -121,40 +119,13 @@ func (q *Queue) goAlone(ctx context.Context) {
 	defer func() { // deferred, because a tracer or an observer of the application may panic
 		q.Mu.Lock()
 		defer q.Mu.Unlock()
-		q.passOn()
+		if q.Waiting > 0 {
+			go q.run()
+		} else {
+			q.rest()
+		}
 	}()
 	q.reroute(q.fly(d))
-}
-
-// visit runs a statement that decides no requests, in one of the places of MaxInFlight. It waits for a place until ctx
-// ends. Visitors leave one place to requests, if there are several, so that a slow visitor delays no requests.
-func (q *Queue) visit(ctx context.Context, statement func()) error {
-	q.Mu.Lock()
-	place := make(chan struct{}, 1)
-	q.visitors = append(q.visitors, place)
-	if q.InFlight < q.MaxInFlight && q.admitVisitor() {
-		q.InFlight++
-	}
-	q.Mu.Unlock()
-	select {
-	case <-place:
-	case <-ctx.Done():
-		q.Mu.Lock()
-		defer q.Mu.Unlock()
-		if i := slices.Index(q.visitors, place); i >= 0 {
-			q.visitors = slices.Delete(q.visitors, i, i+1)
-		} else {
-			q.endVisit()
-		}
-		return GaveUp(ctx.Err())
-	}
-	defer func() { // deferred, because a tracer of the application may panic
-		q.Mu.Lock()
-		defer q.Mu.Unlock()
-		q.endVisit()
-	}()
-	statement()
-	return nil
 }
 
 // submitAll queues requests that return units, and does not wait for their decisions. If the breaker is open, the
@@ -295,8 +266,8 @@ func (q *Queue) hasPlace(k kind) bool {
 	return true // no requests of other kinds have ever come
 }
 
-// allSlow returns whether all statements of requests in flight are of slow kinds. A statement that is just being
-// prepared does not count as slow, because it will take the waiting requests along. The caller holds q.Mu.
+// allSlow returns whether all statements in flight are of slow kinds. A statement that is just being prepared does not
+// count as slow, because it will take the waiting requests along. The caller holds q.Mu.
 func (q *Queue) allSlow() bool {
 	slow := 0
 	for _, f := range q.flights {
@@ -304,7 +275,7 @@ func (q *Queue) allSlow() bool {
 			slow += int(f.n)
 		}
 	}
-	return slow == q.InFlight-q.visits
+	return slow == q.InFlight
 }
 
 // Departs records that a statement was sent. The caller holds q.Mu.
@@ -369,17 +340,11 @@ func (q *Queue) leaveLate() {
 
 // run sends one statement after the other until no request waits. Each statement in flight has a goroutine in run.
 func (q *Queue) run() {
-	for sent := false; ; sent = true {
+	for {
 		q.Mu.Lock()
-		if sent && q.admitVisitor() { // visitors and requests take turns
-			q.Mu.Unlock()
-			return
-		}
 		d := q.Board()
 		if d == nil {
-			if !q.admitVisitor() {
-				q.rest()
-			}
+			q.rest()
 			q.Mu.Unlock()
 			return
 		}
@@ -388,34 +353,6 @@ func (q *Queue) run() {
 		// Callers often ask again as soon as they have an answer. Gosched lets these callers join the next statement.
 		// With 64 callers, Gosched adds 14 % to the decisions per second.
 		runtime.Gosched()
-	}
-}
-
-// admitVisitor gives a place to the next visitor. It returns false if there is none, or if too many visit already. The
-// caller holds q.Mu.
-func (q *Queue) admitVisitor() bool {
-	if len(q.visitors) == 0 || q.visits >= max(q.MaxInFlight-1, 1) {
-		return false
-	}
-	q.visits++
-	q.visitors[0] <- struct{}{}
-	q.visitors = q.visitors[1:]
-	return true
-}
-
-// endVisit ends the visit of one visitor. The caller holds q.Mu.
-func (q *Queue) endVisit() {
-	q.visits--
-	q.passOn()
-}
-
-// passOn gives a place to the waiting requests, or else to the next visitor. If nobody waits, the place is free. The
-// caller holds q.Mu.
-func (q *Queue) passOn() {
-	if q.Waiting > 0 {
-		go q.run()
-	} else if !q.admitVisitor() {
-		q.rest()
 	}
 }
 

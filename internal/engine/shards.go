@@ -3,7 +3,6 @@ package engine
 import (
 	"context"
 	"slices"
-	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -44,13 +43,6 @@ func (qs *queues) Of(key string) *Queue {
 		return all[0]
 	}
 	return all[shardkey.Of(key, len(all))]
-}
-
-// OfHold returns the queue of the shard that has a hold. The last 16 bits of its id are those of the key's number.
-func (qs *queues) OfHold(id string) *Queue {
-	all := *qs.All.Load()
-	number, _ := strconv.ParseUint(id[max(len(id)-4, 0):], 16, 16)
-	return all[int(number)&(len(all)-1)]
 }
 
 // ofAll returns the queue for all keys of a request. It returns nil if the keys belong to several queues.
