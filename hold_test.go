@@ -568,6 +568,17 @@ func TestHoldsAndRememberedDenials(t *testing.T) {
 		require.Equal(t, ratelimit.SourceCachedDenial, source(1))
 		require.Equal(t, ratelimit.SourceCachedDenial, hold(t, l, 1, time.Minute).Source)
 
+		// The key is full without its hold, which may end or be settled at any time.
+		require.NoError(t, l.Reset(t.Context(), "personal"))
+		h = hold(t, l, 5, time.Minute).Hold
+		_, err := l.Charge(t.Context(), "personal", 10)
+		require.NoError(t, err)
+		require.Equal(t, ratelimit.SourceDatabase, source(1))
+		require.Equal(t, ratelimit.SourceDatabase, source(1), "denied with a hold")
+		settle(t, h, 0)
+		require.Equal(t, ratelimit.SourceDatabase, source(1))
+		require.Equal(t, ratelimit.SourceCachedDenial, source(1))
+
 		other := limitertest.New(t, db.NewPool(t, nil), config)
 		require.NoError(t, other.Reset(t.Context(), "personal"))
 		h = hold(t, other, 1, time.Minute).Hold

@@ -443,8 +443,9 @@ $$;
 -- The result is one array, because a result with columns would cost more than the decision. It begins with nine numbers
 -- for each key whose requests were all granted at once, in the order of the keys: the time of the decision, and the
 -- row's count, prev_count, window_start, credit, scale, expires_at, since and returned. decisionOfTake in
--- internal/engine computes the remaining units from these numbers. For each other key, fifteen numbers follow: its
--- place in keys, what rate_limit_all returns from granted to expires_at, and its taken_spent, taken_since and taken_at.
+-- internal/engine computes the remaining units from these numbers. For each other key, sixteen numbers follow: its
+-- place in keys, what rate_limit_all returns from granted to expires_at, its taken_spent, taken_since and taken_at, and
+-- held.
 -- The log of a single key comes last. (The array may have two dimensions. unnest returns the same numbers.)
 --
 -- One statement takes from existing rows and makes missing rows. There is a statement for a single key, and one for
@@ -2584,7 +2585,7 @@ $$;
 
 -- _rate_limit_left_ephemeral decides the keys that are not in taken_keys. A rate_limit_take_ function calls
 -- _rate_limit_left_ephemeral if one statement could not take from all keys. _rate_limit_left_ephemeral returns the
--- statement's numbers in the order of keys, and then fifteen numbers for each other key. rate_limit_take_sliding_window
+-- statement's numbers in the order of keys, and then sixteen numbers for each other key. rate_limit_take_sliding_window
 -- explains the numbers.
 --
 -- valid says whether the arguments are valid. began is the statement's reading of the clock. If there are several keys,
@@ -2677,7 +2678,8 @@ BEGIN
             WHERE d.ctid = s.tid;
         END IF;
         told := told || ARRAY[place, s.granted, s.remaining, s.retry_after_us, s.reset_after_us, clock, s.count,
-            s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.spent, s.since, s.taken_at] || s.told_log;
+            s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.spent, s.since, s.taken_at, 0]
+            || s.told_log;
         IF i = n THEN
             RETURN told;
         END IF;
@@ -2696,7 +2698,8 @@ BEGIN
     RETURN told || ARRAY(
         SELECT unnest(ARRAY[places[a.ord], a.granted, a.remaining, a.retry_after_us, a.reset_after_us,
             (extract(epoch FROM a.decided_at) * 1000000)::bigint, a.count, a.prev_count, a.window_start, a.credit,
-            a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at] || CASE WHEN n = 1 THEN a.log END)
+            a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at, a.held]
+            || CASE WHEN n = 1 THEN a.log END)
         FROM rate_limit_all(
             places, array_fill(name, ARRAY[n]), keys,
             array_fill('ephemeral' = 'durable', ARRAY[n]), -- false; in the copy for rate_limit_durable it is true
@@ -2811,7 +2814,7 @@ $$;
 --
 -- If every row has room for its units, all requests are granted, and the result has nine numbers for each row, like the
 -- result of rate_limit_take_sliding_window. If a row has no room or has holds, rate_limit_all decides, and the result
--- has fifteen numbers for each part. This costs more than twice as much (measured with 32 requests for three existing
+-- has sixteen numbers for each part. This costs more than twice as much (measured with 32 requests for three existing
 -- rows each).
 CREATE FUNCTION rate_limit_take_all(
     names text[], keys text[], durable boolean, algorithms smallint[], limits bigint[], spans_us bigint[],
@@ -2865,7 +2868,7 @@ BEGIN
     RETURN ARRAY(
         SELECT unnest(ARRAY[a.ord, a.granted, a.remaining, a.retry_after_us, a.reset_after_us,
             (extract(epoch FROM a.decided_at) * 1000000)::bigint, a.count, a.prev_count, a.window_start, a.credit,
-            a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at])
+            a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at, a.held])
         FROM rate_limit_all(
             requests, names, keys, array_fill(coalesce(durable, false), ARRAY[cardinality(keys)]), algorithms,
             limits, spans_us, refills, costs, counts, lock_timeout_ms, synchronous_commit,

@@ -430,7 +430,7 @@ func TestTakesOfSetsAskedBadly(t *testing.T) {
 		leaveOne()
 		numbers, err := ask(bad...)
 		require.NoError(t, err, bad)
-		require.Len(t, numbers, 3*15, bad)
+		require.Len(t, numbers, 3*16, bad)
 		for id, row := range pgtest.StoredRows(t, db.Pool, false) {
 			taken := row.Count
 			if row.Algorithm == algorithm.TokenBucket {

@@ -1,6 +1,6 @@
 -- _rate_limit_left_ephemeral decides the keys that are not in taken_keys. A rate_limit_take_ function calls
 -- _rate_limit_left_ephemeral if one statement could not take from all keys. _rate_limit_left_ephemeral returns the
--- statement's numbers in the order of keys, and then fifteen numbers for each other key. rate_limit_take_sliding_window
+-- statement's numbers in the order of keys, and then sixteen numbers for each other key. rate_limit_take_sliding_window
 -- explains the numbers.
 --
 -- valid says whether the arguments are valid. began is the statement's reading of the clock. If there are several keys,
@@ -93,7 +93,8 @@ BEGIN
             WHERE d.ctid = s.tid;
         END IF;
         told := told || ARRAY[place, s.granted, s.remaining, s.retry_after_us, s.reset_after_us, clock, s.count,
-            s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.spent, s.since, s.taken_at] || s.told_log;
+            s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.spent, s.since, s.taken_at, 0]
+            || s.told_log;
         IF i = n THEN
             RETURN told;
         END IF;
@@ -112,7 +113,8 @@ BEGIN
     RETURN told || ARRAY(
         SELECT unnest(ARRAY[places[a.ord], a.granted, a.remaining, a.retry_after_us, a.reset_after_us,
             (extract(epoch FROM a.decided_at) * 1000000)::bigint, a.count, a.prev_count, a.window_start, a.credit,
-            a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at] || CASE WHEN n = 1 THEN a.log END)
+            a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at, a.held]
+            || CASE WHEN n = 1 THEN a.log END)
         FROM rate_limit_all(
             places, array_fill(name, ARRAY[n]), keys,
             array_fill('ephemeral' = 'durable', ARRAY[n]), -- false; in the copy for rate_limit_durable it is true

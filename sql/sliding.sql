@@ -111,8 +111,9 @@ $$;
 -- The result is one array, because a result with columns would cost more than the decision. It begins with nine numbers
 -- for each key whose requests were all granted at once, in the order of the keys: the time of the decision, and the
 -- row's count, prev_count, window_start, credit, scale, expires_at, since and returned. decisionOfTake in
--- internal/engine computes the remaining units from these numbers. For each other key, fifteen numbers follow: its
--- place in keys, what rate_limit_all returns from granted to expires_at, and its taken_spent, taken_since and taken_at.
+-- internal/engine computes the remaining units from these numbers. For each other key, sixteen numbers follow: its
+-- place in keys, what rate_limit_all returns from granted to expires_at, its taken_spent, taken_since and taken_at, and
+-- held.
 -- The log of a single key comes last. (The array may have two dimensions. unnest returns the same numbers.)
 --
 -- One statement takes from existing rows and makes missing rows. There is a statement for a single key, and one for

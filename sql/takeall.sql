@@ -99,7 +99,7 @@ $$;
 --
 -- If every row has room for its units, all requests are granted, and the result has nine numbers for each row, like the
 -- result of rate_limit_take_sliding_window. If a row has no room or has holds, rate_limit_all decides, and the result
--- has fifteen numbers for each part. This costs more than twice as much (measured with 32 requests for three existing
+-- has sixteen numbers for each part. This costs more than twice as much (measured with 32 requests for three existing
 -- rows each).
 CREATE FUNCTION rate_limit_take_all(
     names text[], keys text[], durable boolean, algorithms smallint[], limits bigint[], spans_us bigint[],
@@ -153,7 +153,7 @@ BEGIN
     RETURN ARRAY(
         SELECT unnest(ARRAY[a.ord, a.granted, a.remaining, a.retry_after_us, a.reset_after_us,
             (extract(epoch FROM a.decided_at) * 1000000)::bigint, a.count, a.prev_count, a.window_start, a.credit,
-            a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at])
+            a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at, a.held])
         FROM rate_limit_all(
             requests, names, keys, array_fill(coalesce(durable, false), ARRAY[cardinality(keys)]), algorithms,
             limits, spans_us, refills, costs, counts, lock_timeout_ms, synchronous_commit,

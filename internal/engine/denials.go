@@ -169,19 +169,16 @@ func (d *Denials) Lookup(space *Space, m model.Rules, key string, n int64, o *Ou
 	return true
 }
 
-// Remember adds a denial to the cache, unless live holds have caused it. The denial's statement was sent at the time
-// asked, and answered at the time told. The argument since is the Snapshot from before the statement.
+// Remember adds a denial to the cache, unless the key had live holds. The cache does not know their ends, so later
+// answers could have a wrong Remaining, RetryAfter or ResetAfter. The denial's statement was sent at the time asked, and
+// answered at the time told. The argument since is the Snapshot from before the statement.
 func (d *Denials) Remember(p *Part, asked, told time.Duration, since *Changes) {
 	denied := &p.Decision
+	if denied.Held > 0 {
+		return
+	}
 	clock := denied.DecidedAt.UnixMicro()
-	_, own := p.Rules.Decide(denied.State, clock, p.Cost)
-	if own.RetryAfter < denied.RetryAfter {
-		return // beside holds, whose ends the cache does not know
-	}
-	one := own
-	if p.Cost > 1 {
-		_, one = p.Rules.Decide(denied.State, clock, 1)
-	}
+	_, one := p.Rules.Decide(denied.State, clock, 1)
 	known := &denial{
 		rules: p.Rules, limit: p.Rules.Numbers().Limit, state: denied.State, clock: clock, asked: asked, told: told,
 		retryAt: clock + one.RetryAfter, resetAt: clock + one.ResetAfter,

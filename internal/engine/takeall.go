@@ -16,7 +16,7 @@ import (
 // NumbersOfAll numbers. See sql/sliding.sql.
 const (
 	NumbersOfTake = 9
-	NumbersOfAll  = 15
+	NumbersOfAll  = 16
 )
 
 // ErrUnlikeAnswer is the error for an answer that cannot be an answer to the request.
@@ -66,6 +66,7 @@ func (p *Part) decisionOfAll(n []pgtype.Int8) model.Decision {
 			Credit: n[9].Int64, Scale: n[10].Int64, ExpiresAt: n[11].Int64, Since: n[13].Int64,
 		}),
 		Taken: model.Take{Spent: n[12].Int64, Since: n[13].Int64, In: n[8].Int64, At: n[14].Int64},
+		Held:  n[15].Int64,
 	}
 	if n[3].Valid {
 		d.RetryAfter = n[3].Int64

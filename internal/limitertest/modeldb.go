@@ -164,7 +164,7 @@ func (db *ModelDB) answer(requests []modeltest.Request, passed map[int][]int64) 
 			answer.values = append(answer.values, []any{
 				ord, d.Granted, d.Remaining, &d.RetryAfter, d.ResetAfter, d.DecidedAt.UnixMicro(),
 				d.State.Count, d.State.PrevCount, d.State.WindowStart, d.State.Credit, d.State.Scale, d.State.ExpiresAt,
-				d.Taken.Spent, d.Taken.Since, d.Taken.At, logOf(d.State.Log),
+				d.Taken.Spent, d.Taken.Since, d.Taken.At, logOf(d.State.Log), d.Held,
 			})
 		}
 	}
@@ -184,7 +184,7 @@ func logOf(e model.Entries) (log []int64) {
 func (r *modelRows) asNumbers(logs bool) *modelRows {
 	var numbers pgtype.FlatArray[pgtype.Int8]
 	for _, v := range r.values {
-		for _, value := range v[:engine.NumbersOfAll] {
+		for _, value := range slices.Concat(v[:15], v[16:]) {
 			if retryAfter, ok := value.(*int64); ok {
 				value = *retryAfter
 			}
