@@ -592,6 +592,39 @@ func TestHoldsAndRememberedDenials(t *testing.T) {
 	})
 }
 
+// A late settlement counts for the limiters whose part of the hold is still known. It also ends remembered denials of
+// their keys.
+func TestSettlingAPartEndsRememberedDenials(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	config, pass := movable()
+	config.DenialMaxAge = time.Hour
+	client := limitertest.NewClient(t, db.NewPool(t, nil), config)
+	policy := ratelimit.FixedWindow{Limit: 10, Window: limitertest.Year}
+	first := limitertest.Of(t, client, ratelimit.Config{Name: "first", Policy: policy})
+	second := limitertest.Of(t, client, ratelimit.Config{Name: "second", Policy: policy})
+	held, err := ratelimit.HoldAll(t.Context(), time.Minute, first.Request("key", 1), second.Request("key", 1))
+	require.NoError(t, err)
+	pass(time.Hour)
+	for _, l := range []*ratelimit.Limiter{first, second} {
+		_, err := l.AllowN(t.Context(), "key", 10)
+		require.NoError(t, err)
+		for _, want := range []ratelimit.Source{ratelimit.SourceDatabase, ratelimit.SourceCachedDenial} {
+			result, err := l.Allow(t.Context(), "key")
+			require.NoError(t, err)
+			require.False(t, result.Allowed)
+			require.Equal(t, want, result.Source)
+		}
+	}
+	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_ephemeral_hold WHERE prefix = 'first'")
+	require.True(t, settle(t, held.Hold, 1, 1).Late)
+	for l, want := range map[*ratelimit.Limiter]ratelimit.Source{first: ratelimit.SourceCachedDenial, second: ratelimit.SourceDatabase} {
+		result, err := l.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.Equal(t, want, result.Source)
+	}
+}
+
 // In an outage, OnFailure answers Hold as it answers Allow, by a hold that counts nothing. All other calls are errors.
 func TestHoldsInAnOutage(t *testing.T) {
 	t.Parallel()

@@ -321,6 +321,19 @@ func TestSweepingHolds(t *testing.T) {
 		sweep("1 second", "{other}") // the limiter n no longer exists
 		require.Zero(t, count(table))
 		require.Zero(t, count(table+"_hold"))
+
+		// A hold that has ended stays as long as it is in the sum of its row. It goes if somebody deletes the row.
+		_, err = holdSQL(t.Context(), db.Pool, "n", "fixed 10/360d", 3, "2 hours", durable)
+		require.NoError(t, err)
+		require.True(t, allowSQL(t, db.Pool, "n", "fixed 10/360d", 1, durable).Allowed)
+		sweep("27 hours", "{n}")
+		require.EqualValues(t, 1, count(table+"_hold"))
+		require.NoError(t, sumsDiffer(t.Context(), db.Pool, durable, "n"))
+		pgtest.Exec(t, db.Pool, "DELETE FROM "+table)
+		sweep("25 hours", "{n}")
+		require.EqualValues(t, 1, count(table+"_hold"), "it is kept for a day after its end")
+		sweep("27 hours", "{n}")
+		require.Zero(t, count(table+"_hold"))
 	}
 }
 

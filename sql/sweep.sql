@@ -98,14 +98,17 @@ BEGIN
         expired := (extract(epoch FROM coalesce(now, clock_timestamp()) - interval '1 minute') * 1000000)::bigint;
         IF s.holds THEN
             -- A live hold is in the sum in its key's row, so it stays until a write to the row notes its end.
+            -- If somebody has deleted the row, nothing notes the end.
             IF s.durable THEN
                 SELECT array_agg(e.tid) INTO tids
                 FROM (
                     SELECT h.ctid AS tid
                     FROM rate_limit_durable_hold AS h
-                    WHERE h.ctid >= first AND h.ctid < past AND h.status <> 0
+                    WHERE h.ctid >= first AND h.ctid < past
                         AND (_rate_limit_forgotten(h.status, h.ends_at, h.settled_at, expired)
                             OR h.prefix <> ALL (names))
+                        AND (h.status <> 0 OR NOT EXISTS (SELECT FROM rate_limit_durable AS d
+                            WHERE d.key = h.key AND d.prefix = h.prefix AND d.held IS NOT NULL))
                     LIMIT room
                     FOR UPDATE SKIP LOCKED
                 ) AS e;
@@ -115,9 +118,11 @@ BEGIN
                 FROM (
                     SELECT h.ctid AS tid
                     FROM rate_limit_ephemeral_hold AS h
-                    WHERE h.ctid >= first AND h.ctid < past AND h.status <> 0
+                    WHERE h.ctid >= first AND h.ctid < past
                         AND (_rate_limit_forgotten(h.status, h.ends_at, h.settled_at, expired)
                             OR h.prefix <> ALL (names))
+                        AND (h.status <> 0 OR NOT EXISTS (SELECT FROM rate_limit_ephemeral AS d
+                            WHERE d.key = h.key AND d.prefix = h.prefix AND d.held IS NOT NULL))
                     LIMIT room
                     FOR UPDATE SKIP LOCKED
                 ) AS e;

@@ -391,11 +391,14 @@ func (b *Batcher) settleDenials(r *Request, err error, asked, told time.Duration
 // forget forgets the denials of a request's keys if the request may have changed their rows. The argument since is the
 // snapshot of the request's statement, or nil if no denials of this statement are remembered.
 func (b *Batcher) forget(r *Request, err error, since *Changes) {
-	if b.Denials == nil || r.Looks() || err == nil && r.Parts[0].Decision.Granted <= 0 {
+	if b.Denials == nil || r.Looks() {
 		return
 	}
 	for i := range r.Parts {
-		b.Denials.Forget(r.Parts[i].Space, r.Parts[i].Key, since)
+		// A settlement may find the hold of some parts only.
+		if err != nil || r.Parts[i].Decision.Granted > 0 {
+			b.Denials.Forget(r.Parts[i].Space, r.Parts[i].Key, since)
+		}
 	}
 }
 
