@@ -170,8 +170,8 @@ func (d *Denials) Lookup(space *Space, m model.Rules, key string, n int64, o *Ou
 }
 
 // Remember adds a denial to the cache, unless the key had live holds. The cache does not know their ends, so later
-// answers could have a wrong Remaining, RetryAfter or ResetAfter. The denial's statement was sent at the time asked, and
-// answered at the time told. The argument since is the Snapshot from before the statement.
+// answers could have a wrong Remaining, RetryAfter or ResetAfter. The denial's statement was sent at the time asked,
+// and answered at the time told. The argument since is the Snapshot from before the statement.
 func (d *Denials) Remember(p *Part, asked, told time.Duration, since *Changes) {
 	denied := &p.Decision
 	if denied.Held > 0 {
