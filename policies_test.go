@@ -190,11 +190,12 @@ func TestPoliciesBeginAndEnd(t *testing.T) {
 	db := pgtest.New(t)
 	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{})
 	l := limitertest.New(t, db.Pool, ratelimit.Config{Name: "api", Policy: ratelimit.FixedWindow{Limit: 10, Window: time.Hour}, Policies: p})
-	limit := func() int64 {
+	limitOf := func(l *ratelimit.Limiter) int64 {
 		result, err := l.Peek(t.Context(), "key")
 		require.NoError(t, err)
 		return result.Limit
 	}
+	limit := func() int64 { return limitOf(l) }
 	require.EqualValues(t, 10, limit())
 	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "key", "", "enforce", "fixed 20/1h")
 	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, policy, valid_from, valid_until, comment) VALUES
@@ -203,22 +204,14 @@ func TestPoliciesBeginAndEnd(t *testing.T) {
 		('api', 'key', 'fixed 50/1h', '-infinity', 'infinity', 'test'),
 		('api', 'key', 'fixed 60/1h', now() + interval '1 hour', 'infinity', 'test')`)
 	limitertest.WaitUntilKnown(t, p, db.Pool)
-	var limits []int64 // a slow process may miss some of the limits below
-	testkit.WaitUntil(t, func() bool {
-		if now := limit(); len(limits) == 0 || limits[len(limits)-1] != now {
-			limits = append(limits, now)
-		}
-		return limits[len(limits)-1] == 20
-	})
-	require.Subset(t, []int64{30, 40, 20}, limits)
-	require.NotContains(t, limits[1:], int64(30))
-	require.NotContains(t, limits[:len(limits)-1], int64(20))
-
+	// A process that gets a slow answer computes an earlier time for a moment, so a row that has ended may return.
 	with := limitertest.With(t, l, ratelimit.FixedWindow{Limit: 11, Window: time.Hour})
-	result, err := with.Peek(t.Context(), "key")
-	require.NoError(t, err)
-	require.EqualValues(t, 20, result.Limit)
-	result, err = with.Peek(t.Context(), "another")
+	testkit.WaitUntil(t, func() bool {
+		now := limit()
+		require.Contains(t, []int64{30, 40, 20}, now)
+		return now == 20 && limitOf(with) == 20
+	})
+	result, err := with.Peek(t.Context(), "another")
 	require.NoError(t, err)
 	require.EqualValues(t, 11, result.Limit)
 
