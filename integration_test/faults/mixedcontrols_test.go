@@ -101,10 +101,10 @@ func TestJudgeOfMixesCatches(t *testing.T) {
 					"s.expires_at := clock + s.reset_after_us; s.credit := s.credit + s.spent")(t, pool)
 			}
 		}},
-		"a charge of no more than what is left": {mix: "charges", spoil: rewritten("_rate_limit_charge",
+		"a charge of no more than what is left": {mix: "charges", spoil: rewritten("_rate_limit_count",
 			"units := units - spent;", "units := least(units - spent, greatest(s.remaining - s.credit, 0));",
 		)},
-		"a debt that is forgotten": {mix: "charges", spoil: rewritten("_rate_limit_charge",
+		"a debt that is forgotten": {mix: "charges", spoil: rewritten("_rate_limit_count",
 			"s.expires_at := clock + s.reset_after_us;", "s.expires_at := clock + s.reset_after_us / 2;",
 		)},
 		"a hold that outlives its end": {mix: "holds", spoil: rewritten("_rate_limit_live_durable", "s.held_next <= clock", "false")},
