@@ -82,6 +82,9 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 	}
 	want := ratelimit.Results{Allowed: true}
 	owed := int64(0)
+	// A denial of several rows locks none of them if one does not exist, and a Peek never does. Then its RetryAfter
+	// beside holds is that of a later moment: see docs/guarantees.md.
+	unlocked := op.kind == peek || !fits && (len(op.asks) > 1 || len(j.limits[op.asks[0].limit].policies[op.asks[0].policy]) > 1)
 	for i, a := range op.asks {
 		var of ratelimit.Result
 		for part, policy := range j.limits[a.limit].policies[a.policy] {
@@ -111,8 +114,13 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 			if fits && !nothing && op.kind != rolledBack {
 				after[row], _ = next.without(0, at)
 			}
+			held, _ := next.held(at)
 			if op.kind == peek || op.kind == hold {
-				one.Held, _ = next.held(at)
+				one.Held = held
+			}
+			if got := &op.results.Each[i]; unlocked && got.RetryAfter > 0 && one.RetryAfter > 0 &&
+				(held > 0 || op.kind == hold) {
+				one.RetryAfter = got.RetryAfter
 			}
 			of = combine(of, one, part == 0)
 		}
