@@ -122,6 +122,10 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 				(held > 0 || op.kind == hold) {
 				one.RetryAfter = got.RetryAfter
 			}
+			// Calls that one statement allows beside holds may get the ResetAfter of the last of them.
+			if (op.kind == allow || op.kind == wait) && fits && held > 0 {
+				one.ResetAfter = max(one.ResetAfter, op.results.Each[i].ResetAfter)
+			}
 			of = combine(of, one, part == 0)
 		}
 		of.Allowed = of.Allowed && fits // if the call took nothing, no policy reports that it was allowed
