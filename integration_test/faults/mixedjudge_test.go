@@ -162,7 +162,10 @@ func (j mixJudge) stepOfHold(before books, op mixedOperation, at int64) (bool, b
 			case a.cost > 0:
 				next, _ = rule.charge(next, at, a.cost)
 			}
-			next.clock = at
+			// A settlement of nothing may come between the two readings of the clock of a take that begins a window.
+			if op.kind == extend || a.cost > 0 {
+				next.clock = at
+			}
 			after[row] = next
 		}
 	}
