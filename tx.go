@@ -108,11 +108,7 @@ func (t TxLimiter) Grant(ctx context.Context, key string, n int64) (Balance, err
 		return Balance{}, err
 	}
 	l := t.limiter
-	policy := l.view.Known(l.model, key)
-	if err := checkTakes(policy); err != nil {
-		return Balance{}, err
-	}
-	o, err := l.client.engine.Direct(ctx, t.tx, l.question(policy, key, -n))
+	o, err := l.client.engine.Direct(ctx, t.tx, l.question(l.view.Known(l.model, key), key, -n))
 	return balanceOf(&o, publicError(err))
 }
 

@@ -40,9 +40,8 @@ and policies.`,
 			comment: `Makes the functions in the schema that search_path names first. They use only the tables in this
 schema. Down drops the functions and keeps the tables.`,
 			sources: []string{
-				"types", "fixed", "sliding", "tokenbucket", "slidinglog", "calendar", "concurrency", "all", "refund",
-				"charge", "reserve", "hold", "left", "takeall", "reset", "policy", "allow", "twins", "sweep",
-				"policies",
+				"types", "fixed", "sliding", "tokenbucket", "slidinglog", "calendar", "all", "refund", "charge",
+				"reserve", "hold", "left", "takeall", "reset", "policy", "allow", "twins", "sweep", "policies",
 				"access",
 			},
 		},
@@ -132,9 +131,8 @@ var (
 
 	makes    = regexp.MustCompile(`(?m)^CREATE (?:UNLOGGED )?(TABLE|TYPE|FUNCTION) (\w+)`)
 	triggers = regexp.MustCompile(`(?m)^CREATE TRIGGER (\w+) .* ON (\w+)$`)
-	// twins matches calls of the functions that twins.sql generates, and originals matches the names in its list.
-	twins     = regexp.MustCompile(`\b_rate_limit_\w+_durable\b`)
-	originals = regexp.MustCompile(`'(_rate_limit_\w+_)ephemeral'`)
+	// twins matches calls of the functions that twins.sql generates.
+	twins = regexp.MustCompile(`\b_rate_limit_\w+_durable\b`)
 )
 
 // drops returns DROP IF EXISTS for the objects of sources, so that "down" and "up" can repair a damaged schema.
@@ -143,11 +141,7 @@ func drops(sources string) string {
 	for _, match := range makes.FindAllStringSubmatch(sources, -1) {
 		names[match[1]] = append(names[match[1]], match[2])
 	}
-	all := twins.FindAllString(sources, -1)
-	for _, match := range originals.FindAllStringSubmatch(sources, -1) {
-		all = append(all, match[1]+"durable")
-	}
-	for _, twin := range all {
+	for _, twin := range twins.FindAllString(sources, -1) {
 		if !slices.Contains(names["FUNCTION"], twin) {
 			names["FUNCTION"] = append(names["FUNCTION"], twin)
 		}
