@@ -129,7 +129,7 @@ type Scans struct {
 // ScansOfAGrownTable returns what statements read from a table that grew after the statements were planned. The
 // function plan runs the statements on the small table, so often that the session may keep a plan. The function grow
 // makes the table large. The function run repeats the statements.
-func ScansOfAGrownTable(t testing.TB, conn *pgx.Conn, table, mode string, plan, grow, run func()) (scans Scans) {
+func ScansOfAGrownTable(t testing.TB, conn *pgx.Conn, table, mode string, plan, grow, run func()) Scans {
 	t.Helper()
 	Exec(t, conn, "ALTER TABLE "+table+" SET (autovacuum_enabled = off)")
 	Exec(t, conn, "SET plan_cache_mode = "+mode)
@@ -139,15 +139,24 @@ func ScansOfAGrownTable(t testing.TB, conn *pgx.Conn, table, mode string, plan, 
 	}
 	grow()
 
-	// Count within a transaction, because a transaction's counters can be read at once.
+	// Within a transaction a session can read its own counters at once. They may still contain what the session has read
+	// before the transaction, so subtract that.
 	Exec(t, conn, "BEGIN")
+	before := scansOf(t, conn, table)
 	run()
+	after := scansOf(t, conn, table)
+	Exec(t, conn, "COMMIT")
+	return Scans{after.Sequential - before.Sequential, after.Rows - before.Rows, after.IndexRows - before.IndexRows}
+}
+
+// scansOf returns the session's counters of a table that the session has not yet reported to the server's statistics.
+func scansOf(t testing.TB, conn *pgx.Conn, table string) (scans Scans) {
+	t.Helper()
 	row := conn.QueryRow(t.Context(), `
 		SELECT pg_stat_get_xact_numscans($1::regclass), pg_stat_get_xact_tuples_returned($1::regclass),
 			(SELECT sum(pg_stat_get_xact_tuples_returned(indexrelid))
 				FROM pg_index WHERE indrelid = $1::regclass)::bigint`, table)
 	require.NoError(t, row.Scan(&scans.Sequential, &scans.Rows, &scans.IndexRows))
-	Exec(t, conn, "COMMIT")
 	return scans
 }
 
