@@ -252,7 +252,7 @@ func quickPlan() plan {
 				{uniform512ID, "512 callers, 20,000 keys uniformly", 1, 512, users, uniform, false, lasting, 0},
 				{hot64ID, "64 callers, one hot key", 1, 64, users, hot, false, join(chart, []*subject{plainUpdate}), 0},
 				{hot512ID, "512 callers, one hot key", 1, 512, users, hot, false, join(chart, []*subject{plainUpdate}), 0},
-				{hot1ID, "One caller, one hot key", 1, 1, users, hot, false, few, 0},
+				{hot1ID, "One caller, one hot key", 1, 1, users, hot, false, join(few, []*subject{held}), 0},
 				{new1ID, "One caller, each key new", 1, 1, fresh, nil, false, few, 0},
 				{new64ID, "64 callers, each key new", 1, 64, fresh, nil, false, few, 0},
 				{new512ID, "512 callers, each key new", 1, 512, fresh, nil, false, few, 0},
