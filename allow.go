@@ -69,7 +69,7 @@ func (l *Limiter) allow(ctx context.Context, key string, n int64, shadows bool, 
 	ask := l.question(policy, key, n)
 	var beside *policytable.Row
 	if shadows {
-		if beside = l.view.Shadow(key); beside != nil {
+		if beside = l.view.Shadow(key); beside != nil && !beside.Value.Policy.HasSlots {
 			ask.Beside = &engine.Beside{Space: l.beside, Policy: beside.Value.Policy}
 		}
 	}
@@ -138,10 +138,13 @@ func (l *Limiter) observe(began time.Time, n int64, result *Result, err *error) 
 	}
 }
 
-// checkCost returns an error for a cost that is negative or above the limit.
+// checkCost returns an error for a cost that is negative or above the limit, or that cannot be taken.
 func checkCost(n int64, policy *model.Policy) error {
 	if n < 0 || n > policy.Limit {
 		return &CostError{Cost: n, Limit: policy.Limit}
+	}
+	if n > 0 {
+		return checkTakes(policy)
 	}
 	return nil
 }

@@ -59,6 +59,9 @@ func (l *Limiter) charge(ctx context.Context, tx pgx.Tx, key string, n int64) (C
 	case row != nil && row.Value.Mode == policytable.ModeOff:
 		return Charged{Limit: policy.Limit, Remaining: policy.Limit, DecidedAt: l.view.Now()}, nil
 	}
+	if err := checkTakes(policy); err != nil {
+		return Charged{}, err
+	}
 	if err := ctx.Err(); err != nil {
 		return Charged{}, gaveUp(err)
 	}

@@ -529,6 +529,9 @@ func (of *holding) asks(ctx context.Context, numbers []int64) ([]engine.Ask, err
 			return nil, &HoldError{Reason: fmt.Sprintf("the policy of %q now has %d parts, and the hold has %d; pass "+
 				"a limiter with as many parts to HoldFromText", l.space.Name, len(policy.Rules), held.rows)}
 		}
+		if err := checkTakes(policy); err != nil {
+			return nil, err
+		}
 		asks[i] = l.question(policy, held.key, numbers[held.number])
 		if row != nil && row.Value.Mode == policytable.ModeOff {
 			asks[i].Cost = 0

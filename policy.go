@@ -11,7 +11,8 @@ import (
 )
 
 // Policy says how much a key may take: a [FixedWindow], [SlidingWindow], [TokenBucket], [SlidingLog] or
-// [CalendarWindow], or [All] of several. [ParsePolicy] reads what String returns. ([Policies] is a table of policies.)
+// [CalendarWindow] or [Concurrency], or [All] of several. [ParsePolicy] reads what String returns. ([Policies] is a
+// table of policies.)
 //
 // A policy may change while its keys are in use. What was taken stays taken, and the new numbers apply at once. A
 // raised limit helps immediately, and a lowered limit denies until enough usage has expired. A bucket keeps its tokens,
@@ -93,6 +94,8 @@ func policyOf(n algorithm.Numbers) single {
 		return SlidingLog{n.Limit, n.Span}
 	case algorithm.CalendarWindow:
 		return calendarOf(n)
+	case algorithm.Concurrency:
+		return Concurrency{n.Limit}
 	}
 	return nil // TestEveryAlgorithmIsComplete fails in this case
 }
@@ -136,6 +139,7 @@ func (p all) validate() error {
 			Field: "Config.Policy", Reason: fmt.Sprintf("is All of %d policies, and needs 2 to %d", p.n, maxPolicies),
 		}
 	}
+	slots := 0
 	for _, policy := range p.policies() {
 		if _, nested := policy.(all); nested {
 			return &ConfigError{Field: "Config.Policy", Reason: "is All within All; name all policies in one"}
@@ -143,6 +147,13 @@ func (p all) validate() error {
 		if err := validatePolicy(policy); err != nil {
 			return err
 		}
+		if policyModel(policy).HasSlots {
+			slots++
+		}
+	}
+	if slots > 1 {
+		return &ConfigError{Field: "Config.Policy", Reason: fmt.Sprintf(
+			"is All with %d times Concurrency, and may have one; the smallest Limit is enough", slots)}
 	}
 	return nil
 }
@@ -159,8 +170,8 @@ func validatePolicy(policy Policy) error {
 	if policy == nil || reflect.TypeOf(policy).Kind() == reflect.Pointer {
 		return &ConfigError{
 			Field: "Config.Policy",
-			Reason: "is required: a FixedWindow, SlidingWindow, TokenBucket, SlidingLog or CalendarWindow " +
-				"(not a pointer to one)",
+			Reason: "is required: a FixedWindow, SlidingWindow, TokenBucket, SlidingLog, CalendarWindow or " +
+				"Concurrency (not a pointer to one)",
 		}
 	}
 	switch p := policy.(type) {
@@ -184,6 +195,7 @@ func validatePolicy(policy Policy) error {
 //	log 100/1m        SlidingLog{Limit: 100, Window: time.Minute}
 //	bucket 20 5/10s   TokenBucket{Capacity: 20, Refill: 5, Every: 10 * time.Second}
 //	every 1000/month  CalendarWindow{Limit: 1000, Unit: CalendarMonth}
+//	concurrent 5      Concurrency{Limit: 5}
 //
 // A time zone may follow: every 1000/month Europe/Berlin. A comma makes [All]: sliding 10/1s, sliding 3000/10m.
 // [time.ParseDuration] reads the durations, which may begin with days of 24 hours: 1d12h. Errors: a [*PolicyError],

@@ -93,10 +93,14 @@ func (l *Limiter) Grant(ctx context.Context, key string, n int64) (Balance, erro
 	if err := checkGrant(key, n); err != nil {
 		return Balance{}, err
 	}
+	policy := l.view.Known(l.model, key)
+	if err := checkTakes(policy); err != nil {
+		return Balance{}, err
+	}
 	if err := ctx.Err(); err != nil {
 		return Balance{}, gaveUp(err)
 	}
-	o, err := l.client.engine.Direct(ctx, nil, l.question(l.view.Known(l.model, key), key, -n))
+	o, err := l.client.engine.Direct(ctx, nil, l.question(policy, key, -n))
 	l.waiting.WakeUp(key) // waiting requests may fit now
 	return balanceOf(&o, publicError(err))
 }

@@ -108,7 +108,11 @@ func (t TxLimiter) Grant(ctx context.Context, key string, n int64) (Balance, err
 		return Balance{}, err
 	}
 	l := t.limiter
-	o, err := l.client.engine.Direct(ctx, t.tx, l.question(l.view.Known(l.model, key), key, -n))
+	policy := l.view.Known(l.model, key)
+	if err := checkTakes(policy); err != nil {
+		return Balance{}, err
+	}
+	o, err := l.client.engine.Direct(ctx, t.tx, l.question(policy, key, -n))
 	return balanceOf(&o, publicError(err))
 }
 

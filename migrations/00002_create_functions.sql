@@ -1157,6 +1157,499 @@ It takes the costs and counts of each key or denies them, '
 Example: SELECT rate_limit_take_calendar_window(''mail'', ARRAY[''user:123''], 1000, 2678400000000, ''Europe/Berlin'') '
     'takes one of 1000 a month.';
 
+-- Concurrency: at most max_count units at a time. A slot is a hold that is never settled, but released. So the policy
+-- counts nothing, and a row needs no column for it: hold.sql keeps the sum of the live slots in the row of the key.
+--
+-- A request that does not fit can wait: it gets a ticket, which is a row of the list of the holds with the status 3.
+-- The tickets of a key are its line. Tests compare these functions with internal/model/slot.go. They keep these
+-- promises, all by the database's clock:
+--
+--   - Never are more than max_count units live.
+--   - A slot or a ticket that has ended is never live again.
+--   - The fences of a key ascend, because nextval runs while the row of the key is locked.
+--   - Tickets of the same group become slots in the order in which they were made.
+--   - A ticket that has ended, or that can never fit, holds nobody up.
+
+-- _rate_limit_valid_slots tells whether a policy's numbers are in the range.
+CREATE FUNCTION _rate_limit_valid_slots(max_count bigint, span_us bigint, refill bigint)
+RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT max_count BETWEEN 1 AND 1000000 AND span_us = 0 AND refill = 0
+$$;
+
+-- _rate_limit_concurrent decides requests for a row, as if no slot was live. It counts nothing. _rate_limit_fixed
+-- explains the arguments.
+CREATE FUNCTION _rate_limit_concurrent(
+    s rate_limit_row, cost bigint, most bigint, max_count bigint
+) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
+BEGIN
+    s.granted := CASE WHEN cost BETWEEN 1 AND max_count THEN most ELSE 0 END;
+    s.remaining := max_count;
+    s.retry_after_us := CASE WHEN cost <= max_count THEN 0 END;
+    s.reset_after_us := 0;
+    s.spent := 0;
+    s.changed := false;
+    s.moved := false;
+    RETURN s;
+END
+$$;
+
+-- _rate_limit_wrong_slot tells whether the arguments of a part with the algorithm 6 do not go together. A part looks,
+-- acquires a slot, or releases one. alone says whether it is the only part of its request.
+CREATE FUNCTION _rate_limit_wrong_slot(
+    cost bigint, charges boolean, ttl_us bigint, hold uuid, slot jsonb, alone boolean
+) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT (CASE
+        WHEN hold IS NULL THEN cost = 0 AND ttl_us IS NULL AND slot IS NULL
+        WHEN ttl_us IS NULL THEN cost = 0 AND charges AND slot IS NULL AND alone
+        ELSE cost >= 1 AND jsonb_typeof(slot) = 'object'
+            AND slot - ARRAY['holder', 'group', 'weight', 'wait'] = jsonb '{}'
+            AND octet_length(coalesce(slot->>'holder', '')) <= 256 AND (slot->>'holder' ~ '[[:cntrl:]]') IS NOT TRUE
+            AND octet_length(coalesce(slot->>'group', '')) <= 256
+            AND coalesce(slot->>'weight', '1') ~ '^[0-9]{1,4}$'
+            AND coalesce(slot->>'weight', '1')::integer BETWEEN 1 AND 1000
+            AND coalesce(slot->>'wait', 'false') IN ('true', 'false')
+            AND (alone OR coalesce(slot->>'wait', 'false') = 'false')
+        END) IS NOT TRUE
+$$;
+
+-- _rate_limit_next_fence returns the next fence or place. The row of the key must be locked. Both tables share the
+-- sequence of the table that is logged, so no number comes twice after a crash. The sequence must have no cache,
+-- because a session with a cache could return a smaller number than another session before. (A literal with the
+-- sequence's name would not work in every schema.)
+CREATE FUNCTION _rate_limit_next_fence() RETURNS bigint LANGUAGE plpgsql AS $$
+BEGIN
+    RETURN nextval(pg_get_serial_sequence(pg_typeof(NULL::rate_limit_durable_hold)::text, 'fence')::regclass);
+END
+$$;
+
+-- _rate_limit_known_slot_ephemeral tells whether a slot or a ticket was made with this id.
+CREATE FUNCTION _rate_limit_known_slot_ephemeral(name text, key text, hold uuid) RETURNS boolean
+LANGUAGE plpgsql STABLE AS $$
+#variable_conflict use_variable
+BEGIN
+    RETURN EXISTS (
+        SELECT FROM rate_limit_ephemeral_hold AS h
+        WHERE h.id = hold AND h.key = key AND h.prefix = name AND h.fence > 0);
+END
+$$;
+
+-- _rate_limit_slots_ephemeral decides a request that acquires or releases a slot. s has the live holds at the time
+-- clock. It writes nothing. If s.changed, _rate_limit_write_slots_ephemeral must follow. told_log is the answer if
+-- nothing changes: 1 for a slot or 0 for a ticket, its fence or its place, and its end.
+CREATE FUNCTION _rate_limit_slots_ephemeral(
+    s rate_limit_row, name text, key text, clock bigint, cost bigint, most bigint, max_count bigint, ttl_us bigint,
+    hold uuid, slot jsonb
+) RETURNS rate_limit_row
+LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+DECLARE
+    known boolean;
+    live boolean; -- whether the slot or the ticket is live
+    status smallint;
+    fence bigint;
+    ends bigint;
+    first bigint; -- the first end of a ticket in the line, or NULL if there is no line
+BEGIN
+    s := _rate_limit_concurrent(s, cost, most, max_count);
+    s.remaining := greatest(max_count - coalesce(s.held, 0), 0);
+    s.reset_after_us := greatest(s.held_until - clock, 0);
+    SELECT h.status, h.fence, h.ends_at INTO status, fence, ends
+    FROM rate_limit_ephemeral_hold AS h
+    WHERE h.id = hold AND h.key = key AND h.prefix = name AND h.fence > 0;
+    known := found;
+    live := known AND ends > clock AND (status = 0 AND s.held IS NOT NULL OR status = 3);
+
+    IF ttl_us IS NULL THEN -- release
+        s.granted := CASE WHEN live THEN 1 ELSE -3 END;
+        s.changed := live;
+        s.told_log := CASE WHEN live THEN ARRAY[(status = 0)::int, fence, ends] END;
+        s.retry_after_us := 0;
+        RETURN s;
+    ELSIF cost > max_count THEN
+        RETURN s;
+    ELSIF known THEN -- a repetition makes nothing
+        s.granted := CASE WHEN NOT live THEN -4 WHEN status = 0 THEN 1 ELSE 0 END;
+        s.told_log := CASE WHEN live THEN ARRAY[(status = 0)::int, fence, ends] END;
+        s.changed := live AND status = 3 AND (slot->>'wait')::boolean IS TRUE; -- the limit may have changed
+        s.retry_after_us := CASE WHEN s.granted = 0 THEN -1 ELSE 0 END;
+        RETURN s;
+    END IF;
+    first := (SELECT min(h.ends_at) FROM rate_limit_ephemeral_hold AS h
+        WHERE h.key = key AND h.prefix = name AND h.status = 3 AND h.ends_at > clock AND h.units <= max_count);
+    IF most < 1 THEN -- another part of the request is denied
+        s.granted := 0;
+        s.retry_after_us := CASE WHEN first IS NULL AND cost <= s.remaining THEN 0 ELSE -1 END;
+    ELSIF first IS NULL AND cost <= s.remaining THEN
+        s.granted := 1;
+        s.changed := true;
+        s.retry_after_us := 0;
+    ELSE
+        s.granted := 0;
+        s.changed := (slot->>'wait')::boolean IS TRUE;
+        s.retry_after_us := -1;
+    END IF;
+    RETURN s;
+END
+$$;
+
+-- _rate_limit_slots_after_ephemeral returns how long a request that is denied or in line has to wait at least: until
+-- cost fits beside the live holds, and if there is a line, until the next hold ends, or without holds, a ticket.
+CREATE FUNCTION _rate_limit_slots_after_ephemeral(
+    s rate_limit_row, name text, key text, clock bigint, cost bigint, max_count bigint
+) RETURNS bigint
+LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+DECLARE
+    first CONSTANT bigint := (SELECT min(h.ends_at) FROM rate_limit_ephemeral_hold AS h
+        WHERE h.key = key AND h.prefix = name AND h.status = 3 AND h.ends_at > clock);
+BEGIN
+    RETURN greatest(
+        _rate_limit_earliest_ephemeral(s, name, key, 6::smallint, clock, cost, max_count, 0::bigint, 0::bigint,
+            NULL::text, NULL::bigint),
+        CASE WHEN first IS NOT NULL THEN coalesce(s.held_next, first) - clock END);
+END
+$$;
+
+-- _rate_limit_hand_over_ephemeral makes slots of the next tickets as long as they fit, and tells the listeners of the
+-- channel rate_limit_slot: the id and the fence of the slot, with a space between them. Next is the group that holds
+-- least for its weight, and of this group the first ticket. If several groups hold as much, the first of these tickets
+-- is next. A next ticket that does not fit stops the line, so that small tickets cannot pass a big one for ever.
+--
+-- The slot keeps its ticket's end. So its holder knows by its own clock until when it has the slot, even if it hears of
+-- it late. s has the live holds, and the list has no other live holds and no tickets that have ended.
+CREATE FUNCTION _rate_limit_hand_over_ephemeral(s rate_limit_row, name text, key text)
+RETURNS rate_limit_row
+LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+DECLARE
+    id uuid;
+    units bigint;
+    room bigint;
+    fence bigint;
+BEGIN
+    LOOP
+        SELECT w.id, w.units, w.max_count - coalesce(s.held, 0) INTO id, units, room
+        FROM (
+            SELECT DISTINCT ON (h.line_group) h.id, h.units, h.max_count, h.line_group, h.weight, h.fence
+            FROM rate_limit_ephemeral_hold AS h
+            WHERE h.key = key AND h.prefix = name AND h.status = 3 AND h.units <= h.max_count
+            ORDER BY h.line_group, h.fence
+        ) AS w
+        ORDER BY (
+                SELECT coalesce(sum(h.units), 0) FROM rate_limit_ephemeral_hold AS h
+                WHERE h.key = key AND h.prefix = name AND h.status = 0 AND h.line_group = w.line_group
+            )::float8 / w.weight, w.fence
+        LIMIT 1;
+        EXIT WHEN NOT found OR units > room;
+        UPDATE rate_limit_ephemeral_hold AS h SET status = 0, fence = _rate_limit_next_fence()
+        WHERE h.id = id AND h.key = key AND h.prefix = name
+        RETURNING h.fence INTO fence;
+        s.held := coalesce(s.held, 0) + units;
+        -- A literal must not contain the name, because access.sql would insert the schema into it.
+        PERFORM pg_notify(concat('rate_limit', '_slot'), concat(id, ' ', fence));
+    END LOOP;
+    RETURN s;
+END
+$$;
+
+-- _rate_limit_write_line_ephemeral ends a write to the list of a key: it deletes tickets that have ended, hands over,
+-- and completes the sums of the row. max_count is the new limit of the line, or NULL if the limit stays.
+CREATE FUNCTION _rate_limit_write_line_ephemeral(
+    s rate_limit_row, name text, key text, clock bigint, max_count bigint
+) RETURNS rate_limit_row
+LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+DECLARE
+    longest CONSTANT bigint := clock + 86400000000;
+BEGIN
+    IF EXISTS (SELECT FROM rate_limit_ephemeral_hold AS h WHERE h.key = key AND h.prefix = name AND h.status = 3) THEN
+        DELETE FROM rate_limit_ephemeral_hold AS h
+        WHERE h.key = key AND h.prefix = name AND h.status = 3 AND h.ends_at <= clock;
+        UPDATE rate_limit_ephemeral_hold AS h
+        SET ends_at = least(h.ends_at, longest), max_count = coalesce(max_count, h.max_count)
+        WHERE h.key = key AND h.prefix = name AND h.status = 3
+            AND (h.ends_at > longest OR h.max_count <> max_count); -- longest: the clock was set back
+        s := _rate_limit_hand_over_ephemeral(s, name, key);
+    END IF;
+    SELECT min(h.ends_at), max(h.ends_at) INTO s.held_next, s.held_until
+    FROM rate_limit_ephemeral_hold AS h
+    WHERE h.key = key AND h.prefix = name AND h.status = 0;
+    s.held := CASE WHEN s.held_next IS NOT NULL THEN s.held END;
+    RETURN s;
+END
+$$;
+
+-- _rate_limit_write_slots_ephemeral writes what _rate_limit_slots_ephemeral has decided, and completes the decision.
+-- was is the row before.
+CREATE FUNCTION _rate_limit_write_slots_ephemeral(
+    s rate_limit_row, was rate_limit_row, name text, key text, clock bigint, cost bigint, max_count bigint,
+    ttl_us bigint, hold uuid, slot jsonb
+) RETURNS rate_limit_row
+LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+DECLARE
+    wait CONSTANT boolean := ttl_us IS NOT NULL AND (slot->>'wait')::boolean IS TRUE;
+    units bigint;
+    status smallint;
+    fence bigint;
+    ends bigint;
+BEGIN
+    PERFORM _rate_limit_note_ends_ephemeral(was, name, key, clock);
+    IF ttl_us IS NULL THEN
+        DELETE FROM rate_limit_ephemeral_hold AS h WHERE h.id = hold AND h.key = key AND h.prefix = name
+        RETURNING h.units, h.status INTO units, status;
+        s.held := s.held - CASE WHEN status = 0 THEN units ELSE 0 END;
+    ELSIF s.told_log IS NULL THEN -- not a repetition
+        INSERT INTO rate_limit_ephemeral_hold (
+            id, prefix, key, units, ends_at, status, algorithm, max_count, span_us, refill,
+            holder, line_group, weight, made_at, fence)
+        VALUES (hold, name, key, cost, clock + ttl_us, CASE WHEN s.granted > 0 THEN 0 ELSE 3 END, 6, max_count, 0, 0,
+            slot->>'holder', coalesce(slot->>'group', ''), coalesce((slot->>'weight')::integer, 1), clock,
+            _rate_limit_next_fence());
+        s.held := CASE WHEN s.granted > 0 THEN coalesce(s.held, 0) + cost ELSE s.held END;
+    END IF;
+    s := _rate_limit_write_line_ephemeral(s, name, key, clock, CASE WHEN wait THEN max_count END);
+    s.remaining := greatest(max_count - coalesce(s.held, 0), 0);
+    s.reset_after_us := greatest(s.held_until - clock, 0);
+    IF ttl_us IS NOT NULL THEN
+        SELECT h.status, h.fence, h.ends_at INTO status, fence, ends
+        FROM rate_limit_ephemeral_hold AS h WHERE h.id = hold AND h.key = key AND h.prefix = name;
+        s.told_log := ARRAY[(status = 0)::int, fence, ends];
+        s.granted := (status = 0)::int;
+        s.retry_after_us := CASE WHEN status = 0 THEN 0 ELSE -1 END;
+    END IF;
+    RETURN s;
+END
+$$;
+
+-- _rate_limit_renew_ephemeral makes those slots and tickets of a key last for at least ttl_us that are live, and hands
+-- over. It makes the row of the key if it is missing, because the row expires while only tickets are left.
+CREATE FUNCTION _rate_limit_renew_ephemeral(name text, key text, slots uuid[], ttl_us bigint, now_us bigint)
+RETURNS void
+LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+DECLARE
+    s rate_limit_row;
+    was rate_limit_row;
+    clock bigint;
+BEGIN
+    FOR attempt IN 1 .. 5 LOOP
+        SELECT d.ctid, d.held, d.held_next, d.held_until INTO s.tid, s.held, s.held_next, s.held_until
+        FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = key FOR UPDATE;
+        EXIT WHEN found;
+        INSERT INTO rate_limit_ephemeral (prefix, key) VALUES (name, key) ON CONFLICT DO NOTHING;
+    END LOOP;
+    clock := _rate_limit_now(now_us); -- after the lock
+    was := s;
+    s := _rate_limit_live_ephemeral(s, name, key, clock);
+    PERFORM _rate_limit_note_ends_ephemeral(was, name, key, clock);
+    UPDATE rate_limit_ephemeral_hold AS h SET ends_at = clock + ttl_us
+    WHERE h.id = ANY (slots) AND h.key = key AND h.prefix = name AND h.status IN (0, 3) AND h.fence > 0
+        AND h.ends_at > clock AND h.ends_at < clock + ttl_us;
+    s := _rate_limit_write_line_ephemeral(s, name, key, clock, NULL::bigint);
+    UPDATE rate_limit_ephemeral AS d SET held = s.held, held_next = s.held_next, held_until = s.held_until
+    WHERE d.ctid = s.tid
+        AND (d.held, d.held_next, d.held_until) IS DISTINCT FROM (s.held, s.held_next, s.held_until);
+END
+$$;
+
+-- rate_limit_renew_all makes slots and tickets last for at least ttl_us from now, and hands free units over to the next
+-- tickets of their keys. A process calls it for all its slots at once.
+--
+--   slots            the ids of slots and tickets of both tables
+--   lock_timeout_ms, synchronous_commit
+--                    as in rate_limit_take_sliding_window
+--   now_us           the time in tests; otherwise NULL
+--
+-- The result has a row for each slot or ticket that is live: whether it still waits, its fence, or its place in the
+-- line while it waits, and its end. A slot without a row is lost: it has ended, was released, or was taken away. It is
+-- never revived.
+CREATE FUNCTION rate_limit_renew_all(
+    slots uuid[], ttl_us bigint, lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL,
+    now_us bigint DEFAULT NULL,
+    OUT slot uuid, OUT waiting boolean, OUT fence bigint, OUT ends_us bigint, OUT clock_us bigint
+) RETURNS SETOF record
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statements
+SET enable_nestloop = on
+SET enable_seqscan = off -- a plan must not depend on the table's size at planning
+AS $$
+#variable_conflict use_variable
+DECLARE
+    ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
+    names text[];
+    keys text[];
+    durables boolean[];
+BEGIN
+    IF (ttl_us BETWEEN 1000 AND 86400000000) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: ttl_us is %', coalesce(ttl_us::text, 'NULL')
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'ttl_us',
+                HINT = 'It is from 1 millisecond to 24 hours. Renew a slot while its work goes on.';
+    END IF;
+    -- Every call uses the tables of keys before those of holds: see _rate_limit_end_hold.
+    LOCK TABLE rate_limit_ephemeral, rate_limit_durable IN ROW EXCLUSIVE MODE;
+    -- A slot never moves to another key, so this locks no row. The order is that of rate_limit_all.
+    SELECT array_agg(k.prefix ORDER BY k.durable, -octet_length(k.key), k.key, k.prefix),
+        array_agg(k.key ORDER BY k.durable, -octet_length(k.key), k.key, k.prefix),
+        array_agg(k.durable ORDER BY k.durable, -octet_length(k.key), k.key, k.prefix)
+    INTO names, keys, durables
+    FROM (
+        SELECT DISTINCT false AS durable, h.prefix, h.key
+        FROM rate_limit_ephemeral_hold AS h
+        WHERE h.id = ANY (slots) AND h.status IN (0, 3) AND h.fence > 0
+        UNION ALL
+        SELECT DISTINCT true, h.prefix, h.key
+        FROM rate_limit_durable_hold AS h
+        WHERE h.id = ANY (slots) AND h.status IN (0, 3) AND h.fence > 0
+    ) AS k;
+    FOR i IN 1 .. coalesce(cardinality(keys), 0) LOOP
+        IF durables[i] THEN
+            PERFORM _rate_limit_renew_durable(names[i], keys[i], slots, ttl_us, now_us);
+        ELSE
+            PERFORM _rate_limit_renew_ephemeral(names[i], keys[i], slots, ttl_us, now_us);
+        END IF;
+    END LOOP;
+    clock_us := _rate_limit_now(now_us);
+    RETURN QUERY
+        SELECT h.id, h.status = 3, h.fence, h.ends_at, clock_us
+        FROM rate_limit_ephemeral_hold AS h
+        WHERE h.id = ANY (slots) AND h.status IN (0, 3) AND h.fence > 0 AND h.ends_at > clock_us
+        UNION ALL
+        SELECT h.id, h.status = 3, h.fence, h.ends_at, clock_us
+        FROM rate_limit_durable_hold AS h
+        WHERE h.id = ANY (slots) AND h.status IN (0, 3) AND h.fence > 0 AND h.ends_at > clock_us;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_renew_all IS
+    'Renews many slots at once, as rate_limit_renew does for one. sql/concurrency.sql explains the result.
+Example: SELECT * FROM rate_limit_renew_all(
+    ARRAY(SELECT slot FROM rate_limit_acquire(''imports'', ''tenant:7'', ''concurrent 5'')), 30000000)';
+
+CREATE FUNCTION rate_limit_acquire(
+    name text, key text, policy text DEFAULT NULL, cost bigint DEFAULT 1, ttl interval DEFAULT interval '30 seconds',
+    durable boolean DEFAULT false, holder text DEFAULT NULL, wait boolean DEFAULT false,
+    OUT allowed boolean, OUT slot uuid, OUT fence bigint, OUT retry_after interval, OUT retry_after_seconds integer
+)
+LANGUAGE plpgsql
+SECURITY DEFINER
+AS $$
+#variable_conflict use_variable
+DECLARE
+    id uuid := _rate_limit_hold_id(key COLLATE "C");
+    told bigint[];
+BEGIN
+    PERFORM _rate_limit_check_ttl(ttl);
+    IF (cost >= 1) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: cost is %, and a slot needs at least 1', coalesce(cost::text, 'NULL')
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'cost', HINT = 'Acquire 1 for an ordinary job.';
+    ELSIF octet_length(holder) > 256 OR holder ~ '[[:cntrl:]]' THEN
+        RAISE EXCEPTION 'rate_limit: holder is too long, or has control characters'
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'holder',
+                HINT = 'It has at most 256 bytes. Name the process, such as worker-7.';
+    END IF;
+    SELECT a.allowed, a.retry_after, a.retry_after_seconds, a.told
+    INTO allowed, retry_after, retry_after_seconds, told
+    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false,
+        (extract(epoch FROM ttl) * 1000000)::bigint, id, NULL::bigint,
+        jsonb_strip_nulls(jsonb_build_object('holder', holder, 'wait', coalesce(wait, false)))) AS a;
+    slot := CASE WHEN told IS NOT NULL THEN id END;
+    fence := CASE WHEN told[1] = 1 THEN told[2] END;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_acquire IS 'Acquires a slot of a key for at most ttl, if one is free.
+Example: SELECT * FROM rate_limit_acquire(''imports'', ''tenant:7'', ''concurrent 5'')
+  policy       concurrent 5: at most 5 at a time. With commas also others, such as concurrent 5, fixed 1000/1d
+  cost         how many of the units the slot needs: 3 of 8 for a big job
+  ttl          from 1 ms to 24 hours. Then the slot is free, unless rate_limit_renew is called before: at a third of ttl
+  holder       who holds the slot, for people: at most 256 bytes
+  wait         whether to stand in line if no slot is free. Not for a policy with commas
+See rate_limit_allow for the other parameters. It returns
+  allowed      whether the slot is held now
+  slot         the slot, for rate_limit_renew and rate_limit_release. NULL if denied, and in the policy mode off, which
+               counts nothing. With wait, it is the place in the line: renew it until allowed is true
+  fence        a number that is larger than that of each earlier slot of the key. The resource behind the limit can
+               refuse a smaller one. NULL if allowed is false
+  retry_after  when a slot may be free, if no holder renews or releases. 0 if allowed
+  retry_after_seconds  retry_after in seconds, rounded up
+Call it in a transaction of its own: until the transaction ends, all calls for the key wait.';
+
+CREATE FUNCTION rate_limit_renew(
+    slot uuid, ttl interval DEFAULT interval '30 seconds',
+    OUT allowed boolean, OUT fence bigint, OUT ends_at timestamptz
+)
+LANGUAGE plpgsql
+SECURITY DEFINER
+AS $$
+#variable_conflict use_variable
+BEGIN
+    PERFORM _rate_limit_check_ttl(ttl);
+    IF slot IS NULL THEN -- made by the policy mode off
+        allowed := true;
+        ends_at := 'infinity';
+        RETURN;
+    END IF;
+    SELECT NOT r.waiting, CASE WHEN NOT r.waiting THEN r.fence END, timestamptz 'epoch' + r.ends_us * interval '1 us'
+    INTO allowed, fence, ends_at
+    FROM rate_limit_renew_all(ARRAY[slot], (extract(epoch FROM ttl) * 1000000)::bigint, NULL::integer, NULL::boolean,
+        NULL::bigint) AS r;
+    allowed := coalesce(allowed, false);
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_renew IS 'Makes a slot, or a place in the line, last for at least ttl from now.
+Example: SELECT * FROM rate_limit_renew(
+    (SELECT slot FROM rate_limit_acquire(''imports'', ''tenant:7'', ''concurrent 5'')))
+It returns
+  allowed      whether the slot is held now
+  fence        the fence of the slot. NULL if allowed is false
+  ends_at      the end of the slot or of the place in the line. NULL if it is lost: it had ended, or was released. Then
+               somebody else may have it, so stop
+NULL is the slot of the policy mode off. It never ends.';
+
+CREATE FUNCTION rate_limit_release(slot uuid) RETURNS boolean
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off
+AS $$
+#variable_conflict use_variable
+DECLARE
+    h record;
+    granted bigint;
+BEGIN
+    IF slot IS NULL THEN -- made by the policy mode off
+        RETURN true;
+    END IF;
+    -- Every call uses the tables of keys before those of holds: see _rate_limit_end_hold.
+    LOCK TABLE rate_limit_ephemeral, rate_limit_durable IN ROW EXCLUSIVE MODE;
+    -- A slot never moves to another key, so this locks no row.
+    SELECT false AS durable, e.prefix, e.key, e.max_count INTO h
+    FROM rate_limit_ephemeral_hold AS e WHERE e.id = slot AND e.fence > 0;
+    IF NOT found THEN
+        SELECT true AS durable, d.prefix, d.key, d.max_count INTO h
+        FROM rate_limit_durable_hold AS d WHERE d.id = slot AND d.fence > 0;
+        IF NOT found THEN
+            RETURN false;
+        END IF;
+    END IF;
+    granted := (
+        SELECT a.granted
+        FROM rate_limit_all(
+            ARRAY[1], ARRAY[h.prefix], ARRAY[h.key], ARRAY[h.durable], ARRAY[6]::smallint[], ARRAY[h.max_count],
+            ARRAY[0]::bigint[], ARRAY[0]::bigint[], ARRAY[0]::bigint[], NULL::bigint[], NULL::integer, NULL::boolean,
+            NULL::timestamptz, NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, NULL::text[],
+            NULL::bigint[], ARRAY[true], NULL::bigint[], ARRAY[slot], NULL::bigint[], NULL::jsonb[]) AS a);
+    RETURN granted = 1;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_release IS
+    'Frees a slot, or leaves the line. Returns false, and changes nothing, if the slot is lost or released already.
+Example: SELECT rate_limit_release(
+    (SELECT slot FROM rate_limit_acquire(''imports'', ''tenant:7'', ''concurrent 5'')))';
+
 -- The functions for all algorithms. rate_limit_all can decide every kind of request.
 
 -- _rate_limit_valid tells whether a policy's numbers are in the range of exact arithmetic. The result is NULL for an
@@ -1167,7 +1660,8 @@ RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
         WHEN algorithm IN (1, 2) THEN _rate_limit_valid_window(max_count, span_us)
         WHEN algorithm = 3 THEN _rate_limit_valid_bucket(max_count, refill, span_us)
         WHEN algorithm = 4 THEN _rate_limit_valid_log(max_count, span_us)
-        WHEN algorithm = 5 THEN _rate_limit_valid_calendar(max_count, span_us, zone) END
+        WHEN algorithm = 5 THEN _rate_limit_valid_calendar(max_count, span_us, zone)
+        WHEN algorithm = 6 THEN _rate_limit_valid_slots(max_count, span_us, refill) END
 $$;
 
 -- _rate_limit_step decides requests for a row with the row's algorithm. _rate_limit_fixed explains the arguments.
@@ -1180,7 +1674,8 @@ CREATE FUNCTION _rate_limit_step(
         WHEN 2 THEN _rate_limit_sliding(s, clock, cost, asked, most, max_count, span_us)
         WHEN 3 THEN _rate_limit_bucket(s, clock, cost, asked, most, max_count, span_us, refill)
         WHEN 4 THEN _rate_limit_log(s, clock, cost, asked, most, max_count, span_us)
-        WHEN 5 THEN _rate_limit_calendar(s, clock, cost, asked, most, max_count, span_us, zone) END
+        WHEN 5 THEN _rate_limit_calendar(s, clock, cost, asked, most, max_count, span_us, zone)
+        WHEN 6 THEN _rate_limit_concurrent(s, cost, most, max_count) END
 $$;
 
 -- _rate_limit_wrong_hold tells whether the arguments of a part that makes, settles or extends a hold do not go
@@ -1201,7 +1696,8 @@ $$;
 CREATE FUNCTION _rate_limit_check(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[], limits bigint[],
     spans_us bigint[], refills bigint[], zones text[], costs bigint[], counts bigint[], taken_in bigint[],
-    leased bigint[], charges boolean[], ttls_us bigint[], holds uuid[], delays_us bigint[], looks boolean
+    leased bigint[], charges boolean[], ttls_us bigint[], holds uuid[], delays_us bigint[], slots jsonb[],
+    looks boolean
 ) RETURNS boolean LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
@@ -1221,12 +1717,12 @@ BEGIN
         cardinality(limits), cardinality(spans_us), cardinality(refills), coalesce(cardinality(costs), n),
         coalesce(cardinality(counts), n), coalesce(cardinality(taken_in), n), coalesce(cardinality(leased), n),
         coalesce(cardinality(charges), n), coalesce(cardinality(ttls_us), n), coalesce(cardinality(holds), n),
-        coalesce(cardinality(delays_us), n)];
+        coalesce(cardinality(delays_us), n), coalesce(cardinality(slots), n)];
     IF (array_ndims(keys) = 1 AND array_lower(keys, 1) = 1 AND n = ALL (lengths)) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: % is not valid', (
                 SELECT coalesce(min(e.name), 'keys')
                 FROM unnest(string_to_array('requests names durables algorithms limits spans_us refills costs counts '
-                    'taken_in leased charges ttls_us holds delays_us', ' '), lengths) AS e (name, n)
+                    'taken_in leased charges ttls_us holds delays_us slots', ' '), lengths) AS e (name, n)
                 WHERE e.n IS DISTINCT FROM n AND array_ndims(keys) = 1 AND array_lower(keys, 1) = 1)
             USING ERRCODE = 'invalid_parameter_value',
                 HINT = 'At least one key is needed, and as many elements of the others as keys. '
@@ -1255,12 +1751,20 @@ BEGIN
             WHEN counts IS NOT NULL AND (counts[part] >= 1) IS NOT TRUE THEN 'count'
             WHEN (ttls_us IS NOT NULL OR holds IS NOT NULL) AND _rate_limit_wrong_hold(costs[part], counts[part],
                 charges[part], ttls_us[part], holds[part], part > 1 AND requests[part] = requests[part - 1]
-                    AND (ttls_us[part], holds[part], ttls_us[part] IS NULL OR costs[part] = 0) IS DISTINCT FROM
-                        (ttls_us[part - 1], holds[part - 1], ttls_us[part] IS NULL OR costs[part - 1] = 0)) THEN 'hold'
+                    AND CASE
+                        WHEN 6 IN (algorithm, algorithms[part - 1]) -- a slot stands only beside parts that take
+                            THEN num_nonnulls(holds[part], holds[part - 1]) > 1 OR algorithm = algorithms[part - 1]
+                        ELSE (ttls_us[part], holds[part], ttls_us[part] IS NULL OR costs[part] = 0) IS DISTINCT FROM
+                            (ttls_us[part - 1], holds[part - 1], ttls_us[part] IS NULL OR costs[part - 1] = 0) END)
+                THEN 'hold'
             WHEN delays_us IS NOT NULL AND _rate_limit_wrong_delay(delays_us[part], costs[part], counts[part],
                 algorithm, charges[part], holds[part], part > 1 AND requests[part] = requests[part - 1]
                     AND delays_us[part] IS DISTINCT FROM delays_us[part - 1]) THEN 'delay'
-            WHEN (algorithm BETWEEN 1 AND 5) IS NOT TRUE THEN 'algorithm'
+            WHEN (algorithm BETWEEN 1 AND 6) IS NOT TRUE THEN 'algorithm'
+            WHEN CASE WHEN algorithm = 6
+                THEN _rate_limit_wrong_slot(coalesce(costs[part], 1), charges[part], ttls_us[part], holds[part],
+                    slots[part], (requests[part] IN (requests[part - 1], requests[part + 1])) IS NOT TRUE)
+                ELSE slots[part] IS NOT NULL END THEN 'slot'
             WHEN _rate_limit_valid(algorithm, max_count, span_us, refill, zone) IS NOT TRUE
                 THEN 'policy' END;
         IF takes IS NOT TRUE THEN
@@ -1284,11 +1788,17 @@ BEGIN
                         'limit * span at most 2^62, and for a bucket, divided by refill, at most 2^51. A log has a '
                         'limit of at most 1000. A calendar window has a span of 60000000 (a minute), 3600000000 '
                         '(an hour), 86400000000 (a day), 604800000000 (a week) or 2678400000000 (a month), and a zone '
-                        'like UTC or Europe/Berlin.'
+                        'like UTC or Europe/Berlin. Concurrency has a limit of 1 to 1000000, a span of 0 and a refill '
+                        'of 0.'
                     WHEN 'algorithm'
-                        THEN 'Write 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window.'
+                        THEN 'Write 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar '
+                            'window, 6 concurrency.'
                     WHEN 'hold' THEN 'A hold has an id, a ttl of 1000 to 86400000000 us, and a count of 1. It is '
                         'settled by a charge with its id and without a ttl, and extended by a cost of 0 with both.'
+                    WHEN 'slot' THEN 'Concurrency only has slots: acquire one with a cost, an id, a ttl and a slot, or '
+                        'release it by a charge of 0 with its id and without a ttl. A slot has a holder and a group of '
+                        'at most 256 bytes, a weight from 1 to 1000, and waits only in a request of one part. Other '
+                        'algorithms have no slots.'
                     WHEN 'delay' THEN 'A reservation has a delay of at least 0 us, a cost of at least 1, and a count '
                         'of 1. All its parts are token buckets, and have the same delay.'
                     ELSE 'A name has 1 to 128 bytes, a key 1 to 512, and durable is true or false. Requests ascend. '
@@ -1415,9 +1925,10 @@ $$;
 --   requests            the request of each part, in ascending order
 --   names, keys         the limiter and the key of each part. All parts of a request must have different rows
 --   durables            true for a row in rate_limit_durable, false for a row in rate_limit_ephemeral
---   algorithms          1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window
---   limits              max_count of a window, or capacity of a bucket
---   spans_us            window_us of a window, or every_us of a bucket
+--   algorithms          1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window,
+--                       6 concurrency
+--   limits              max_count of a window or of concurrency, or capacity of a bucket
+--   spans_us            window_us of a window, or every_us of a bucket; 0 for concurrency
 --   refills             refill of a bucket
 --   costs               the cost of each part; NULL means 1 for each part. If all costs are 0, nothing is taken, and
 --                       retry_after_us is 0 if a cost of 1 would fit. A cost above the limit is denied with a
@@ -1446,6 +1957,10 @@ $$;
 --   delays_us           for a reservation, how many microseconds after the decision its tokens may be ready at the
 --                       latest: see reserve.sql. Otherwise NULL. All parts of a reservation are token buckets, and have
 --                       the same delay and a count of 1
+--   slots               for a part with algorithm 6 that acquires a slot, an object that may have holder, group, weight
+--                       and wait: see concurrency.sql. Otherwise NULL. The part also has a length and a new id in
+--                       ttls_us and holds. The other parts of its request take, and have neither. A charge of 0 with
+--                       the id of a slot or a ticket, and without a length, releases it
 --
 -- The result has a row for each part. granted is the number of granted requests. retry_after_us is 0 if the part has
 -- room for another request. The parts with another retry_after_us have denied the request, which fits after the longest
@@ -1459,7 +1974,11 @@ $$;
 -- granted is -3 for a part of which no such hold is known. After an extension, granted is 1, or for all parts -3 if the
 -- hold is not known, or -4 if it is not live. For a reservation with a granted of 1, retry_after_us is the time until
 -- the part's tokens are ready, 0 if they are ready now. The request is ready after the longest of them. For a denied
--- reservation, retry_after_us is the time until the same reservation would be granted.
+-- reservation, retry_after_us is the time until the same reservation would be granted. After a request for a slot,
+-- granted is 1 if the slot is held, otherwise 0, and log is NULL after a denial, otherwise 1 for a slot or 0 for a
+-- ticket, its fence or place in the line, and its end. A request with an id that is known makes and takes nothing, and
+-- says what the slot or ticket is now; granted is -4 if it has ended. After a release, granted is 1, or -3 if the slot
+-- or ticket is not live.
 --
 -- The five steps are: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
 --
@@ -1484,7 +2003,7 @@ CREATE FUNCTION rate_limit_all(
     taken_since bigint[] DEFAULT NULL, taken_in bigint[] DEFAULT NULL, taken_at bigint[] DEFAULT NULL,
     taken_spent bigint[] DEFAULT NULL, skip_held boolean DEFAULT false, zones text[] DEFAULT NULL,
     leased bigint[] DEFAULT NULL, charges boolean[] DEFAULT NULL, ttls_us bigint[] DEFAULT NULL,
-    holds uuid[] DEFAULT NULL, delays_us bigint[] DEFAULT NULL
+    holds uuid[] DEFAULT NULL, delays_us bigint[] DEFAULT NULL, slots jsonb[] DEFAULT NULL
 ) RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -1531,7 +2050,8 @@ DECLARE
     granted bigint;
     gives boolean;                -- whether the request is a refund or a grant
     charging boolean;             -- whether the request is a charge
-    ends boolean;                 -- whether the request settles or extends a hold
+    ends boolean;                 -- whether the request settles or extends a hold, or releases a slot
+    known integer;                -- the part of a slot that the request acquires a second time
     -- Whether a request is for a hold or a reservation, or a row has holds.
     beside boolean := num_nonnulls(holds, delays_us) > 0;
     was rate_limit_row;
@@ -1540,7 +2060,7 @@ DECLARE
     writes boolean := false;
 BEGIN
     IF _rate_limit_check(requests, names, keys, durables, algorithms, limits, spans_us, refills, zones,
-        costs, counts, taken_in, leased, charges, ttls_us, holds, delays_us, looks)
+        costs, counts, taken_in, leased, charges, ttls_us, holds, delays_us, slots, looks)
     THEN
         FOR i IN 1 .. parts LOOP
             part_of[i] := i;
@@ -1692,6 +2212,16 @@ BEGIN
 
             -- Find how many requests fit into each part, and grant as many as fit into all parts.
             most := CASE WHEN gives OR ends OR costs[from_part] <> 0 THEN asked ELSE 0 END;
+            known := NULL;
+            FOR i IN from_part .. CASE WHEN slots IS NOT NULL AND from_part < to_part THEN to_part ELSE 0 END LOOP
+                IF slots[i] IS NOT NULL AND (CASE WHEN durables[i]
+                    THEN _rate_limit_known_slot_durable(names[i], keys[i], holds[i])
+                    ELSE _rate_limit_known_slot_ephemeral(names[i], keys[i], holds[i]) END)
+                THEN
+                    known := i;
+                    most := 0; -- a repetition takes nothing again
+                END IF;
+            END LOOP;
             FOR pass IN 1 .. 2 LOOP
                 granted := most;
                 FOR i IN from_part .. to_part LOOP
@@ -1724,6 +2254,14 @@ BEGIN
                             _rate_limit_longest_delay(delays_us[i], max_count, span_us, refills[i]));
                         granted := least(granted, s.granted);
                         undecided := undecided OR s.changed AND s.granted = 0;
+                    ELSIF algorithms[i] = 6 AND holds[i] IS NOT NULL THEN
+                        s := CASE WHEN durables[i]
+                            THEN _rate_limit_slots_durable(s, names[i], keys[i], clock, cost, most, max_count,
+                                ttls_us[i], holds[i], slots[i])
+                            ELSE _rate_limit_slots_ephemeral(s, names[i], keys[i], clock, cost, most, max_count,
+                                ttls_us[i], holds[i], slots[i]) END;
+                        granted := least(granted, s.granted);
+                        undecided := undecided OR s.changed AND (ends OR s.granted = 0);
                     ELSIF beside AND (s.held IS NOT NULL OR holds[i] IS NOT NULL) THEN
                         s := CASE WHEN durables[i]
                             THEN _rate_limit_beside_durable(s, names[i], keys[i], algorithms[i], clock, cost, asked,
@@ -1747,8 +2285,12 @@ BEGIN
                     steps[i] := s;
                     EXIT WHEN granted = 0 AND most > 0 AND from_part < to_part;
                 END LOOP;
-                EXIT WHEN granted = most OR from_part = to_part;
+                EXIT WHEN granted = most OR from_part = to_part OR known IS NOT NULL;
                 most := granted;
+            END LOOP;
+            FOR i IN from_part .. CASE WHEN known IS NOT NULL THEN to_part ELSE 0 END LOOP
+                steps[i].granted := (steps[known]).granted;
+                steps[i].changed := false;
             END LOOP;
 
             IF NOT locking THEN
@@ -1776,7 +2318,13 @@ BEGIN
                     writes := true;
                     IF beside AND (was.held IS NOT NULL OR holds[i] IS NOT NULL) THEN
                         max_count := limits[i];
-                        IF durables[i] THEN
+                        IF algorithms[i] = 6 THEN
+                            s := CASE WHEN durables[i]
+                                THEN _rate_limit_write_slots_durable(s, was, names[i], keys[i], clock, costs[i],
+                                    max_count, ttls_us[i], holds[i], slots[i])
+                                ELSE _rate_limit_write_slots_ephemeral(s, was, names[i], keys[i], clock, costs[i],
+                                    max_count, ttls_us[i], holds[i], slots[i]) END;
+                        ELSIF durables[i] THEN
                             PERFORM _rate_limit_write_holds_durable(s, was, names[i], keys[i], algorithms[i], clock,
                                 costs[i], max_count, spans_us[i], refills[i], zones[i], ttls_us[i], holds[i]);
                         ELSE
@@ -1807,7 +2355,13 @@ BEGIN
                 ELSIF algorithms[i] = 3 THEN
                     s := steps[i];
                 END IF;
-                IF beside AND s.retry_after_us = -1 THEN
+                IF beside AND s.retry_after_us = -1 AND slots[i] IS NOT NULL AND locking THEN
+                    cost := costs[i];
+                    max_count := limits[i];
+                    s.retry_after_us := CASE WHEN durables[i]
+                        THEN _rate_limit_slots_after_durable(s, names[i], keys[i], clock, cost, max_count)
+                        ELSE _rate_limit_slots_after_ephemeral(s, names[i], keys[i], clock, cost, max_count) END;
+                ELSIF beside AND s.retry_after_us = -1 THEN
                     cost := CASE WHEN charging OR ends THEN 1 ELSE greatest(costs[i], 1) END;
                     s.retry_after_us := CASE
                         WHEN NOT locking THEN _rate_limit_earliest_unlocked(names[i], keys[i], durables[i],
@@ -2362,7 +2916,7 @@ BEGIN
         SELECT h.units, h.ends_at, h.status, h.used, h.late, h.settled_at
         INTO units, ends, status, used, late, settled_at
         FROM rate_limit_ephemeral_hold AS h
-        WHERE h.id = hold AND h.key = key AND h.prefix = name
+        WHERE h.id = hold AND h.key = key AND h.prefix = name AND h.fence = 0 -- a slot is only released
             AND NOT _rate_limit_forgotten(h.status, h.ends_at, h.settled_at, clock);
         known := found;
         live := known AND status = 0 AND ends > clock AND was.held IS NOT NULL;
@@ -2534,13 +3088,9 @@ BEGIN
 END
 $$;
 
--- _rate_limit_write_holds_ephemeral writes the holds of a key whose row changes. was is the row before. First, it notes
--- which holds have ended, so that a clock that is set back cannot revive a hold whose room others may have got. Then it
--- makes the hold, or settles or extends it.
-CREATE FUNCTION _rate_limit_write_holds_ephemeral(
-    s rate_limit_row, was rate_limit_row, name text, key text, algorithm smallint, clock bigint, cost bigint,
-    max_count bigint, span_us bigint, refill bigint, zone text, ttl_us bigint, hold uuid
-) RETURNS void
+-- _rate_limit_note_ends_ephemeral notes which holds of a key have ended, so that a clock that is set back cannot revive
+-- a hold whose room others may have got. was is the row before the write.
+CREATE FUNCTION _rate_limit_note_ends_ephemeral(was rate_limit_row, name text, key text, clock bigint) RETURNS void
 LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
@@ -2555,6 +3105,19 @@ BEGIN
         UPDATE rate_limit_ephemeral_hold AS h SET ends_at = longest
         WHERE h.key = key AND h.prefix = name AND h.status = 0 AND h.ends_at > longest;
     END IF;
+END
+$$;
+
+-- _rate_limit_write_holds_ephemeral writes the holds of a key whose row changes: it notes ends, and makes the hold, or
+-- settles or extends it. was is the row before.
+CREATE FUNCTION _rate_limit_write_holds_ephemeral(
+    s rate_limit_row, was rate_limit_row, name text, key text, algorithm smallint, clock bigint, cost bigint,
+    max_count bigint, span_us bigint, refill bigint, zone text, ttl_us bigint, hold uuid
+) RETURNS void
+LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+BEGIN
+    PERFORM _rate_limit_note_ends_ephemeral(was, name, key, clock);
     IF s.told_log IS NOT NULL THEN
         UPDATE rate_limit_ephemeral_hold AS h
         SET status = 2, used = s.told_log[1], late = s.told_log[2] = 1, settled_at = s.told_log[3]
@@ -2564,9 +3127,9 @@ BEGIN
         WHERE h.id = hold AND h.key = key AND h.prefix = name AND h.status = 0;
     ELSIF ttl_us IS NOT NULL AND s.granted > 0 THEN
         INSERT INTO rate_limit_ephemeral_hold (
-            id, prefix, key, units, ends_at, algorithm, max_count, span_us, refill, zone)
+            id, prefix, key, units, ends_at, algorithm, max_count, span_us, refill, zone, fence)
         VALUES (hold, name, key, cost, clock + ttl_us, algorithm, max_count, span_us, refill,
-            CASE WHEN algorithm = 5 THEN zone END);
+            CASE WHEN algorithm = 5 THEN zone END, 0);
     END IF;
 END
 $$;
@@ -2708,7 +3271,7 @@ BEGIN
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',
             NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false,
             CASE WHEN algorithm = 5 THEN array_fill(zone, ARRAY[n]) END, NULL::bigint[], NULL::boolean[],
-            NULL::bigint[], NULL::uuid[], NULL::bigint[]) AS a
+            NULL::bigint[], NULL::uuid[], NULL::bigint[], NULL::jsonb[]) AS a
         ORDER BY a.ord);
 END
 $$;
@@ -2840,6 +3403,7 @@ BEGIN
             cardinality(spans_us), cardinality(refills), cardinality(units)])
         AND (
             SELECT bool_and((_rate_limit_valid(e.algorithm, e.max_count, e.span_us, e.refill, e.zone)
+                AND e.algorithm <> 6 -- rate_limit_all says that nothing can be taken
                 AND e.units BETWEEN 1 AND e.max_count
                 AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512
                 AND (e.next_key IS NULL
@@ -2874,7 +3438,7 @@ BEGIN
             limits, spans_us, refills, costs, counts, lock_timeout_ms, synchronous_commit,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',
             NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[],
-            NULL::boolean[], NULL::bigint[], NULL::uuid[], NULL::bigint[]) AS a);
+            NULL::boolean[], NULL::bigint[], NULL::uuid[], NULL::bigint[], NULL::jsonb[]) AS a);
 END
 $$;
 
@@ -2885,8 +3449,8 @@ Example: SELECT rate_limit_take_all(ARRAY[''user'', ''everybody''], ARRAY[''user
     'ARRAY[1, 1], ARRAY[1, 2], NULL, NULL) '
     'takes one of 20 a minute and one of 1000 a minute, or neither.';
 
--- rate_limit_reset makes a key as good as new, for every algorithm, and ends its holds. It returns whether the key
--- had a row.
+-- rate_limit_reset makes a key as good as new, for every algorithm, and ends its holds, slots and tickets. It returns
+-- whether the key had a row.
 -- rate_limit_take_sliding_window explains the parameters.
 CREATE FUNCTION rate_limit_reset(
     name text, key text, durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL,
@@ -2915,6 +3479,7 @@ BEGIN
         IF held IS NOT NULL THEN
             UPDATE rate_limit_durable_hold AS h SET status = 1 WHERE h.key = key AND h.prefix = name AND h.status = 0;
         END IF;
+        DELETE FROM rate_limit_durable_hold AS h WHERE h.key = key AND h.prefix = name AND h.status = 3;
     ELSE
         LOCK TABLE rate_limit_ephemeral IN ROW EXCLUSIVE MODE;
         DELETE FROM rate_limit_ephemeral AS r WHERE r.prefix = name AND r.key = key RETURNING r.held INTO held;
@@ -2922,12 +3487,14 @@ BEGIN
         IF held IS NOT NULL THEN
             UPDATE rate_limit_ephemeral_hold AS h SET status = 1 WHERE h.key = key AND h.prefix = name AND h.status = 0;
         END IF;
+        DELETE FROM rate_limit_ephemeral_hold AS h WHERE h.key = key AND h.prefix = name AND h.status = 3;
     END IF;
     RETURN existed;
 END
 $$;
 
-COMMENT ON FUNCTION rate_limit_reset IS 'Makes a key as good as new, and returns whether it had a row. Its holds end.
+COMMENT ON FUNCTION rate_limit_reset IS 'Makes a key as good as new, and returns whether it had a row. Its holds
+and slots end, and nobody waits for one any more.
 A policy of several parts has a row for each part. Reset the key for name/2, name/3 and so on too.
 Example: SELECT rate_limit_reset(''login'', ''user:123'')';
 
@@ -2945,6 +3512,7 @@ DECLARE
     -- !.
     ascii text := translate(encode(convert_to(policy, 'UTF8'), 'escape'), chr(92) || '~', '~!');
     one text;
+    concurrent text; -- the limit of "concurrent 5"
     words text[];   -- words of one policy: algorithm, capacity of a bucket, amount, duration or unit, time zone
     parts text[];   -- parts of the duration: days, and the rest
     term text[];    -- one term of the duration: whole number, fraction, unit
@@ -2968,6 +3536,7 @@ BEGIN
         '|~342~200~2(0[0-7]|1[0-2]|5[017])|~342~201~237|~343~200~200)+', ' ', 'g');
     FOREACH one IN ARRAY regexp_split_to_array(coalesce(ascii, ''), ',') LOOP
         words := regexp_match(one, '^ ?([a-z]+) (?:(' || number || ') )?(' || number || ')/([^ ]+)(?: ([^ ]+))? ?$');
+        concurrent := (regexp_match(one, '^ ?concurrent (' || number || ') ?$'))[1];
         algorithm := CASE
             WHEN words[1] = 'fixed' AND words[2] IS NULL AND words[5] IS NULL THEN 1
             WHEN words[1] = 'sliding' AND words[2] IS NULL AND words[5] IS NULL THEN 2
@@ -2981,16 +3550,22 @@ BEGIN
             words[4] := CASE words[4] WHEN 'minute' THEN '1m' WHEN 'hour' THEN '1h' WHEN 'day' THEN '1d'
                 WHEN 'week' THEN '7d' WHEN 'month' THEN '31d' END;
         END IF;
+        IF concurrent IS NOT NULL THEN
+            algorithm := 6;
+            words := ARRAY['concurrent', NULL, concurrent, '0', NULL];
+        END IF;
         parts := regexp_match(words[4], '^(?:0*([0-9]{1,6})d)?(.*)$');
         IF (algorithm IS NOT NULL
                 AND words[3]::numeric <= biggest AND coalesce(words[2]::numeric, 1) <= biggest
-                AND CASE WHEN parts[1] IS NULL THEN parts[2] ~ concat('^[+]?(', terms, ')+$')
+                AND CASE WHEN algorithm = 6 THEN true
+                    WHEN parts[1] IS NULL THEN parts[2] ~ concat('^[+]?(', terms, ')+$')
                     ELSE parts[2] ~ concat('^(0|(', terms, ')*)$') END) IS NOT TRUE
         THEN
             RAISE EXCEPTION 'rate_limit: policy cannot be read'
                 USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
                     HINT = 'Write "fixed 100/1m", "sliding 100/1m", "bucket 20 5/10s", "log 100/1m", '
-                        '"every 1000/month Europe/Berlin", or several of these with commas between them. '
+                        '"every 1000/month Europe/Berlin", "concurrent 5", or several of these with commas between '
+                        'them. '
                         'A duration has units: 10s, 1m, 1h30m, 30d. '
                         'A window of the calendar is a minute, hour, day, week or month.';
         END IF;
@@ -3021,6 +3596,7 @@ BEGIN
                     HINT = 'Each number is at least 1. A duration is whole microseconds, and at most 71 years. '
                         'The limit of a log is at most 1000. Other limits multiplied by their duration are at most '
                         '2^62 microseconds. A bucket is full after 71 years at most. '
+                        'At most 1000000 can be concurrent. '
                         'A time zone is UTC or a name like Europe/Berlin.';
         END IF;
         algorithms := algorithms || algorithm;
@@ -3041,13 +3617,14 @@ $$;
 -- _rate_limit_ask decides a request, charges cost, makes a hold, or makes a reservation if delay_us is not NULL. For a
 -- reservation that is allowed, retry_after is the time until it is ready. If cost is 0, nothing is taken. counted is
 -- false if the policy mode decided and nothing was counted. If policy is NULL, the row of
--- rate_limit_policy that is in force for the key decides. Texts are compared with the tables' collation, not with the
+-- rate_limit_policy that is in force for the key decides. With slot, it acquires a slot, and told is the answer: see
+-- rate_limit_all. Texts are compared with the tables' collation, not with the
 -- caller's.
 CREATE FUNCTION _rate_limit_ask(
     name text, key text, policy text, cost bigint, durable boolean, charges boolean, ttl_us bigint, hold uuid,
-    delay_us bigint,
+    delay_us bigint, slot jsonb,
     OUT allowed boolean, OUT remaining bigint, OUT retry_after interval, OUT reset_after interval,
-    OUT retry_after_seconds integer, OUT owed bigint, OUT counted boolean
+    OUT retry_after_seconds integer, OUT owed bigint, OUT counted boolean, OUT told bigint[]
 ) LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
@@ -3124,24 +3701,46 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
                 HINT = 'Reserve from token buckets only: ''bucket 1 20/1s'' lets one pass every 50 ms.';
     END IF;
-    SELECT CASE WHEN delay_us IS NULL THEN max(a.retry_after_us) = 0 ELSE min(a.granted) = 1 END,
+    IF slot IS NOT NULL AND (cardinality(array_positions(p.algorithms, 6::smallint)) <> 1
+        OR n > 1 AND (slot->>'wait')::boolean)
+    THEN
+        RAISE EXCEPTION 'rate_limit: policy has %', CASE
+                WHEN 6 <> ALL (p.algorithms) THEN 'no slots' ELSE 'several parts' END
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
+                HINT = 'Slots need a policy such as ''concurrent 5''. It may have other parts, but not a second one '
+                    'with slots. To stand in line, it must have no other part.';
+    ELSIF slot IS NULL AND (cost > 0 OR charges) AND 6 = ANY (p.algorithms) THEN
+        RAISE EXCEPTION 'rate_limit: policy has slots, of which nothing can be taken'
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
+                HINT = concat('Call rate_limit', '_acquire, and rate_limit', '_release at the end of the work.');
+    END IF;
+    SELECT CASE WHEN delay_us IS NULL AND slot IS NULL THEN max(a.retry_after_us) = 0 ELSE min(a.granted) = 1 END,
         min(a.remaining),
         max(a.retry_after_us) * interval '1 microsecond', max(a.reset_after_us) * interval '1 microsecond',
         least((max(a.retry_after_us) + 999999) / 1000000, 2147483647),
         max(_rate_limit_owed(p.algorithms[a.ord], a.count, a.scale, p.limits[a.ord])),
         cost > 0 AND bool_or(a.granted = 0),
         min(CASE WHEN charges THEN _rate_limit_chargeable(p.algorithms[a.ord], a.count, a.credit, a.scale,
-            p.limits[a.ord], p.spans_us[a.ord], p.refills[a.ord]) END)
-    INTO allowed, remaining, retry_after, reset_after, retry_after_seconds, owed, refused, accepted
+            p.limits[a.ord], p.spans_us[a.ord], p.refills[a.ord]) END),
+        max(CASE WHEN slot IS NOT NULL AND p.algorithms[a.ord] = 6 THEN a.log END)
+    INTO allowed, remaining, retry_after, reset_after, retry_after_seconds, owed, refused, accepted, told
     FROM rate_limit_all(
         array_fill(1, ARRAY[n]), names, array_fill(key, ARRAY[n]), array_fill(coalesce(durable, false), ARRAY[n]),
         p.algorithms, p.limits, p.spans_us, p.refills, array_fill(cost, ARRAY[n]), NULL::bigint[],
         NULL::integer, NULL::boolean, NULL::timestamptz,
         NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, p.zones,
         NULL::bigint[], array_fill(charges, ARRAY[n]),
-        CASE WHEN hold IS NOT NULL THEN array_fill(ttl_us, ARRAY[n]) END,
-        CASE WHEN hold IS NOT NULL THEN array_fill(hold, ARRAY[n]) END,
-        CASE WHEN delay_us IS NOT NULL THEN array_fill(delay_us, ARRAY[n]) END) AS a;
+        -- Of a policy with slots, only the part with slots has a hold.
+        CASE WHEN hold IS NOT NULL THEN ARRAY(
+            SELECT CASE WHEN slot IS NULL OR e.algorithm = 6 THEN ttl_us END
+            FROM unnest(p.algorithms) WITH ORDINALITY AS e (algorithm, part) ORDER BY e.part) END,
+        CASE WHEN hold IS NOT NULL THEN ARRAY(
+            SELECT CASE WHEN slot IS NULL OR e.algorithm = 6 THEN hold END
+            FROM unnest(p.algorithms) WITH ORDINALITY AS e (algorithm, part) ORDER BY e.part) END,
+        CASE WHEN delay_us IS NOT NULL THEN array_fill(delay_us, ARRAY[n]) END,
+        CASE WHEN slot IS NOT NULL THEN ARRAY(
+            SELECT CASE WHEN e.algorithm = 6 THEN slot END
+            FROM unnest(p.algorithms) WITH ORDINALITY AS e (algorithm, part) ORDER BY e.part) END) AS a;
     counted := true;
     IF charges AND refused THEN
         RAISE EXCEPTION 'rate_limit: a charge of % is too large, and % would be accepted', cost, accepted
@@ -3164,7 +3763,7 @@ BEGIN
     SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds
     INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false,
-        NULL::bigint, NULL::uuid, NULL::bigint) AS a;
+        NULL::bigint, NULL::uuid, NULL::bigint, NULL::jsonb) AS a;
 END
 $$;
 
@@ -3200,7 +3799,7 @@ BEGIN
     SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds
     INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", 0::bigint, durable, false,
-        NULL::bigint, NULL::uuid, NULL::bigint) AS a;
+        NULL::bigint, NULL::uuid, NULL::bigint, NULL::jsonb) AS a;
 END
 $$;
 
@@ -3221,7 +3820,7 @@ BEGIN
     SELECT a.remaining, a.owed, a.retry_after, a.reset_after, a.retry_after_seconds
     INTO remaining, owed, retry_after, reset_after, retry_after_seconds
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, true,
-        NULL::bigint, NULL::uuid, NULL::bigint) AS a;
+        NULL::bigint, NULL::uuid, NULL::bigint, NULL::jsonb) AS a;
 END
 $$;
 
@@ -3258,7 +3857,7 @@ BEGIN
     SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds
     INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false,
-        NULL::bigint, NULL::uuid, (extract(epoch FROM max_delay) * 1000000)::bigint) AS a;
+        NULL::bigint, NULL::uuid, (extract(epoch FROM max_delay) * 1000000)::bigint, NULL::jsonb) AS a;
     IF allowed THEN
         ready_after := retry_after;
         retry_after := interval '0';
@@ -3301,7 +3900,7 @@ BEGIN
     SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds, a.counted
     INTO allowed, remaining, retry_after, reset_after, retry_after_seconds, counted
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false,
-        (extract(epoch FROM ttl) * 1000000)::bigint, id, NULL::bigint) AS a;
+        (extract(epoch FROM ttl) * 1000000)::bigint, id, NULL::bigint, NULL::jsonb) AS a;
     hold := CASE WHEN allowed AND counted THEN concat(id, CASE WHEN durable THEN '.d' ELSE '.e' END)
         WHEN allowed THEN '' END;
 END
@@ -3362,6 +3961,7 @@ BEGIN
             SELECT true, d.* FROM rate_limit_durable_hold AS d WHERE d.id = id AND words[2] LIKE '%d'
         ) AS h
         WHERE NOT _rate_limit_forgotten(h.status, h.ends_at, h.settled_at, clock)
+            AND h.fence = 0 -- a slot is only released
         ORDER BY h.durable, -octet_length(h.key), h.key, h.prefix;
 END
 $$;
@@ -3450,7 +4050,7 @@ BEGIN
         array_fill(coalesce(used, 0), ARRAY[n]), NULL::bigint[], NULL::integer, NULL::boolean, NULL::timestamptz,
         NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[],
         array_fill(ttl_us IS NULL, ARRAY[n]), array_fill(ttl_us, ARRAY[n]), array_fill(id, ARRAY[n]),
-        NULL::bigint[]) AS a;
+        NULL::bigint[], NULL::jsonb[]) AS a;
     IF granted = 0 THEN
         RAISE EXCEPTION 'rate_limit: a settlement of % is too large, and % would be accepted', used, accepted
             USING ERRCODE = 'RLS05', DETAIL = accepted::text,
@@ -3588,7 +4188,10 @@ BEGIN
                 'rate_limit_take_fixed_window', 'rate_limit_take_sliding_window', 'rate_limit_take_token_bucket',
                 'rate_limit_take_calendar_window', '_rate_limit_left_ephemeral', '_rate_limit_take_all_ephemeral',
                 '_rate_limit_live_ephemeral', '_rate_limit_beside_ephemeral', '_rate_limit_earliest_ephemeral',
-                '_rate_limit_write_holds_ephemeral'));
+                '_rate_limit_note_ends_ephemeral', '_rate_limit_write_holds_ephemeral',
+                '_rate_limit_known_slot_ephemeral', '_rate_limit_slots_ephemeral', '_rate_limit_slots_after_ephemeral',
+                '_rate_limit_hand_over_ephemeral', '_rate_limit_write_line_ephemeral',
+                '_rate_limit_write_slots_ephemeral', '_rate_limit_renew_ephemeral'));
     PERFORM pg_catalog.set_config('search_path', path, true);
     FOR i IN 1 .. pg_catalog.cardinality(texts) LOOP
         EXECUTE texts[i];
@@ -4200,7 +4803,8 @@ BEGIN
                 'rate_limit_take_sliding_log', 'rate_limit_take_calendar_window', 'rate_limit_all',
                 'rate_limit_take_all', 'rate_limit_reset', 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_charge',
                 'rate_limit_reserve', 'rate_limit_hold', 'rate_limit_settle', 'rate_limit_cancel', 'rate_limit_extend',
-                'rate_limit_find_hold', 'rate_limit_sweep', 'rate_limit_policies', 'rate_limit_ban',
+                'rate_limit_find_hold', 'rate_limit_acquire', 'rate_limit_renew', 'rate_limit_renew_all',
+                'rate_limit_release', 'rate_limit_sweep', 'rate_limit_policies', 'rate_limit_ban',
                 'rate_limit_report'))
     LOOP
         signature := fn.oid::regprocedure::text;
@@ -4257,6 +4861,10 @@ DROP FUNCTION IF EXISTS _rate_limit_no_row, _rate_limit_now, _rate_limit_set, _r
     _rate_limit_bucket_fits, rate_limit_take_token_bucket, _rate_limit_valid_log, _rate_limit_entry_age,
     _rate_limit_log_with, _rate_limit_log, rate_limit_take_sliding_log, _rate_limit_valid_calendar,
     _rate_limit_window_end, _rate_limit_calendar, _rate_limit_calendar_fits, rate_limit_take_calendar_window,
+    _rate_limit_valid_slots, _rate_limit_concurrent, _rate_limit_wrong_slot, _rate_limit_next_fence,
+    _rate_limit_known_slot_ephemeral, _rate_limit_slots_ephemeral, _rate_limit_slots_after_ephemeral,
+    _rate_limit_hand_over_ephemeral, _rate_limit_write_line_ephemeral, _rate_limit_write_slots_ephemeral,
+    _rate_limit_renew_ephemeral, rate_limit_renew_all, rate_limit_acquire, rate_limit_renew, rate_limit_release,
     _rate_limit_valid, _rate_limit_step, _rate_limit_wrong_hold, _rate_limit_check, _rate_limit_rows_in_lock_order,
     _rate_limit_try_to_make, _rate_limit_holder, _rate_limit_look, _rate_limit_earliest_unlocked, rate_limit_all,
     _rate_limit_fixed_refund, _rate_limit_sliding_refund, _rate_limit_log_refund, _rate_limit_bucket_leases,
@@ -4264,16 +4872,18 @@ DROP FUNCTION IF EXISTS _rate_limit_no_row, _rate_limit_now, _rate_limit_set, _r
     _rate_limit_owed, _rate_limit_lasts, _rate_limit_charge, _rate_limit_count, _rate_limit_wrong_delay,
     _rate_limit_max_booked, _rate_limit_longest_delay, _rate_limit_most, _rate_limit_ready_after, _rate_limit_reserve,
     _rate_limit_forgotten, _rate_limit_live_ephemeral, _rate_limit_beside_ephemeral, _rate_limit_fits_after,
-    _rate_limit_earliest_ephemeral, _rate_limit_write_holds_ephemeral, _rate_limit_hold_id, _rate_limit_left_ephemeral,
-    _rate_limit_steps, _rate_limit_take_all_ephemeral, rate_limit_take_all, rate_limit_reset, _rate_limit_read_policy,
-    _rate_limit_ask, rate_limit_allow, rate_limit_peek, rate_limit_charge, rate_limit_reserve, rate_limit_hold,
-    _rate_limit_check_ttl, _rate_limit_unknown_hold, _rate_limit_parts_of_hold, _rate_limit_end_hold, rate_limit_settle,
-    rate_limit_cancel, rate_limit_extend, rate_limit_find_hold, rate_limit_sweep, _rate_limit_check_policy,
-    _rate_limit_note_policy, rate_limit_policies, rate_limit_ban, rate_limit_report,
-    _rate_limit_take_fixed_window_durable, _rate_limit_take_sliding_window_durable,
+    _rate_limit_earliest_ephemeral, _rate_limit_note_ends_ephemeral, _rate_limit_write_holds_ephemeral,
+    _rate_limit_hold_id, _rate_limit_left_ephemeral, _rate_limit_steps, _rate_limit_take_all_ephemeral,
+    rate_limit_take_all, rate_limit_reset, _rate_limit_read_policy, _rate_limit_ask, rate_limit_allow, rate_limit_peek,
+    rate_limit_charge, rate_limit_reserve, rate_limit_hold, _rate_limit_check_ttl, _rate_limit_unknown_hold,
+    _rate_limit_parts_of_hold, _rate_limit_end_hold, rate_limit_settle, rate_limit_cancel, rate_limit_extend,
+    rate_limit_find_hold, rate_limit_sweep, _rate_limit_check_policy, _rate_limit_note_policy, rate_limit_policies,
+    rate_limit_ban, rate_limit_report, _rate_limit_take_fixed_window_durable, _rate_limit_take_sliding_window_durable,
     _rate_limit_take_token_bucket_durable, _rate_limit_left_durable, _rate_limit_take_calendar_window_durable,
-    _rate_limit_live_durable, _rate_limit_earliest_durable, _rate_limit_beside_durable, _rate_limit_write_holds_durable,
-    _rate_limit_take_all_durable;
+    _rate_limit_renew_durable, _rate_limit_live_durable, _rate_limit_earliest_durable, _rate_limit_known_slot_durable,
+    _rate_limit_slots_durable, _rate_limit_beside_durable, _rate_limit_write_slots_durable,
+    _rate_limit_write_holds_durable, _rate_limit_slots_after_durable, _rate_limit_take_all_durable,
+    _rate_limit_note_ends_durable, _rate_limit_hand_over_durable, _rate_limit_write_line_durable;
 DROP TYPE IF EXISTS rate_limit_row, rate_limit_decision;
 
 DROP FUNCTION IF EXISTS rate_limit_version;

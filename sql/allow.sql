@@ -3,13 +3,14 @@
 -- _rate_limit_ask decides a request, charges cost, makes a hold, or makes a reservation if delay_us is not NULL. For a
 -- reservation that is allowed, retry_after is the time until it is ready. If cost is 0, nothing is taken. counted is
 -- false if the policy mode decided and nothing was counted. If policy is NULL, the row of
--- rate_limit_policy that is in force for the key decides. Texts are compared with the tables' collation, not with the
+-- rate_limit_policy that is in force for the key decides. With slot, it acquires a slot, and told is the answer: see
+-- rate_limit_all. Texts are compared with the tables' collation, not with the
 -- caller's.
 CREATE FUNCTION _rate_limit_ask(
     name text, key text, policy text, cost bigint, durable boolean, charges boolean, ttl_us bigint, hold uuid,
-    delay_us bigint,
+    delay_us bigint, slot jsonb,
     OUT allowed boolean, OUT remaining bigint, OUT retry_after interval, OUT reset_after interval,
-    OUT retry_after_seconds integer, OUT owed bigint, OUT counted boolean
+    OUT retry_after_seconds integer, OUT owed bigint, OUT counted boolean, OUT told bigint[]
 ) LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
@@ -86,24 +87,46 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
                 HINT = 'Reserve from token buckets only: ''bucket 1 20/1s'' lets one pass every 50 ms.';
     END IF;
-    SELECT CASE WHEN delay_us IS NULL THEN max(a.retry_after_us) = 0 ELSE min(a.granted) = 1 END,
+    IF slot IS NOT NULL AND (cardinality(array_positions(p.algorithms, 6::smallint)) <> 1
+        OR n > 1 AND (slot->>'wait')::boolean)
+    THEN
+        RAISE EXCEPTION 'rate_limit: policy has %', CASE
+                WHEN 6 <> ALL (p.algorithms) THEN 'no slots' ELSE 'several parts' END
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
+                HINT = 'Slots need a policy such as ''concurrent 5''. It may have other parts, but not a second one '
+                    'with slots. To stand in line, it must have no other part.';
+    ELSIF slot IS NULL AND (cost > 0 OR charges) AND 6 = ANY (p.algorithms) THEN
+        RAISE EXCEPTION 'rate_limit: policy has slots, of which nothing can be taken'
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
+                HINT = concat('Call rate_limit', '_acquire, and rate_limit', '_release at the end of the work.');
+    END IF;
+    SELECT CASE WHEN delay_us IS NULL AND slot IS NULL THEN max(a.retry_after_us) = 0 ELSE min(a.granted) = 1 END,
         min(a.remaining),
         max(a.retry_after_us) * interval '1 microsecond', max(a.reset_after_us) * interval '1 microsecond',
         least((max(a.retry_after_us) + 999999) / 1000000, 2147483647),
         max(_rate_limit_owed(p.algorithms[a.ord], a.count, a.scale, p.limits[a.ord])),
         cost > 0 AND bool_or(a.granted = 0),
         min(CASE WHEN charges THEN _rate_limit_chargeable(p.algorithms[a.ord], a.count, a.credit, a.scale,
-            p.limits[a.ord], p.spans_us[a.ord], p.refills[a.ord]) END)
-    INTO allowed, remaining, retry_after, reset_after, retry_after_seconds, owed, refused, accepted
+            p.limits[a.ord], p.spans_us[a.ord], p.refills[a.ord]) END),
+        max(CASE WHEN slot IS NOT NULL AND p.algorithms[a.ord] = 6 THEN a.log END)
+    INTO allowed, remaining, retry_after, reset_after, retry_after_seconds, owed, refused, accepted, told
     FROM rate_limit_all(
         array_fill(1, ARRAY[n]), names, array_fill(key, ARRAY[n]), array_fill(coalesce(durable, false), ARRAY[n]),
         p.algorithms, p.limits, p.spans_us, p.refills, array_fill(cost, ARRAY[n]), NULL::bigint[],
         NULL::integer, NULL::boolean, NULL::timestamptz,
         NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, p.zones,
         NULL::bigint[], array_fill(charges, ARRAY[n]),
-        CASE WHEN hold IS NOT NULL THEN array_fill(ttl_us, ARRAY[n]) END,
-        CASE WHEN hold IS NOT NULL THEN array_fill(hold, ARRAY[n]) END,
-        CASE WHEN delay_us IS NOT NULL THEN array_fill(delay_us, ARRAY[n]) END) AS a;
+        -- Of a policy with slots, only the part with slots has a hold.
+        CASE WHEN hold IS NOT NULL THEN ARRAY(
+            SELECT CASE WHEN slot IS NULL OR e.algorithm = 6 THEN ttl_us END
+            FROM unnest(p.algorithms) WITH ORDINALITY AS e (algorithm, part) ORDER BY e.part) END,
+        CASE WHEN hold IS NOT NULL THEN ARRAY(
+            SELECT CASE WHEN slot IS NULL OR e.algorithm = 6 THEN hold END
+            FROM unnest(p.algorithms) WITH ORDINALITY AS e (algorithm, part) ORDER BY e.part) END,
+        CASE WHEN delay_us IS NOT NULL THEN array_fill(delay_us, ARRAY[n]) END,
+        CASE WHEN slot IS NOT NULL THEN ARRAY(
+            SELECT CASE WHEN e.algorithm = 6 THEN slot END
+            FROM unnest(p.algorithms) WITH ORDINALITY AS e (algorithm, part) ORDER BY e.part) END) AS a;
     counted := true;
     IF charges AND refused THEN
         RAISE EXCEPTION 'rate_limit: a charge of % is too large, and % would be accepted', cost, accepted
@@ -126,7 +149,7 @@ BEGIN
     SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds
     INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false,
-        NULL::bigint, NULL::uuid, NULL::bigint) AS a;
+        NULL::bigint, NULL::uuid, NULL::bigint, NULL::jsonb) AS a;
 END
 $$;
 
@@ -162,7 +185,7 @@ BEGIN
     SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds
     INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", 0::bigint, durable, false,
-        NULL::bigint, NULL::uuid, NULL::bigint) AS a;
+        NULL::bigint, NULL::uuid, NULL::bigint, NULL::jsonb) AS a;
 END
 $$;
 
@@ -183,7 +206,7 @@ BEGIN
     SELECT a.remaining, a.owed, a.retry_after, a.reset_after, a.retry_after_seconds
     INTO remaining, owed, retry_after, reset_after, retry_after_seconds
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, true,
-        NULL::bigint, NULL::uuid, NULL::bigint) AS a;
+        NULL::bigint, NULL::uuid, NULL::bigint, NULL::jsonb) AS a;
 END
 $$;
 
@@ -220,7 +243,7 @@ BEGIN
     SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds
     INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false,
-        NULL::bigint, NULL::uuid, (extract(epoch FROM max_delay) * 1000000)::bigint) AS a;
+        NULL::bigint, NULL::uuid, (extract(epoch FROM max_delay) * 1000000)::bigint, NULL::jsonb) AS a;
     IF allowed THEN
         ready_after := retry_after;
         retry_after := interval '0';
@@ -263,7 +286,7 @@ BEGIN
     SELECT a.allowed, a.remaining, a.retry_after, a.reset_after, a.retry_after_seconds, a.counted
     INTO allowed, remaining, retry_after, reset_after, retry_after_seconds, counted
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false,
-        (extract(epoch FROM ttl) * 1000000)::bigint, id, NULL::bigint) AS a;
+        (extract(epoch FROM ttl) * 1000000)::bigint, id, NULL::bigint, NULL::jsonb) AS a;
     hold := CASE WHEN allowed AND counted THEN concat(id, CASE WHEN durable THEN '.d' ELSE '.e' END)
         WHEN allowed THEN '' END;
 END
@@ -324,6 +347,7 @@ BEGIN
             SELECT true, d.* FROM rate_limit_durable_hold AS d WHERE d.id = id AND words[2] LIKE '%d'
         ) AS h
         WHERE NOT _rate_limit_forgotten(h.status, h.ends_at, h.settled_at, clock)
+            AND h.fence = 0 -- a slot is only released
         ORDER BY h.durable, -octet_length(h.key), h.key, h.prefix;
 END
 $$;
@@ -412,7 +436,7 @@ BEGIN
         array_fill(coalesce(used, 0), ARRAY[n]), NULL::bigint[], NULL::integer, NULL::boolean, NULL::timestamptz,
         NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[],
         array_fill(ttl_us IS NULL, ARRAY[n]), array_fill(ttl_us, ARRAY[n]), array_fill(id, ARRAY[n]),
-        NULL::bigint[]) AS a;
+        NULL::bigint[], NULL::jsonb[]) AS a;
     IF granted = 0 THEN
         RAISE EXCEPTION 'rate_limit: a settlement of % is too large, and % would be accepted', used, accepted
             USING ERRCODE = 'RLS05', DETAIL = accepted::text,

@@ -67,7 +67,7 @@ BEGIN
         SELECT h.units, h.ends_at, h.status, h.used, h.late, h.settled_at
         INTO units, ends, status, used, late, settled_at
         FROM rate_limit_ephemeral_hold AS h
-        WHERE h.id = hold AND h.key = key AND h.prefix = name
+        WHERE h.id = hold AND h.key = key AND h.prefix = name AND h.fence = 0 -- a slot is only released
             AND NOT _rate_limit_forgotten(h.status, h.ends_at, h.settled_at, clock);
         known := found;
         live := known AND status = 0 AND ends > clock AND was.held IS NOT NULL;
@@ -239,13 +239,9 @@ BEGIN
 END
 $$;
 
--- _rate_limit_write_holds_ephemeral writes the holds of a key whose row changes. was is the row before. First, it notes
--- which holds have ended, so that a clock that is set back cannot revive a hold whose room others may have got. Then it
--- makes the hold, or settles or extends it.
-CREATE FUNCTION _rate_limit_write_holds_ephemeral(
-    s rate_limit_row, was rate_limit_row, name text, key text, algorithm smallint, clock bigint, cost bigint,
-    max_count bigint, span_us bigint, refill bigint, zone text, ttl_us bigint, hold uuid
-) RETURNS void
+-- _rate_limit_note_ends_ephemeral notes which holds of a key have ended, so that a clock that is set back cannot revive
+-- a hold whose room others may have got. was is the row before the write.
+CREATE FUNCTION _rate_limit_note_ends_ephemeral(was rate_limit_row, name text, key text, clock bigint) RETURNS void
 LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
@@ -260,6 +256,19 @@ BEGIN
         UPDATE rate_limit_ephemeral_hold AS h SET ends_at = longest
         WHERE h.key = key AND h.prefix = name AND h.status = 0 AND h.ends_at > longest;
     END IF;
+END
+$$;
+
+-- _rate_limit_write_holds_ephemeral writes the holds of a key whose row changes: it notes ends, and makes the hold, or
+-- settles or extends it. was is the row before.
+CREATE FUNCTION _rate_limit_write_holds_ephemeral(
+    s rate_limit_row, was rate_limit_row, name text, key text, algorithm smallint, clock bigint, cost bigint,
+    max_count bigint, span_us bigint, refill bigint, zone text, ttl_us bigint, hold uuid
+) RETURNS void
+LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+BEGIN
+    PERFORM _rate_limit_note_ends_ephemeral(was, name, key, clock);
     IF s.told_log IS NOT NULL THEN
         UPDATE rate_limit_ephemeral_hold AS h
         SET status = 2, used = s.told_log[1], late = s.told_log[2] = 1, settled_at = s.told_log[3]
@@ -269,9 +278,9 @@ BEGIN
         WHERE h.id = hold AND h.key = key AND h.prefix = name AND h.status = 0;
     ELSIF ttl_us IS NOT NULL AND s.granted > 0 THEN
         INSERT INTO rate_limit_ephemeral_hold (
-            id, prefix, key, units, ends_at, algorithm, max_count, span_us, refill, zone)
+            id, prefix, key, units, ends_at, algorithm, max_count, span_us, refill, zone, fence)
         VALUES (hold, name, key, cost, clock + ttl_us, algorithm, max_count, span_us, refill,
-            CASE WHEN algorithm = 5 THEN zone END);
+            CASE WHEN algorithm = 5 THEN zone END, 0);
     END IF;
 END
 $$;

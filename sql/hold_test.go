@@ -18,6 +18,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/shardkey"
 )
 
 // The results of rate_limit_all for a hold that is not known, and for an extension of a hold that has ended.
@@ -69,8 +70,9 @@ type heldKey struct {
 	next   int64 // the id of the next hold
 	at     int64 // the hold that ends or is forgotten about now, or 0
 	key    model.Key
-	stored int16 // the algorithm of the row
-	exists bool  // whether there is a row
+	stored int16           // the algorithm of the row
+	exists bool            // whether there is a row
+	fences map[int64]int64 // the fences of the model, in the database
 }
 
 func newHeldKey(pool *pgxpool.Pool, r *rand.Rand, code int16, name string) *heldKey {
@@ -101,7 +103,10 @@ func (h *heldKey) draw() model.Rules {
 	}
 }
 
-func holdID(id int64) string { return fmt.Sprintf("00000000-0000-4000-8000-%012x", id) }
+// holdID returns an id that names the shard of the key "key", as ids do.
+func holdID(id int64) string {
+	return fmt.Sprintf("%08x-%04x-4000-8000-00000000%04x", id>>16, id&0xffff, shardkey.Number("key")&0xffff)
+}
 
 // state is the row as the policy sees it.
 func (h *heldKey) state() model.Key {
@@ -486,9 +491,11 @@ func (h *heldKey) compareStored(ctx context.Context) error {
 		Used   int64
 		Late   bool
 		At     int64
+		model.Ticket
 	}
 	rows, err = h.pool.Query(ctx, `SELECT id::text, units, ends_at, status, coalesce(used, 0), coalesce(late, false),
-		coalesce(settled_at, 0) FROM `+table+"_hold WHERE prefix = $1 ORDER BY id", h.name)
+		coalesce(settled_at, 0), fence, coalesce(line_group, ''), coalesce(weight, 0),
+		CASE WHEN status = 3 THEN max_count ELSE 0 END FROM `+table+"_hold WHERE prefix = $1 ORDER BY id", h.name)
 	if err != nil {
 		return err
 	}
@@ -501,10 +508,22 @@ func (h *heldKey) compareStored(ctx context.Context) error {
 		is[l.ID] = l
 	}
 	for _, m := range h.key.Holds {
-		should[holdID(m.ID)] = listed{holdID(m.ID), m.Units, m.End, int16(m.Status), m.Used, m.Late, m.At}
+		ticket := m.Ticket
+		if ticket.Fence > 0 {
+			fence := is[holdID(m.ID)].Fence
+			if err := h.learn(ticket.Fence, fence); err != nil {
+				return err
+			}
+			ticket.Fence = fence
+		}
+		if m.Status != model.Waiting {
+			ticket.Limit = 0
+		}
+		should[holdID(m.ID)] = listed{holdID(m.ID), m.Units, m.End, int16(m.Status), m.Used, m.Late, m.At, ticket}
 	}
 	for id, l := range is {
-		if _, known := should[id]; !known && l.Status != 0 { // it is forgotten
+		if _, known := should[id]; !known && l.Status != 0 &&
+			(l.Status != int16(model.Waiting) || l.EndsAt <= h.clock-model.Micros(model.HoldsKept)) { // it is forgotten
 			delete(is, id)
 			if _, err := h.pool.Exec(ctx, "DELETE FROM "+table+"_hold WHERE prefix = $1 AND id = $2::uuid", h.name, id); err != nil {
 				return err

@@ -9,6 +9,7 @@
 \ir tokenbucket.sql
 \ir slidinglog.sql
 \ir calendar.sql
+\ir concurrency.sql
 \ir all.sql
 \ir refund.sql
 \ir charge.sql

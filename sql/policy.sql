@@ -12,6 +12,7 @@ DECLARE
     -- !.
     ascii text := translate(encode(convert_to(policy, 'UTF8'), 'escape'), chr(92) || '~', '~!');
     one text;
+    concurrent text; -- the limit of "concurrent 5"
     words text[];   -- words of one policy: algorithm, capacity of a bucket, amount, duration or unit, time zone
     parts text[];   -- parts of the duration: days, and the rest
     term text[];    -- one term of the duration: whole number, fraction, unit
@@ -35,6 +36,7 @@ BEGIN
         '|~342~200~2(0[0-7]|1[0-2]|5[017])|~342~201~237|~343~200~200)+', ' ', 'g');
     FOREACH one IN ARRAY regexp_split_to_array(coalesce(ascii, ''), ',') LOOP
         words := regexp_match(one, '^ ?([a-z]+) (?:(' || number || ') )?(' || number || ')/([^ ]+)(?: ([^ ]+))? ?$');
+        concurrent := (regexp_match(one, '^ ?concurrent (' || number || ') ?$'))[1];
         algorithm := CASE
             WHEN words[1] = 'fixed' AND words[2] IS NULL AND words[5] IS NULL THEN 1
             WHEN words[1] = 'sliding' AND words[2] IS NULL AND words[5] IS NULL THEN 2
@@ -48,16 +50,22 @@ BEGIN
             words[4] := CASE words[4] WHEN 'minute' THEN '1m' WHEN 'hour' THEN '1h' WHEN 'day' THEN '1d'
                 WHEN 'week' THEN '7d' WHEN 'month' THEN '31d' END;
         END IF;
+        IF concurrent IS NOT NULL THEN
+            algorithm := 6;
+            words := ARRAY['concurrent', NULL, concurrent, '0', NULL];
+        END IF;
         parts := regexp_match(words[4], '^(?:0*([0-9]{1,6})d)?(.*)$');
         IF (algorithm IS NOT NULL
                 AND words[3]::numeric <= biggest AND coalesce(words[2]::numeric, 1) <= biggest
-                AND CASE WHEN parts[1] IS NULL THEN parts[2] ~ concat('^[+]?(', terms, ')+$')
+                AND CASE WHEN algorithm = 6 THEN true
+                    WHEN parts[1] IS NULL THEN parts[2] ~ concat('^[+]?(', terms, ')+$')
                     ELSE parts[2] ~ concat('^(0|(', terms, ')*)$') END) IS NOT TRUE
         THEN
             RAISE EXCEPTION 'rate_limit: policy cannot be read'
                 USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
                     HINT = 'Write "fixed 100/1m", "sliding 100/1m", "bucket 20 5/10s", "log 100/1m", '
-                        '"every 1000/month Europe/Berlin", or several of these with commas between them. '
+                        '"every 1000/month Europe/Berlin", "concurrent 5", or several of these with commas between '
+                        'them. '
                         'A duration has units: 10s, 1m, 1h30m, 30d. '
                         'A window of the calendar is a minute, hour, day, week or month.';
         END IF;
@@ -88,6 +96,7 @@ BEGIN
                     HINT = 'Each number is at least 1. A duration is whole microseconds, and at most 71 years. '
                         'The limit of a log is at most 1000. Other limits multiplied by their duration are at most '
                         '2^62 microseconds. A bucket is full after 71 years at most. '
+                        'At most 1000000 can be concurrent. '
                         'A time zone is UTC or a name like Europe/Berlin.';
         END IF;
         algorithms := algorithms || algorithm;

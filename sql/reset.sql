@@ -1,5 +1,5 @@
--- rate_limit_reset makes a key as good as new, for every algorithm, and ends its holds. It returns whether the key
--- had a row.
+-- rate_limit_reset makes a key as good as new, for every algorithm, and ends its holds, slots and tickets. It returns
+-- whether the key had a row.
 -- rate_limit_take_sliding_window explains the parameters.
 CREATE FUNCTION rate_limit_reset(
     name text, key text, durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL,
@@ -28,6 +28,7 @@ BEGIN
         IF held IS NOT NULL THEN
             UPDATE rate_limit_durable_hold AS h SET status = 1 WHERE h.key = key AND h.prefix = name AND h.status = 0;
         END IF;
+        DELETE FROM rate_limit_durable_hold AS h WHERE h.key = key AND h.prefix = name AND h.status = 3;
     ELSE
         LOCK TABLE rate_limit_ephemeral IN ROW EXCLUSIVE MODE;
         DELETE FROM rate_limit_ephemeral AS r WHERE r.prefix = name AND r.key = key RETURNING r.held INTO held;
@@ -35,11 +36,13 @@ BEGIN
         IF held IS NOT NULL THEN
             UPDATE rate_limit_ephemeral_hold AS h SET status = 1 WHERE h.key = key AND h.prefix = name AND h.status = 0;
         END IF;
+        DELETE FROM rate_limit_ephemeral_hold AS h WHERE h.key = key AND h.prefix = name AND h.status = 3;
     END IF;
     RETURN existed;
 END
 $$;
 
-COMMENT ON FUNCTION rate_limit_reset IS 'Makes a key as good as new, and returns whether it had a row. Its holds end.
+COMMENT ON FUNCTION rate_limit_reset IS 'Makes a key as good as new, and returns whether it had a row. Its holds
+and slots end, and nobody waits for one any more.
 A policy of several parts has a row for each part. Reset the key for name/2, name/3 and so on too.
 Example: SELECT rate_limit_reset(''login'', ''user:123'')';

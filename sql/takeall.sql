@@ -125,6 +125,7 @@ BEGIN
             cardinality(spans_us), cardinality(refills), cardinality(units)])
         AND (
             SELECT bool_and((_rate_limit_valid(e.algorithm, e.max_count, e.span_us, e.refill, e.zone)
+                AND e.algorithm <> 6 -- rate_limit_all says that nothing can be taken
                 AND e.units BETWEEN 1 AND e.max_count
                 AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512
                 AND (e.next_key IS NULL
@@ -159,7 +160,7 @@ BEGIN
             limits, spans_us, refills, costs, counts, lock_timeout_ms, synchronous_commit,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',
             NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[],
-            NULL::boolean[], NULL::bigint[], NULL::uuid[], NULL::bigint[]) AS a);
+            NULL::boolean[], NULL::bigint[], NULL::uuid[], NULL::bigint[], NULL::jsonb[]) AS a);
 END
 $$;
 

@@ -210,7 +210,7 @@ func TestRoles(t *testing.T) {
 		"SELECT rate_limit_report('{1}', '{a}', '{1}', '{1}', '{1}')":                             "app on_call",
 		"SELECT FROM rate_limit_shadow":                                                           "reader on_call admin",
 		"DELETE FROM rate_limit_shadow":                                                           "",
-		"SELECT _rate_limit_ask('a', 'b', 'log 1/1m', 1, false, false, NULL, NULL, NULL)":         "",
+		"SELECT _rate_limit_ask('a', 'b', 'log 1/1m', 1, false, false, NULL, NULL, NULL, NULL)":   "",
 		"SELECT _rate_limit_read_policy('log 1/1m'::text)":                                        "",
 		"SELECT rate_limit_take_fixed_window('a', '{b}', 1, 1)":                                   "app on_call",
 		"CREATE TABLE more (a int)":                                                               "",

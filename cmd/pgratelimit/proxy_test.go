@@ -132,7 +132,7 @@ func TestShardSetRefuses(t *testing.T) {
 		_, err := p.Pool.Exec(context.WithoutCancel(t.Context()), "DROP ROLE "+role)
 		require.NoError(t, err)
 	})
-	refused("the proxy stays as it was", "role "+role+" may not execute rate_limit_all", "deploy/grants.sql")
+	refused("the proxy stays as it was", "role "+role+" may not execute rate_limit_acquire, rate_limit_all", "deploy/grants.sql")
 	p.user = user
 
 	pgtest.Exec(t, p.Pool, "CREATE TABLE rate_limit_ephemeral (n int)")

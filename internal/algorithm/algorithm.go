@@ -14,7 +14,7 @@ type Algorithm struct {
 	Word     string // the first word of a policy's text
 	Example  string // an example of a policy's text
 	File     string // the NAME in NAME.go, internal/model/NAME.go, sql/NAME.sql and internal/engine/call/NAME.sql
-	Function string // the SQL function that takes from keys of one limiter
+	Function string // the SQL function that takes from keys of one limiter; "" for Concurrency
 	// Arguments are the names of Function's arguments for the policy's numbers and its time zone.
 	Arguments []string
 }
@@ -26,12 +26,14 @@ const (
 	TokenBucket
 	SlidingLog
 	CalendarWindow
+	Concurrency
 )
 
-// All returns the table of algorithms in the order of their codes.
+// All returns the algorithms from whose keys units are taken, in the order of their codes. Concurrency is not one of
+// them: it only has slots.
 //
 // CONTRIBUTING.md lists the places to edit for a new algorithm. TestEveryAlgorithmIsComplete reports missing places.
-func All() []Algorithm { return slices.Clone(table[:]) }
+func All() []Algorithm { return slices.Clone(table[:Concurrency-1]) }
 
 //nolint:gochecknoglobals // the table never changes, and With reads the table for each request
 var (
@@ -47,6 +49,7 @@ var (
 			CalendarWindow, "every", "every 1000/month Europe/Berlin", "calendar", "rate_limit_take_calendar_window",
 			zoned,
 		},
+		{Code: Concurrency, Word: "concurrent", Example: "concurrent 5", File: "concurrency"},
 	}
 )
 
@@ -72,7 +75,7 @@ func (a *Algorithm) Zoned() bool { return slices.Contains(a.Arguments, "zone") }
 // Functions returns the names of the SQL functions that applications call, including rate_limit_reset.
 func Functions() []string {
 	var names []string
-	for _, a := range table {
+	for _, a := range All() {
 		names = append(names, a.Function)
 	}
 	return append(names, "rate_limit_all", "rate_limit_take_all", "rate_limit_reset")
@@ -93,6 +96,7 @@ type Numbers struct {
 	Algorithm int16
 	Limit     int64 // a token bucket's capacity, or the limit of a window
 	// Span is the length of the window, or the time in which a bucket gains Refill tokens. A month counts as 31 days.
+	// Concurrency has no Span.
 	Span   time.Duration
 	Refill int64  // a token bucket's refill; 0 for all other algorithms
 	Zone   string // a calendar window's time zone; "" for all other algorithms
@@ -100,6 +104,9 @@ type Numbers struct {
 
 // Refills tells whether the policy has a refill.
 func (n Numbers) Refills() bool { return table[n.Algorithm-1].Refills() }
+
+// HasSlots tells whether the policy has slots, of which nothing can be taken.
+func (n Numbers) HasSlots() bool { return n.Algorithm == Concurrency }
 
 // Zoned tells whether the policy has a time zone.
 func (n Numbers) Zoned() bool { return table[n.Algorithm-1].Zoned() }

@@ -26,6 +26,8 @@ func Parse(text string) ([]Numbers, error) {
 func (n Numbers) String() string {
 	a := &table[n.Algorithm-1]
 	switch {
+	case n.HasSlots():
+		return fmt.Sprintf("%s %d", a.Word, n.Limit)
 	case a.Refills():
 		return fmt.Sprintf("%s %d %d/%s", a.Word, n.Limit, n.Refill, spanText(n.Span))
 	case a.Zoned() && n.Zone == utc:
@@ -54,6 +56,10 @@ func parse(words []string) (Numbers, error) {
 	}
 	if len(words) != want {
 		return Numbers{}, fmt.Errorf("has %d words after %q, and needs %d", len(words), a.Word, want)
+	}
+	if a.Code == Concurrency {
+		limit, err := parseAmount(words[0])
+		return Numbers{Algorithm: a.Code, Limit: limit}, err
 	}
 	amount, span, err := parseRate(words[want-1])
 	if err != nil {

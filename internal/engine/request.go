@@ -64,7 +64,8 @@ type Part struct {
 	// Hold is the id of the hold that the request makes, settles or extends. It is "" for other requests. A settlement
 	// is a Charge, and an extension has a Cost of 0.
 	Hold     string
-	TTL      int64 // how long the hold shall last from now on, in microseconds; 0 for a settlement
+	TTL      int64  // how long the hold shall last from now on, in microseconds; 0 for a settlement
+	Slot     string // for a request that acquires a slot, its details as an object in JSON; otherwise ""
 	Decision model.Decision
 }
 

@@ -143,6 +143,7 @@ func (d *Database) callAll(requests []*Request, tx Transaction) Call {
 	var ttls []*int64  // nil if no request is for a hold
 	var holds []*string
 	var delays []*int64 // nil if no request is a reservation
+	var slots []*string // nil if no request acquires a slot
 	var refunds RefundArguments
 	durable := false
 	for i, p := range into {
@@ -173,6 +174,12 @@ func (d *Database) callAll(requests []*Request, tx Transaction) Call {
 			}
 			delays[i] = p.Delay
 		}
+		if p.Slot != "" {
+			if slots == nil {
+				slots = make([]*string, n)
+			}
+			slots[i] = &p.Slot
+		}
 		refunds.Set(i, n, p.Refund)
 		durable = durable || p.Space.Durable
 	}
@@ -180,7 +187,7 @@ func (d *Database) callAll(requests []*Request, tx Transaction) Call {
 		owners, rows.names, rows.keys, durables, rows.algorithms, rows.limits, rows.spans, rows.refills, costs, counts,
 		tx.LockTimeout, d.synchronousCommit(tx, durable, rows.flush), d.now(),
 		refunds.Since, refunds.In, refunds.At, refunds.Spent, tx.SkipHeld, rows.zones, leased, charges,
-		ttls, holds, delays,
+		ttls, holds, delays, slots,
 	}}
 }
 

@@ -40,8 +40,9 @@ and policies.`,
 			comment: `Makes the functions in the schema that search_path names first. They use only the tables in this
 schema. Down drops the functions and keeps the tables.`,
 			sources: []string{
-				"types", "fixed", "sliding", "tokenbucket", "slidinglog", "calendar", "all", "refund", "charge",
-				"reserve", "hold", "left", "takeall", "reset", "policy", "allow", "twins", "sweep", "policies",
+				"types", "fixed", "sliding", "tokenbucket", "slidinglog", "calendar", "concurrency", "all", "refund",
+				"charge", "reserve", "hold", "left", "takeall", "reset", "policy", "allow", "twins", "sweep",
+				"policies",
 				"access",
 			},
 		},
@@ -131,8 +132,9 @@ var (
 
 	makes    = regexp.MustCompile(`(?m)^CREATE (?:UNLOGGED )?(TABLE|TYPE|FUNCTION) (\w+)`)
 	triggers = regexp.MustCompile(`(?m)^CREATE TRIGGER (\w+) .* ON (\w+)$`)
-	// twins matches calls of the functions that twins.sql generates.
-	twins = regexp.MustCompile(`\b_rate_limit_\w+_durable\b`)
+	// twins matches calls of the functions that twins.sql generates, and originals matches the names in its list.
+	twins     = regexp.MustCompile(`\b_rate_limit_\w+_durable\b`)
+	originals = regexp.MustCompile(`'(_rate_limit_\w+_)ephemeral'`)
 )
 
 // drops returns DROP IF EXISTS for the objects of sources, so that "down" and "up" can repair a damaged schema.
@@ -141,7 +143,11 @@ func drops(sources string) string {
 	for _, match := range makes.FindAllStringSubmatch(sources, -1) {
 		names[match[1]] = append(names[match[1]], match[2])
 	}
-	for _, twin := range twins.FindAllString(sources, -1) {
+	all := twins.FindAllString(sources, -1)
+	for _, match := range originals.FindAllStringSubmatch(sources, -1) {
+		all = append(all, match[1]+"durable")
+	}
+	for _, twin := range all {
 		if !slices.Contains(names["FUNCTION"], twin) {
 			names["FUNCTION"] = append(names["FUNCTION"], twin)
 		}

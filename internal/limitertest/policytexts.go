@@ -31,6 +31,8 @@ func PolicyTexts() map[string]ratelimit.Policy {
 		"every 1/week America/Argentina/San_Juan":        ratelimit.CalendarWindow{Limit: 1, Unit: ratelimit.CalendarWeek, Zone: "America/Argentina/San_Juan"},
 		"every 1/day America/Port-au-Prince":             ratelimit.CalendarWindow{Limit: 1, Unit: ratelimit.CalendarDay, Zone: "America/Port-au-Prince"},
 		"every 4611686018427387904/hour Pacific/Chatham": ratelimit.CalendarWindow{Limit: model.MaxProduct, Unit: ratelimit.CalendarHour, Zone: "Pacific/Chatham"},
+		"concurrent 5":                                   ratelimit.Concurrency{Limit: 5},
+		"concurrent 1000000":                             ratelimit.Concurrency{Limit: model.MaxSlots},
 		"every 1/minute Etc/UTC":                         ratelimit.CalendarWindow{Limit: 1, Unit: ratelimit.CalendarMinute, Zone: "Etc/UTC"},
 	}
 }
@@ -46,6 +48,7 @@ func OtherPolicyTexts() map[string]string {
 		"fixed 1/24h":            "fixed 1/1d",
 		"every 5/day UTC":        "every 5/day",
 		" every  05/week\tUTC ":  "every 5/week",
+		" concurrent \t +05 ":    "concurrent 5",
 	}
 }
 
@@ -58,6 +61,10 @@ func UnreadablePolicyTexts() map[string]string {
 		"Fixed 100/1m":                 `"Fixed" is no algorithm`,
 		"leaky 100/1m":                 `"leaky" is no algorithm`,
 		"fixed":                        "has 0 words",
+		"concurrent":                   "has 0 words",
+		"concurrent 5/1m":              `"5/1m" is not a whole number`,
+		"concurrent 5 5":               "has 2 words",
+		"concurrent 1e3":               `"1e3" is not a whole number`,
 		"fixed 100 1m":                 "has 2 words",
 		"fixed 100":                    "no slash",
 		"fixed 100/m":                  `"m" is not a duration`,
@@ -105,6 +112,8 @@ func ImpossiblePolicyTexts() map[string]string {
 		"bucket 0 5/10s":                 "Policy.Capacity",
 		"bucket 20 0/10s":                "Policy.Refill",
 		"every 0/day":                    "Policy.Limit",
+		"concurrent 0":                   "Policy.Limit",
+		"concurrent 1000001":             "Policy.Limit",
 		"every 4611686018427387905/day":  "Policy.Limit",
 		"every 5/day CET":                "Policy.Zone",
 		"every 5/day EST5EDT":            "Policy.Zone",
@@ -120,7 +129,7 @@ func ImpossiblePolicyTexts() map[string]string {
 // FuzzedPolicyTexts returns the seed corpus of FuzzParsePolicy.
 func FuzzedPolicyTexts() []string {
 	return []string{
-		"fixed 100/1m", "sliding 100/1h30m", "log 1000/1h30m", "bucket 20 5/10s", "fixed 1/30d", "fixed 1/1d12h", "sliding 1/1.000001s",
+		"fixed 100/1m", "sliding 100/1h30m", "log 1000/1h30m", "bucket 20 5/10s", "fixed 1/30d", "fixed 1/1d12h", "sliding 1/1.000001s", "concurrent 5",
 		"fixed 1/.5s", "every 1000/month Europe/Berlin", "every 5/day", "every 5/hour America/Port-au-Prince", "every 1/minute UTC",
 		"", "bucket", "fixed /", "fixed 1/d", "fixed 100/106751d23h47m16.854775807s", "fixed -1/-1s",
 		"fixed 4611686018427387904/1µs",

@@ -23,7 +23,10 @@ func MaxOwed(m Rules) int64 {
 // largest returns how many units a row may count within the exact range.
 func largest(m Rules) int64 {
 	n := m.Numbers()
-	if n.Algorithm == algorithm.CalendarWindow {
+	switch {
+	case n.HasSlots(): // nothing is counted, so nothing can be owed
+		return n.Limit
+	case n.Algorithm == algorithm.CalendarWindow:
 		return MaxProduct
 	}
 	rate := int64(MaxProduct / MaxSpan)

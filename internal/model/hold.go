@@ -50,6 +50,7 @@ const (
 	Live HoldStatus = iota
 	Ended
 	Settled
+	Waiting // a ticket: see Acquire
 )
 
 // Hold is a hold of a key.
@@ -61,6 +62,7 @@ type Hold struct {
 	// cannot revive a hold when other requests may have got its room.
 	Status     HoldStatus
 	Settlement // set if the hold is settled
+	Ticket     // set if the hold is a slot or a ticket
 }
 
 // Forgotten returns whether the hold is not known any more.
@@ -78,16 +80,18 @@ type Settlement struct {
 	At   int64 // when the hold was settled
 }
 
-// Key is a row with the holds of its key. Only the method Hold adds a hold.
+// Key is a row with the holds of its key. Only the methods Hold and Acquire add a hold.
 type Key struct {
 	State State
 	Holds []Hold
+	Fence int64 // the last fence
 }
 
 // write prepares the key for a write at this time. It records which holds have ended, and forgets holds that ended or
 // were settled long ago. The result moved tells whether the clock jumped back, so that the row or the end of a hold was
 // moved back with it.
 func (k Key) write(m Rules, clock int64) (written Key, moved bool) {
+	written.Fence = k.Fence
 	if written.State, moved = m.Roll(k.State, clock); moved {
 		_, d := m.Decide(written.State, clock, 0)
 		written.State.ExpiresAt = clock + d.ResetAfter
@@ -268,8 +272,9 @@ func (k Key) Extend(m Rules, clock, id, ttl int64) (Key, error) {
 	return next, nil
 }
 
+// find returns the index of a hold, or -1. A slot or a ticket cannot be settled or extended.
 func (k Key) find(id int64) int {
-	return slices.IndexFunc(k.Holds, func(h Hold) bool { return h.ID == id })
+	return slices.IndexFunc(k.Holds, func(h Hold) bool { return h.ID == id && h.Fence == 0 })
 }
 
 // Charge charges n beside the holds. The result fits is the largest charge: see the function Charge.
@@ -294,9 +299,11 @@ func (k Key) Grant(m Rules, clock, n int64) (Key, Decision) {
 	return k.changed(m, clock, func(s State) (State, Decision) { return Grant(m, s, clock, n) })
 }
 
-// Reset makes the key as good as new. Its holds end.
+// Reset makes the key as good as new. Its holds end, and nobody waits any more.
 func (k Key) Reset() Key {
-	next := Key{Holds: slices.Clone(k.Holds)}
+	next := Key{Fence: k.Fence, Holds: slices.DeleteFunc(slices.Clone(k.Holds), func(h Hold) bool {
+		return h.Status == Waiting
+	})}
 	for i := range next.Holds {
 		next.Holds[i].Status = max(next.Holds[i].Status, Ended)
 	}

@@ -2,6 +2,7 @@ package model
 
 import (
 	"reflect"
+	"slices"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
@@ -10,12 +11,15 @@ import (
 type Policy struct {
 	Rules []Rules
 	Limit int64 // the largest cost that can ever be allowed
-	same  any   // comparable; policies with the same value in this field are equal
+	// HasSlots tells whether a rule is Concurrency, of which nothing can be taken.
+	HasSlots bool
+	same     any // comparable; policies with the same value in this field are equal
 }
 
 // NewPolicy returns a policy of 1 to 8 rules.
 func NewPolicy(rules ...Rules) *Policy {
 	p := &Policy{Rules: rules, Limit: rules[0].Numbers().Limit, same: rules[0]}
+	p.HasSlots = slices.ContainsFunc(rules, func(r Rules) bool { return r.Numbers().HasSlots() })
 	for _, one := range rules[1:] {
 		p.Limit = min(p.Limit, one.Numbers().Limit)
 	}
@@ -60,6 +64,8 @@ func Of(n algorithm.Numbers) Rules {
 		return SlidingLog{n.Limit, n.Span}
 	case algorithm.CalendarWindow:
 		return CalendarWindow{n.Limit, n.Span, n.Zone}
+	case algorithm.Concurrency:
+		return Concurrency{n.Limit}
 	}
 	return nil
 }

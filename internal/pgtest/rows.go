@@ -79,7 +79,7 @@ func Application(t testing.TB, db *DB, root string) *pgxpool.Pool {
 			CREATE OR REPLACE FUNCTION $.rate_limit_all(integer[], text[], text[], boolean[], smallint[],
 				bigint[], bigint[], bigint[], bigint[], bigint[],
 				integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean, text[], bigint[],
-				boolean[], bigint[], uuid[], bigint[])
+				boolean[], bigint[], uuid[], bigint[], jsonb[])
 				RETURNS SETOF public.rate_limit_decision LANGUAGE sql
 				AS 'SELECT NULL::public.rate_limit_decision WHERE false';
 			CREATE OR REPLACE FUNCTION $._rate_limit_late() RETURNS boolean LANGUAGE sql AS 'SELECT true';

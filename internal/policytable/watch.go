@@ -14,8 +14,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
-	"github.com/jackc/pgx/v5/pgconn/ctxwatch"
-	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
@@ -243,40 +241,15 @@ func (t *Table) setListening(listening bool) {
 	t.status.Listening = listening
 }
 
-// connect opens a new connection with the pool's settings. The function hear gets the connection's notifications.
+// connect opens a connection for notifications. The function hear gets them.
 func (t *Table) connect(ctx context.Context, hear pgconn.NotificationHandler) (*pgx.Conn, error) {
-	pool, ok := t.db.(*pgxpool.Pool)
-	if !ok {
-		return nil, fmt.Errorf("%w: %T is no *pgxpool.Pool", errDeaf, t.db)
-	}
 	ctx, cancel := context.WithTimeout(ctx, readTimeout)
 	defer cancel()
-	config := pool.Config()
-	if config.BeforeConnect != nil {
-		if err := config.BeforeConnect(ctx, config.ConnConfig); err != nil {
-			return nil, err
-		}
+	conn, err := pg.ConnectBeside(ctx, t.db, hear)
+	if errors.Is(err, pg.ErrNoPool) {
+		err = fmt.Errorf("%w: %w", errDeaf, err)
 	}
-	// When a wait ends without a notification, the connection must stay open.
-	config.ConnConfig.BuildContextWatcherHandler = func(conn *pgconn.PgConn) ctxwatch.Handler {
-		return &pgconn.DeadlineContextWatcherHandler{Conn: conn.Conn()}
-	}
-	config.ConnConfig.OnNotification = hear
-	conn, err := pgx.ConnectConfig(ctx, config.ConnConfig)
-	if err != nil {
-		return nil, err
-	}
-	if config.AfterConnect != nil {
-		err = config.AfterConnect(ctx, conn)
-	}
-	if err == nil { // reading all rows may take longer than the application's statement_timeout
-		_, err = conn.Exec(ctx, "SET statement_timeout = 0")
-	}
-	if err != nil {
-		_ = conn.Close(ctx)
-		return nil, err
-	}
-	return conn, nil
+	return conn, err
 }
 
 func (t *Table) notify(ctx context.Context, payload string) error {

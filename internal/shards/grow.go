@@ -321,6 +321,9 @@ func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) e
 		if err := c.catchUp(ctx, tx, to, moves, horizon); err != nil {
 			return err
 		}
+		if err := c.continueFences(ctx, tx, to); err != nil {
+			return err
+		}
 		if err := c.Progress(place, Stopped); err != nil {
 			return err
 		}
@@ -405,6 +408,21 @@ func (c GrowConfig) catchUp(ctx context.Context, from pgx.Tx, to *pgx.Conn, move
 		}
 		return nil
 	})
+}
+
+// continueFences lets the new shard's fences begin beyond those of the old shard, so that the fences of a key that
+// moves still ascend.
+func (c GrowConfig) continueFences(ctx context.Context, from pgx.Tx, to *pgx.Conn) error {
+	const sequence = "pg_catalog.pg_get_serial_sequence($1, 'fence')::pg_catalog.regclass"
+	var last *int64
+	table := c.qualify("{schema}.rate_limit_durable_hold")
+	err := from.QueryRow(ctx, "SELECT pg_catalog.pg_sequence_last_value("+sequence+")", table).Scan(&last)
+	if err != nil || last == nil {
+		return err
+	}
+	_, err = to.Exec(ctx, "SELECT pg_catalog.setval("+sequence+", "+
+		"greatest(pg_catalog.pg_sequence_last_value("+sequence+"), $2))", table, *last)
+	return err
 }
 
 // run runs several statements.

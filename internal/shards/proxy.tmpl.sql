@@ -151,7 +151,8 @@ AS $$
 DECLARE
     shards CONSTANT integer := {{$.Schema}}.rate_limit_shards();
     shard integer := {{if .ByKey}}coalesce({{$.Schema}}._rate_limit_shard(key, shards), 0)
-        {{- else if .ByHold}}coalesce({{$.Schema}}._rate_limit_shard_of_hold(hold, shards), 0){{else}}0{{end}};
+        {{- else if .ByHold}}coalesce({{$.Schema}}._rate_limit_shard_of_hold(hold, shards), 0)
+        {{- else if .BySlot}}coalesce({{$.Schema}}._rate_limit_shard_of_hold(concat(slot, '.'), shards), 0){{else}}0{{end}};
 {{- if .ByKeys}}
     places bigint[];
     decisions {{$.Schema}}.rate_limit_decision[];
@@ -245,6 +246,19 @@ BEGIN
         RAISE EXCEPTION 'rate_limit: the other shards were swept: %', failed USING ERRCODE = code;
     END IF;
     complete := complete AND NOT skipped;
+{{- else if .BySlots}}
+    -- If a shard fails, the slots of earlier shards stay renewed. The caller asks again.
+    FOR shard IN
+        SELECT DISTINCT {{$.Schema}}._rate_limit_shard_of_hold(concat(u.id, '.'), shards) AS place
+        FROM unnest(slots) AS u (id)
+        WHERE u.id IS NOT NULL
+        ORDER BY place
+    LOOP
+        RETURN QUERY SELECT * FROM {{$.Schema}}._{{.Name}}(shard, shards{{range .In}},
+            {{if .PerKey}}ARRAY(SELECT u.id FROM unnest({{.Name}}) AS u (id)
+                WHERE {{$.Schema}}._rate_limit_shard_of_hold(concat(u.id, '.'), shards) = shard)
+            {{- else}}{{.Name}}{{end}}{{end}});
+    END LOOP;
 {{- else if .Set}}
     RETURN QUERY SELECT * FROM {{$.Schema}}._{{.Name}}(shard, shards, {{template "names" .In}});
 {{- else if .Out}}

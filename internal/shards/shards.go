@@ -32,6 +32,8 @@ type Function struct {
 
 	ByKey     bool // whether the function has the argument key
 	ByHold    bool // whether the function has the argument hold, whose text names the shard
+	BySlot    bool // whether the function has the argument slot, which names the shard
+	BySlots   bool // whether the function has an array of slots
 	Policy    bool // whether the function has the arguments key and policy
 	ByKeys    bool // whether the function decides an array of keys
 	Together  bool // whether all keys of a call must be on the same shard
@@ -67,7 +69,7 @@ FROM pg_catalog.pg_proc AS p
 WHERE p.pronamespace = $1::pg_catalog.regnamespace AND (p.proname IN (
         'rate_limit_allow', 'rate_limit_peek', 'rate_limit_charge', 'rate_limit_reserve', 'rate_limit_reset',
         'rate_limit_hold', 'rate_limit_settle', 'rate_limit_cancel', 'rate_limit_extend', 'rate_limit_find_hold',
-        'rate_limit_sweep',
+        'rate_limit_acquire', 'rate_limit_renew', 'rate_limit_renew_all', 'rate_limit_release', 'rate_limit_sweep',
         'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report')
     OR p.proretset AND p.prorettype = pg_catalog.to_regtype($1 || '.rate_limit_decision') AND p.proname LIKE 'rate%'
     OR p.prorettype = 'bigint[]'::pg_catalog.regtype AND p.proname LIKE 'rate#_limit#_take#_%' ESCAPE '#')
@@ -133,13 +135,17 @@ func (f *Function) classify(schema string) {
 	f.Sweeps = f.Name == "rate_limit_sweep"
 	switch f.Name {
 	case "rate_limit_allow", "rate_limit_peek", "rate_limit_charge", "rate_limit_reserve", "rate_limit_hold",
-		"rate_limit_reset":
+		"rate_limit_reset", "rate_limit_acquire":
 		f.ByKey, f.Policy = true, has("policy")
 	case "rate_limit_settle", "rate_limit_cancel", "rate_limit_extend", "rate_limit_find_hold":
 		f.ByHold = true
+	case "rate_limit_renew", "rate_limit_release":
+		f.BySlot = true
+	case "rate_limit_renew_all":
+		f.BySlots = true
 	}
 	f.Together = f.Result == "bigint[]"
-	f.Transacts = has("lock_timeout_ms") && (f.ByKey || f.ByKeys || f.Together)
+	f.Transacts = has("lock_timeout_ms") && (f.ByKey || f.ByKeys || f.BySlots || f.Together)
 }
 
 //go:embed *.tmpl.sql

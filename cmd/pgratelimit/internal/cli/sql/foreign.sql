@@ -95,7 +95,7 @@ WHERE (p.proname, oidvectortypes(p.proargtypes)) IN (
         ('rate_limit_all',
             'integer[], text[], text[], boolean[], smallint[], bigint[], bigint[], bigint[], bigint[], bigint[], '
             'integer, boolean, timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean, text[], '
-            'bigint[], boolean[], bigint[], uuid[], bigint[]'),
+            'bigint[], boolean[], bigint[], uuid[], bigint[], jsonb[]'),
         ('rate_limit_take_all',
             'text[], text[], boolean, smallint[], bigint[], bigint[], bigint[], text[], bigint[], integer[], '
             'integer[], bigint[], bigint[], integer, boolean, bigint'),
@@ -103,6 +103,10 @@ WHERE (p.proname, oidvectortypes(p.proargtypes)) IN (
         ('rate_limit_find_hold', 'text, timestamp with time zone'),
         ('rate_limit_settle', 'text, bigint, text'),
         ('rate_limit_extend', 'text, interval'),
+        ('rate_limit_acquire', 'text, text, text, bigint, interval, boolean, text, boolean'),
+        ('rate_limit_renew_all', 'uuid[], bigint, integer, boolean, bigint'),
+        ('rate_limit_renew', 'uuid, interval'),
+        ('rate_limit_release', 'uuid'),
         ('rate_limit_reset', 'text, text, boolean, integer, boolean'),
         ('rate_limit_sweep', 'integer, integer, text[], text, interval, timestamp with time zone'))
     AND (NOT p.prosecdef OR p.proowner NOT IN (SELECT t.oid FROM trusted AS t)) AND $1::boolean

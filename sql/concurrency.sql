@@ -1,0 +1,492 @@
+-- Concurrency: at most max_count units at a time. A slot is a hold that is never settled, but released. So the policy
+-- counts nothing, and a row needs no column for it: hold.sql keeps the sum of the live slots in the row of the key.
+--
+-- A request that does not fit can wait: it gets a ticket, which is a row of the list of the holds with the status 3.
+-- The tickets of a key are its line. Tests compare these functions with internal/model/slot.go. They keep these
+-- promises, all by the database's clock:
+--
+--   - Never are more than max_count units live.
+--   - A slot or a ticket that has ended is never live again.
+--   - The fences of a key ascend, because nextval runs while the row of the key is locked.
+--   - Tickets of the same group become slots in the order in which they were made.
+--   - A ticket that has ended, or that can never fit, holds nobody up.
+
+-- _rate_limit_valid_slots tells whether a policy's numbers are in the range.
+CREATE FUNCTION _rate_limit_valid_slots(max_count bigint, span_us bigint, refill bigint)
+RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT max_count BETWEEN 1 AND 1000000 AND span_us = 0 AND refill = 0
+$$;
+
+-- _rate_limit_concurrent decides requests for a row, as if no slot was live. It counts nothing. _rate_limit_fixed
+-- explains the arguments.
+CREATE FUNCTION _rate_limit_concurrent(
+    s rate_limit_row, cost bigint, most bigint, max_count bigint
+) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
+BEGIN
+    s.granted := CASE WHEN cost BETWEEN 1 AND max_count THEN most ELSE 0 END;
+    s.remaining := max_count;
+    s.retry_after_us := CASE WHEN cost <= max_count THEN 0 END;
+    s.reset_after_us := 0;
+    s.spent := 0;
+    s.changed := false;
+    s.moved := false;
+    RETURN s;
+END
+$$;
+
+-- _rate_limit_wrong_slot tells whether the arguments of a part with the algorithm 6 do not go together. A part looks,
+-- acquires a slot, or releases one. alone says whether it is the only part of its request.
+CREATE FUNCTION _rate_limit_wrong_slot(
+    cost bigint, charges boolean, ttl_us bigint, hold uuid, slot jsonb, alone boolean
+) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT (CASE
+        WHEN hold IS NULL THEN cost = 0 AND ttl_us IS NULL AND slot IS NULL
+        WHEN ttl_us IS NULL THEN cost = 0 AND charges AND slot IS NULL AND alone
+        ELSE cost >= 1 AND jsonb_typeof(slot) = 'object'
+            AND slot - ARRAY['holder', 'group', 'weight', 'wait'] = jsonb '{}'
+            AND octet_length(coalesce(slot->>'holder', '')) <= 256 AND (slot->>'holder' ~ '[[:cntrl:]]') IS NOT TRUE
+            AND octet_length(coalesce(slot->>'group', '')) <= 256
+            AND coalesce(slot->>'weight', '1') ~ '^[0-9]{1,4}$'
+            AND coalesce(slot->>'weight', '1')::integer BETWEEN 1 AND 1000
+            AND coalesce(slot->>'wait', 'false') IN ('true', 'false')
+            AND (alone OR coalesce(slot->>'wait', 'false') = 'false')
+        END) IS NOT TRUE
+$$;
+
+-- _rate_limit_next_fence returns the next fence or place. The row of the key must be locked. Both tables share the
+-- sequence of the table that is logged, so no number comes twice after a crash. The sequence must have no cache,
+-- because a session with a cache could return a smaller number than another session before. (A literal with the
+-- sequence's name would not work in every schema.)
+CREATE FUNCTION _rate_limit_next_fence() RETURNS bigint LANGUAGE plpgsql AS $$
+BEGIN
+    RETURN nextval(pg_get_serial_sequence(pg_typeof(NULL::rate_limit_durable_hold)::text, 'fence')::regclass);
+END
+$$;
+
+-- _rate_limit_known_slot_ephemeral tells whether a slot or a ticket was made with this id.
+CREATE FUNCTION _rate_limit_known_slot_ephemeral(name text, key text, hold uuid) RETURNS boolean
+LANGUAGE plpgsql STABLE AS $$
+#variable_conflict use_variable
+BEGIN
+    RETURN EXISTS (
+        SELECT FROM rate_limit_ephemeral_hold AS h
+        WHERE h.id = hold AND h.key = key AND h.prefix = name AND h.fence > 0);
+END
+$$;
+
+-- _rate_limit_slots_ephemeral decides a request that acquires or releases a slot. s has the live holds at the time
+-- clock. It writes nothing. If s.changed, _rate_limit_write_slots_ephemeral must follow. told_log is the answer if
+-- nothing changes: 1 for a slot or 0 for a ticket, its fence or its place, and its end.
+CREATE FUNCTION _rate_limit_slots_ephemeral(
+    s rate_limit_row, name text, key text, clock bigint, cost bigint, most bigint, max_count bigint, ttl_us bigint,
+    hold uuid, slot jsonb
+) RETURNS rate_limit_row
+LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+DECLARE
+    known boolean;
+    live boolean; -- whether the slot or the ticket is live
+    status smallint;
+    fence bigint;
+    ends bigint;
+    first bigint; -- the first end of a ticket in the line, or NULL if there is no line
+BEGIN
+    s := _rate_limit_concurrent(s, cost, most, max_count);
+    s.remaining := greatest(max_count - coalesce(s.held, 0), 0);
+    s.reset_after_us := greatest(s.held_until - clock, 0);
+    SELECT h.status, h.fence, h.ends_at INTO status, fence, ends
+    FROM rate_limit_ephemeral_hold AS h
+    WHERE h.id = hold AND h.key = key AND h.prefix = name AND h.fence > 0;
+    known := found;
+    live := known AND ends > clock AND (status = 0 AND s.held IS NOT NULL OR status = 3);
+
+    IF ttl_us IS NULL THEN -- release
+        s.granted := CASE WHEN live THEN 1 ELSE -3 END;
+        s.changed := live;
+        s.told_log := CASE WHEN live THEN ARRAY[(status = 0)::int, fence, ends] END;
+        s.retry_after_us := 0;
+        RETURN s;
+    ELSIF cost > max_count THEN
+        RETURN s;
+    ELSIF known THEN -- a repetition makes nothing
+        s.granted := CASE WHEN NOT live THEN -4 WHEN status = 0 THEN 1 ELSE 0 END;
+        s.told_log := CASE WHEN live THEN ARRAY[(status = 0)::int, fence, ends] END;
+        s.changed := live AND status = 3 AND (slot->>'wait')::boolean IS TRUE; -- the limit may have changed
+        s.retry_after_us := CASE WHEN s.granted = 0 THEN -1 ELSE 0 END;
+        RETURN s;
+    END IF;
+    first := (SELECT min(h.ends_at) FROM rate_limit_ephemeral_hold AS h
+        WHERE h.key = key AND h.prefix = name AND h.status = 3 AND h.ends_at > clock AND h.units <= max_count);
+    IF most < 1 THEN -- another part of the request is denied
+        s.granted := 0;
+        s.retry_after_us := CASE WHEN first IS NULL AND cost <= s.remaining THEN 0 ELSE -1 END;
+    ELSIF first IS NULL AND cost <= s.remaining THEN
+        s.granted := 1;
+        s.changed := true;
+        s.retry_after_us := 0;
+    ELSE
+        s.granted := 0;
+        s.changed := (slot->>'wait')::boolean IS TRUE;
+        s.retry_after_us := -1;
+    END IF;
+    RETURN s;
+END
+$$;
+
+-- _rate_limit_slots_after_ephemeral returns how long a request that is denied or in line has to wait at least: until
+-- cost fits beside the live holds, and if there is a line, until the next hold ends, or without holds, a ticket.
+CREATE FUNCTION _rate_limit_slots_after_ephemeral(
+    s rate_limit_row, name text, key text, clock bigint, cost bigint, max_count bigint
+) RETURNS bigint
+LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+DECLARE
+    first CONSTANT bigint := (SELECT min(h.ends_at) FROM rate_limit_ephemeral_hold AS h
+        WHERE h.key = key AND h.prefix = name AND h.status = 3 AND h.ends_at > clock);
+BEGIN
+    RETURN greatest(
+        _rate_limit_earliest_ephemeral(s, name, key, 6::smallint, clock, cost, max_count, 0::bigint, 0::bigint,
+            NULL::text, NULL::bigint),
+        CASE WHEN first IS NOT NULL THEN coalesce(s.held_next, first) - clock END);
+END
+$$;
+
+-- _rate_limit_hand_over_ephemeral makes slots of the next tickets as long as they fit, and tells the listeners of the
+-- channel rate_limit_slot: the id and the fence of the slot, with a space between them. Next is the group that holds
+-- least for its weight, and of this group the first ticket. If several groups hold as much, the first of these tickets
+-- is next. A next ticket that does not fit stops the line, so that small tickets cannot pass a big one for ever.
+--
+-- The slot keeps its ticket's end. So its holder knows by its own clock until when it has the slot, even if it hears of
+-- it late. s has the live holds, and the list has no other live holds and no tickets that have ended.
+CREATE FUNCTION _rate_limit_hand_over_ephemeral(s rate_limit_row, name text, key text)
+RETURNS rate_limit_row
+LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+DECLARE
+    id uuid;
+    units bigint;
+    room bigint;
+    fence bigint;
+BEGIN
+    LOOP
+        SELECT w.id, w.units, w.max_count - coalesce(s.held, 0) INTO id, units, room
+        FROM (
+            SELECT DISTINCT ON (h.line_group) h.id, h.units, h.max_count, h.line_group, h.weight, h.fence
+            FROM rate_limit_ephemeral_hold AS h
+            WHERE h.key = key AND h.prefix = name AND h.status = 3 AND h.units <= h.max_count
+            ORDER BY h.line_group, h.fence
+        ) AS w
+        ORDER BY (
+                SELECT coalesce(sum(h.units), 0) FROM rate_limit_ephemeral_hold AS h
+                WHERE h.key = key AND h.prefix = name AND h.status = 0 AND h.line_group = w.line_group
+            )::float8 / w.weight, w.fence
+        LIMIT 1;
+        EXIT WHEN NOT found OR units > room;
+        UPDATE rate_limit_ephemeral_hold AS h SET status = 0, fence = _rate_limit_next_fence()
+        WHERE h.id = id AND h.key = key AND h.prefix = name
+        RETURNING h.fence INTO fence;
+        s.held := coalesce(s.held, 0) + units;
+        -- A literal must not contain the name, because access.sql would insert the schema into it.
+        PERFORM pg_notify(concat('rate_limit', '_slot'), concat(id, ' ', fence));
+    END LOOP;
+    RETURN s;
+END
+$$;
+
+-- _rate_limit_write_line_ephemeral ends a write to the list of a key: it deletes tickets that have ended, hands over,
+-- and completes the sums of the row. max_count is the new limit of the line, or NULL if the limit stays.
+CREATE FUNCTION _rate_limit_write_line_ephemeral(
+    s rate_limit_row, name text, key text, clock bigint, max_count bigint
+) RETURNS rate_limit_row
+LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+DECLARE
+    longest CONSTANT bigint := clock + 86400000000;
+BEGIN
+    IF EXISTS (SELECT FROM rate_limit_ephemeral_hold AS h WHERE h.key = key AND h.prefix = name AND h.status = 3) THEN
+        DELETE FROM rate_limit_ephemeral_hold AS h
+        WHERE h.key = key AND h.prefix = name AND h.status = 3 AND h.ends_at <= clock;
+        UPDATE rate_limit_ephemeral_hold AS h
+        SET ends_at = least(h.ends_at, longest), max_count = coalesce(max_count, h.max_count)
+        WHERE h.key = key AND h.prefix = name AND h.status = 3
+            AND (h.ends_at > longest OR h.max_count <> max_count); -- longest: the clock was set back
+        s := _rate_limit_hand_over_ephemeral(s, name, key);
+    END IF;
+    SELECT min(h.ends_at), max(h.ends_at) INTO s.held_next, s.held_until
+    FROM rate_limit_ephemeral_hold AS h
+    WHERE h.key = key AND h.prefix = name AND h.status = 0;
+    s.held := CASE WHEN s.held_next IS NOT NULL THEN s.held END;
+    RETURN s;
+END
+$$;
+
+-- _rate_limit_write_slots_ephemeral writes what _rate_limit_slots_ephemeral has decided, and completes the decision.
+-- was is the row before.
+CREATE FUNCTION _rate_limit_write_slots_ephemeral(
+    s rate_limit_row, was rate_limit_row, name text, key text, clock bigint, cost bigint, max_count bigint,
+    ttl_us bigint, hold uuid, slot jsonb
+) RETURNS rate_limit_row
+LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+DECLARE
+    wait CONSTANT boolean := ttl_us IS NOT NULL AND (slot->>'wait')::boolean IS TRUE;
+    units bigint;
+    status smallint;
+    fence bigint;
+    ends bigint;
+BEGIN
+    PERFORM _rate_limit_note_ends_ephemeral(was, name, key, clock);
+    IF ttl_us IS NULL THEN
+        DELETE FROM rate_limit_ephemeral_hold AS h WHERE h.id = hold AND h.key = key AND h.prefix = name
+        RETURNING h.units, h.status INTO units, status;
+        s.held := s.held - CASE WHEN status = 0 THEN units ELSE 0 END;
+    ELSIF s.told_log IS NULL THEN -- not a repetition
+        INSERT INTO rate_limit_ephemeral_hold (
+            id, prefix, key, units, ends_at, status, algorithm, max_count, span_us, refill,
+            holder, line_group, weight, made_at, fence)
+        VALUES (hold, name, key, cost, clock + ttl_us, CASE WHEN s.granted > 0 THEN 0 ELSE 3 END, 6, max_count, 0, 0,
+            slot->>'holder', coalesce(slot->>'group', ''), coalesce((slot->>'weight')::integer, 1), clock,
+            _rate_limit_next_fence());
+        s.held := CASE WHEN s.granted > 0 THEN coalesce(s.held, 0) + cost ELSE s.held END;
+    END IF;
+    s := _rate_limit_write_line_ephemeral(s, name, key, clock, CASE WHEN wait THEN max_count END);
+    s.remaining := greatest(max_count - coalesce(s.held, 0), 0);
+    s.reset_after_us := greatest(s.held_until - clock, 0);
+    IF ttl_us IS NOT NULL THEN
+        SELECT h.status, h.fence, h.ends_at INTO status, fence, ends
+        FROM rate_limit_ephemeral_hold AS h WHERE h.id = hold AND h.key = key AND h.prefix = name;
+        s.told_log := ARRAY[(status = 0)::int, fence, ends];
+        s.granted := (status = 0)::int;
+        s.retry_after_us := CASE WHEN status = 0 THEN 0 ELSE -1 END;
+    END IF;
+    RETURN s;
+END
+$$;
+
+-- _rate_limit_renew_ephemeral makes those slots and tickets of a key last for at least ttl_us that are live, and hands
+-- over. It makes the row of the key if it is missing, because the row expires while only tickets are left.
+CREATE FUNCTION _rate_limit_renew_ephemeral(name text, key text, slots uuid[], ttl_us bigint, now_us bigint)
+RETURNS void
+LANGUAGE plpgsql AS $$
+#variable_conflict use_variable
+DECLARE
+    s rate_limit_row;
+    was rate_limit_row;
+    clock bigint;
+BEGIN
+    FOR attempt IN 1 .. 5 LOOP
+        SELECT d.ctid, d.held, d.held_next, d.held_until INTO s.tid, s.held, s.held_next, s.held_until
+        FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = key FOR UPDATE;
+        EXIT WHEN found;
+        INSERT INTO rate_limit_ephemeral (prefix, key) VALUES (name, key) ON CONFLICT DO NOTHING;
+    END LOOP;
+    clock := _rate_limit_now(now_us); -- after the lock
+    was := s;
+    s := _rate_limit_live_ephemeral(s, name, key, clock);
+    PERFORM _rate_limit_note_ends_ephemeral(was, name, key, clock);
+    UPDATE rate_limit_ephemeral_hold AS h SET ends_at = clock + ttl_us
+    WHERE h.id = ANY (slots) AND h.key = key AND h.prefix = name AND h.status IN (0, 3) AND h.fence > 0
+        AND h.ends_at > clock AND h.ends_at < clock + ttl_us;
+    s := _rate_limit_write_line_ephemeral(s, name, key, clock, NULL::bigint);
+    UPDATE rate_limit_ephemeral AS d SET held = s.held, held_next = s.held_next, held_until = s.held_until
+    WHERE d.ctid = s.tid
+        AND (d.held, d.held_next, d.held_until) IS DISTINCT FROM (s.held, s.held_next, s.held_until);
+END
+$$;
+
+-- rate_limit_renew_all makes slots and tickets last for at least ttl_us from now, and hands free units over to the next
+-- tickets of their keys. A process calls it for all its slots at once.
+--
+--   slots            the ids of slots and tickets of both tables
+--   lock_timeout_ms, synchronous_commit
+--                    as in rate_limit_take_sliding_window
+--   now_us           the time in tests; otherwise NULL
+--
+-- The result has a row for each slot or ticket that is live: whether it still waits, its fence, or its place in the
+-- line while it waits, and its end. A slot without a row is lost: it has ended, was released, or was taken away. It is
+-- never revived.
+CREATE FUNCTION rate_limit_renew_all(
+    slots uuid[], ttl_us bigint, lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL,
+    now_us bigint DEFAULT NULL,
+    OUT slot uuid, OUT waiting boolean, OUT fence bigint, OUT ends_us bigint, OUT clock_us bigint
+) RETURNS SETOF record
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statements
+SET enable_nestloop = on
+SET enable_seqscan = off -- a plan must not depend on the table's size at planning
+AS $$
+#variable_conflict use_variable
+DECLARE
+    ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
+    names text[];
+    keys text[];
+    durables boolean[];
+BEGIN
+    IF (ttl_us BETWEEN 1000 AND 86400000000) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: ttl_us is %', coalesce(ttl_us::text, 'NULL')
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'ttl_us',
+                HINT = 'It is from 1 millisecond to 24 hours. Renew a slot while its work goes on.';
+    END IF;
+    -- Every call uses the tables of keys before those of holds: see _rate_limit_end_hold.
+    LOCK TABLE rate_limit_ephemeral, rate_limit_durable IN ROW EXCLUSIVE MODE;
+    -- A slot never moves to another key, so this locks no row. The order is that of rate_limit_all.
+    SELECT array_agg(k.prefix ORDER BY k.durable, -octet_length(k.key), k.key, k.prefix),
+        array_agg(k.key ORDER BY k.durable, -octet_length(k.key), k.key, k.prefix),
+        array_agg(k.durable ORDER BY k.durable, -octet_length(k.key), k.key, k.prefix)
+    INTO names, keys, durables
+    FROM (
+        SELECT DISTINCT false AS durable, h.prefix, h.key
+        FROM rate_limit_ephemeral_hold AS h
+        WHERE h.id = ANY (slots) AND h.status IN (0, 3) AND h.fence > 0
+        UNION ALL
+        SELECT DISTINCT true, h.prefix, h.key
+        FROM rate_limit_durable_hold AS h
+        WHERE h.id = ANY (slots) AND h.status IN (0, 3) AND h.fence > 0
+    ) AS k;
+    FOR i IN 1 .. coalesce(cardinality(keys), 0) LOOP
+        IF durables[i] THEN
+            PERFORM _rate_limit_renew_durable(names[i], keys[i], slots, ttl_us, now_us);
+        ELSE
+            PERFORM _rate_limit_renew_ephemeral(names[i], keys[i], slots, ttl_us, now_us);
+        END IF;
+    END LOOP;
+    clock_us := _rate_limit_now(now_us);
+    RETURN QUERY
+        SELECT h.id, h.status = 3, h.fence, h.ends_at, clock_us
+        FROM rate_limit_ephemeral_hold AS h
+        WHERE h.id = ANY (slots) AND h.status IN (0, 3) AND h.fence > 0 AND h.ends_at > clock_us
+        UNION ALL
+        SELECT h.id, h.status = 3, h.fence, h.ends_at, clock_us
+        FROM rate_limit_durable_hold AS h
+        WHERE h.id = ANY (slots) AND h.status IN (0, 3) AND h.fence > 0 AND h.ends_at > clock_us;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_renew_all IS
+    'Renews many slots at once, as rate_limit_renew does for one. sql/concurrency.sql explains the result.
+Example: SELECT * FROM rate_limit_renew_all(
+    ARRAY(SELECT slot FROM rate_limit_acquire(''imports'', ''tenant:7'', ''concurrent 5'')), 30000000)';
+
+CREATE FUNCTION rate_limit_acquire(
+    name text, key text, policy text DEFAULT NULL, cost bigint DEFAULT 1, ttl interval DEFAULT interval '30 seconds',
+    durable boolean DEFAULT false, holder text DEFAULT NULL, wait boolean DEFAULT false,
+    OUT allowed boolean, OUT slot uuid, OUT fence bigint, OUT retry_after interval, OUT retry_after_seconds integer
+)
+LANGUAGE plpgsql
+SECURITY DEFINER
+AS $$
+#variable_conflict use_variable
+DECLARE
+    id uuid := _rate_limit_hold_id(key COLLATE "C");
+    told bigint[];
+BEGIN
+    PERFORM _rate_limit_check_ttl(ttl);
+    IF (cost >= 1) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: cost is %, and a slot needs at least 1', coalesce(cost::text, 'NULL')
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'cost', HINT = 'Acquire 1 for an ordinary job.';
+    ELSIF octet_length(holder) > 256 OR holder ~ '[[:cntrl:]]' THEN
+        RAISE EXCEPTION 'rate_limit: holder is too long, or has control characters'
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'holder',
+                HINT = 'It has at most 256 bytes. Name the process, such as worker-7.';
+    END IF;
+    SELECT a.allowed, a.retry_after, a.retry_after_seconds, a.told
+    INTO allowed, retry_after, retry_after_seconds, told
+    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false,
+        (extract(epoch FROM ttl) * 1000000)::bigint, id, NULL::bigint,
+        jsonb_strip_nulls(jsonb_build_object('holder', holder, 'wait', coalesce(wait, false)))) AS a;
+    slot := CASE WHEN told IS NOT NULL THEN id END;
+    fence := CASE WHEN told[1] = 1 THEN told[2] END;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_acquire IS 'Acquires a slot of a key for at most ttl, if one is free.
+Example: SELECT * FROM rate_limit_acquire(''imports'', ''tenant:7'', ''concurrent 5'')
+  policy       concurrent 5: at most 5 at a time. With commas also others, such as concurrent 5, fixed 1000/1d
+  cost         how many of the units the slot needs: 3 of 8 for a big job
+  ttl          from 1 ms to 24 hours. Then the slot is free, unless rate_limit_renew is called before: at a third of ttl
+  holder       who holds the slot, for people: at most 256 bytes
+  wait         whether to stand in line if no slot is free. Not for a policy with commas
+See rate_limit_allow for the other parameters. It returns
+  allowed      whether the slot is held now
+  slot         the slot, for rate_limit_renew and rate_limit_release. NULL if denied, and in the policy mode off, which
+               counts nothing. With wait, it is the place in the line: renew it until allowed is true
+  fence        a number that is larger than that of each earlier slot of the key. The resource behind the limit can
+               refuse a smaller one. NULL if allowed is false
+  retry_after  when a slot may be free, if no holder renews or releases. 0 if allowed
+  retry_after_seconds  retry_after in seconds, rounded up
+Call it in a transaction of its own: until the transaction ends, all calls for the key wait.';
+
+CREATE FUNCTION rate_limit_renew(
+    slot uuid, ttl interval DEFAULT interval '30 seconds',
+    OUT allowed boolean, OUT fence bigint, OUT ends_at timestamptz
+)
+LANGUAGE plpgsql
+SECURITY DEFINER
+AS $$
+#variable_conflict use_variable
+BEGIN
+    PERFORM _rate_limit_check_ttl(ttl);
+    IF slot IS NULL THEN -- made by the policy mode off
+        allowed := true;
+        ends_at := 'infinity';
+        RETURN;
+    END IF;
+    SELECT NOT r.waiting, CASE WHEN NOT r.waiting THEN r.fence END, timestamptz 'epoch' + r.ends_us * interval '1 us'
+    INTO allowed, fence, ends_at
+    FROM rate_limit_renew_all(ARRAY[slot], (extract(epoch FROM ttl) * 1000000)::bigint, NULL::integer, NULL::boolean,
+        NULL::bigint) AS r;
+    allowed := coalesce(allowed, false);
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_renew IS 'Makes a slot, or a place in the line, last for at least ttl from now.
+Example: SELECT * FROM rate_limit_renew(
+    (SELECT slot FROM rate_limit_acquire(''imports'', ''tenant:7'', ''concurrent 5'')))
+It returns
+  allowed      whether the slot is held now
+  fence        the fence of the slot. NULL if allowed is false
+  ends_at      the end of the slot or of the place in the line. NULL if it is lost: it had ended, or was released. Then
+               somebody else may have it, so stop
+NULL is the slot of the policy mode off. It never ends.';
+
+CREATE FUNCTION rate_limit_release(slot uuid) RETURNS boolean
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off
+AS $$
+#variable_conflict use_variable
+DECLARE
+    h record;
+    granted bigint;
+BEGIN
+    IF slot IS NULL THEN -- made by the policy mode off
+        RETURN true;
+    END IF;
+    -- Every call uses the tables of keys before those of holds: see _rate_limit_end_hold.
+    LOCK TABLE rate_limit_ephemeral, rate_limit_durable IN ROW EXCLUSIVE MODE;
+    -- A slot never moves to another key, so this locks no row.
+    SELECT false AS durable, e.prefix, e.key, e.max_count INTO h
+    FROM rate_limit_ephemeral_hold AS e WHERE e.id = slot AND e.fence > 0;
+    IF NOT found THEN
+        SELECT true AS durable, d.prefix, d.key, d.max_count INTO h
+        FROM rate_limit_durable_hold AS d WHERE d.id = slot AND d.fence > 0;
+        IF NOT found THEN
+            RETURN false;
+        END IF;
+    END IF;
+    granted := (
+        SELECT a.granted
+        FROM rate_limit_all(
+            ARRAY[1], ARRAY[h.prefix], ARRAY[h.key], ARRAY[h.durable], ARRAY[6]::smallint[], ARRAY[h.max_count],
+            ARRAY[0]::bigint[], ARRAY[0]::bigint[], ARRAY[0]::bigint[], NULL::bigint[], NULL::integer, NULL::boolean,
+            NULL::timestamptz, NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, NULL::text[],
+            NULL::bigint[], ARRAY[true], NULL::bigint[], ARRAY[slot], NULL::bigint[], NULL::jsonb[]) AS a);
+    RETURN granted = 1;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_release IS
+    'Frees a slot, or leaves the line. Returns false, and changes nothing, if the slot is lost or released already.
+Example: SELECT rate_limit_release(
+    (SELECT slot FROM rate_limit_acquire(''imports'', ''tenant:7'', ''concurrent 5'')))';
