@@ -11,8 +11,8 @@ import (
 // crash keeps none. Nothing is counted over time. [All] may have one Concurrency beside policies that count, such as 5
 // at a time and 1,000 a day.
 //
-// The SQL functions rate_limit_acquire, rate_limit_renew and rate_limit_release acquire, renew and release slots.
-// [Limiter.Peek] shows how many are free, and [Limiter.Reset] ends all slots of a key. Calls that take, charge, hold,
+// [Limiter.Acquire] waits for a slot, and [Limiter.TryAcquire] does not. The SQL functions rate_limit_acquire,
+// rate_limit_renew and rate_limit_release do the same for other languages. [Limiter.Peek] shows how many are free, and [Limiter.Reset] ends all slots of a key. Calls that take, charge, hold,
 // reserve or grant units return a [*SlotError], because there is nothing to take.
 type Concurrency struct {
 	Limit int64 // in units: from 1 to 1,000,000
@@ -31,21 +31,19 @@ func (p Concurrency) validate() error {
 	return nil
 }
 
-// SlotError is the error of a call that takes, charges, holds, reserves or grants units of a key whose policy is a
-// [Concurrency], or an [All] with one. Nothing was taken.
+// SlotError says why a slot cannot be acquired as it was asked, or why a call cannot take units of a policy with slots.
+// Nothing was taken.
 type SlotError struct {
-	Policy Policy // the policy that is in force for the key
+	Reason string // completes a sentence
 }
 
-func (e *SlotError) Error() string {
-	return fmt.Sprintf("ratelimit: the policy %q has slots, of which nothing can be taken; acquire a slot with "+
-		"rate_limit_acquire, or give the work another policy", e.Policy)
-}
+func (e *SlotError) Error() string { return "ratelimit: " + e.Reason }
 
 // checkTakes returns an error for a policy with slots, of which nothing can be taken.
 func checkTakes(policy *model.Policy) error {
 	if policy.HasSlots {
-		return &SlotError{Policy: policyFrom(policy)}
+		return &SlotError{fmt.Sprintf("the policy %q has slots, of which nothing can be taken; call Acquire or "+
+			"TryAcquire, or give the work another policy", policyFrom(policy))}
 	}
 	return nil
 }

@@ -69,7 +69,7 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 		"a name that is too long":      {ratelimit.Config{Name: strings.Repeat("ä", 64) + "x", Policy: good}, "Name", "128"},
 		"a name with NUL":              {ratelimit.Config{Name: "a\x00b", Policy: good}, "Name", "NUL"},
 		"a name in Latin 1":            {ratelimit.Config{Name: "caf\xe9", Policy: good}, "Name", "UTF-8"},
-		"no policy":                    {ratelimit.Config{Name: "n"}, "Policy", "SlidingLog or CalendarWindow"},
+		"no policy":                    {ratelimit.Config{Name: "n"}, "Policy", "CalendarWindow or Concurrency"},
 		"a pointer to a policy":        {policy(&good), "Policy", "not a pointer"},
 		"a pointer to a log":           {policy(&ratelimit.SlidingLog{}), "Policy", "not a pointer"},
 		"a pointer to no policy":       {policy((*ratelimit.TokenBucket)(nil)), "Policy", "not a pointer"},

@@ -37,6 +37,12 @@ var (
 	// ErrHoldEnded: a hold that has ended or is settled cannot be extended.
 	ErrHoldEnded = errors.New("ratelimit: the hold has ended, or is settled; " +
 		"settle it all the same, and make another hold if more is to come")
+	// ErrSlotReleased: the slot was released before.
+	ErrSlotReleased = errors.New("ratelimit: the slot is released")
+	// ErrSlotLost: the slot has ended, because it was not renewed in time, or an operator has taken it away. Somebody
+	// else may have it.
+	ErrSlotLost = errors.New("ratelimit: the slot is lost: it was not renewed in time, or somebody has taken it away; " +
+		"stop the work, and acquire another slot")
 	// ErrWouldExceedDeadline: the context ends before Wait's retry time. See [WaitError].
 	ErrWouldExceedDeadline = errors.New("ratelimit: waiting would exceed the context's deadline")
 

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/pgratelimit/ratelimit/internal/engine"
+	"github.com/pgratelimit/ratelimit/internal/keeper"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
@@ -21,6 +22,8 @@ type Observer struct {
 	Lease func(LeaseEvent)
 	// Breaker is called when the circuit breaker opens, so that OnFailure answers at once, and when it closes.
 	Breaker func(BreakerEvent)
+	// Renewal is called after each renewal of slots: see [Limiter.Acquire].
+	Renewal func(RenewalEvent)
 }
 
 // DecisionEvent is a call that has ended.
@@ -78,6 +81,15 @@ type BreakerEvent struct {
 	Err    error  // the cause, if Open; with an ErrPoolExhausted, Postgres may work
 }
 
+// RenewalEvent is a statement that has renewed slots and places in line. A renewal that has failed is repeated.
+type RenewalEvent struct {
+	Slots    int           // how many were to be renewed
+	TTL      time.Duration // [SlotOptions].TTL of all of them
+	Lost     int           // how many of them the database has no more
+	Failures int           // how many renewals in a row have failed, up to this one
+	Err      error
+}
+
 // hooks returns the functions by which the engine tells the observer.
 func (o *Observer) hooks() (h engine.Hooks) {
 	if o == nil {
@@ -97,16 +109,24 @@ func (o *Observer) hooks() (h engine.Hooks) {
 			o.Breaker(BreakerEvent{Limits: e.Kind, Shard: e.Shard, Open: e.Open, Err: publicError(e.Err)})
 		}
 	}
+	if o.Renewal != nil {
+		h.Renewal = func(e keeper.Renewal) {
+			e.Err = publicError(e.Err)
+			o.Renewal(RenewalEvent(e))
+		}
+	}
 	return h
 }
 
 // ErrorKind returns a word for an error, for metrics: "invalid_key", "invalid_cost", "invalid_request"
-// ([RequestError]), "invalid_hold" ([HoldError]), "hold_unknown", "hold_ended", "sharded", "would_exceed_deadline",
+// ([RequestError]), "invalid_hold" ([HoldError]), "hold_unknown", "hold_ended", "invalid_slot" ([SlotError]),
+// "slot_released", "slot_lost", "sharded", "would_exceed_deadline",
 // "not_migrated", "newer_schema", "not_permitted", "prepared_statements", "setup", "read_only", "key_held",
 // "pool_exhausted", "timeout", "unavailable", "context" (the context has ended), "other", or "" for nil.
 func ErrorKind(err error) string {
 	_, invalid := errors.AsType[*RequestError](err)
 	_, invalidHold := errors.AsType[*HoldError](err)
+	_, invalidSlot := errors.AsType[*SlotError](err)
 	switch {
 	case err == nil:
 		return ""
@@ -120,6 +140,12 @@ func ErrorKind(err error) string {
 		return "hold_unknown"
 	case errors.Is(err, ErrHoldEnded):
 		return "hold_ended"
+	case invalidSlot:
+		return "invalid_slot"
+	case errors.Is(err, ErrSlotReleased):
+		return "slot_released"
+	case errors.Is(err, ErrSlotLost):
+		return "slot_lost"
 	case errors.Is(err, ErrWouldExceedDeadline):
 		return "would_exceed_deadline"
 	case invalid && !errors.Is(err, ErrSharded):

@@ -1,14 +1,22 @@
 package ratelimit_test
 
 import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net"
+	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
+	"github.com/pgratelimit/ratelimit/internal/memdb"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // Nothing can be taken under a policy with slots. The calls say so, and a Peek shows the free slots.
@@ -42,8 +50,7 @@ func TestNothingIsTakenUnderConcurrency(t *testing.T) {
 		for call, do := range calls {
 			var slots *ratelimit.SlotError
 			require.ErrorAs(t, do(), &slots, call)
-			require.Equal(t, policy, slots.Policy)
-			require.ErrorContains(t, slots, "acquire a slot")
+			require.ErrorContains(t, slots, fmt.Sprintf("%q has slots", policy))
 		}
 		require.NoError(t, tx.Rollback(ctx))
 		require.True(t, pgtest.Scalar[bool](t, db.Pool,
@@ -53,4 +60,390 @@ func TestNothingIsTakenUnderConcurrency(t *testing.T) {
 		require.True(t, result.Allowed)
 		require.EqualValues(t, 2, result.Remaining)
 	}
+}
+
+// eachSlotConfig runs a test with limits of 3 slots, alone and beside a rate, for both tables.
+func eachSlotConfig(t *testing.T, test func(t *testing.T, config ratelimit.Config)) {
+	t.Helper()
+	alone := ratelimit.Concurrency{Limit: 3}
+	for name, policy := range map[string]ratelimit.Policy{
+		"alone":         alone,
+		"beside a rate": ratelimit.All(ratelimit.FixedWindow{Limit: 1000, Window: 24 * time.Hour}, alone),
+	} {
+		for _, durable := range []bool{false, true} {
+			config := ratelimit.Config{Name: "jobs", Policy: policy, Durable: durable}
+			t.Run(fmt.Sprintf("%s, durable %v", name, durable), func(t *testing.T) {
+				t.Parallel()
+				test(t, config)
+			})
+		}
+	}
+}
+
+func acquire(t *testing.T, l *ratelimit.Limiter, options ratelimit.SlotOptions) *ratelimit.Slot {
+	t.Helper()
+	slot, err := l.Acquire(t.Context(), "k", options)
+	require.NoError(t, err)
+	return slot
+}
+
+func tryAcquire(t *testing.T, l *ratelimit.Limiter, options ratelimit.SlotOptions) ratelimit.SlotResult {
+	t.Helper()
+	result, err := l.TryAcquire(t.Context(), "k", options)
+	require.NoError(t, err)
+	require.Equal(t, result.Allowed, result.Slot != nil)
+	return result
+}
+
+func release(t *testing.T, s *ratelimit.Slot) {
+	t.Helper()
+	require.NoError(t, s.Release(t.Context()))
+}
+
+// waitInLine waits until so many callers of all processes are in a line.
+func waitInLine(t *testing.T, db *pgtest.DB, callers int) {
+	t.Helper()
+	testkit.WaitUntil(t, func() bool {
+		n := 0
+		for _, shard := range db.All() {
+			n += pgtest.Scalar[int](t, shard.Pool, `SELECT count(*) FILTER (WHERE status = 3)::int FROM (
+				SELECT status FROM rate_limit_ephemeral_hold UNION ALL SELECT status FROM rate_limit_durable_hold) AS h`)
+		}
+		return n == callers
+	})
+}
+
+// At most 3 units are held, by all processes together. A released slot is free at once, and each slot has a larger
+// fence than those before.
+func TestSlots(t *testing.T) {
+	t.Parallel()
+	eachSlotConfig(t, func(t *testing.T, config ratelimit.Config) {
+		t.Run("on Postgres", func(t *testing.T) {
+			db := pgtest.New(t)
+			testSlots(t, limitertest.New(t, db.NewPool(t, nil), config), limitertest.New(t, db.NewPool(t, nil), config))
+		})
+		t.Run("in memory", func(t *testing.T) {
+			db := &memdb.DB{}
+			testSlots(t, limitertest.New(t, db, config), limitertest.New(t, db, config))
+		})
+	})
+}
+
+func testSlots(t *testing.T, l, other *ratelimit.Limiter) {
+	t.Helper()
+	first := tryAcquire(t, l, ratelimit.SlotOptions{})
+	require.EqualValues(t, 2, first.Remaining)
+	second := tryAcquire(t, other, ratelimit.SlotOptions{N: 2, TTL: time.Minute})
+	require.Zero(t, second.Remaining)
+	require.Greater(t, second.Slot.Fence(), first.Slot.Fence())
+
+	denied := tryAcquire(t, other, ratelimit.SlotOptions{})
+	require.False(t, denied.Allowed)
+	require.Greater(t, denied.RetryAfter, 10*time.Second)
+	require.LessOrEqual(t, denied.RetryAfter, 30*time.Second) // when the first slot ends
+	looked, err := l.Peek(t.Context(), "k")
+	require.NoError(t, err)
+	require.EqualValues(t, 3, looked.Held)
+	elsewhere, err := l.TryAcquire(t.Context(), "another key", ratelimit.SlotOptions{})
+	require.NoError(t, err)
+	release(t, elsewhere.Slot)
+
+	during := first.Slot.Context(t.Context())
+	require.NoError(t, during.Err())
+	release(t, first.Slot)
+	<-during.Done()
+	require.ErrorIs(t, context.Cause(during), ratelimit.ErrSlotReleased)
+	require.ErrorIs(t, first.Slot.Release(t.Context()), ratelimit.ErrSlotReleased)
+	third := tryAcquire(t, other, ratelimit.SlotOptions{})
+	require.True(t, third.Allowed)
+	require.Greater(t, third.Slot.Fence(), second.Slot.Fence())
+	release(t, second.Slot)
+	release(t, third.Slot)
+	looked, err = other.Peek(t.Context(), "k")
+	require.NoError(t, err)
+	require.Zero(t, looked.Held)
+}
+
+// Callers wait in one line for all processes. A caller that leaves holds nobody up, and nobody passes the line.
+func TestAcquireWaitsInLine(t *testing.T) {
+	t.Parallel()
+	eachSlotConfig(t, func(t *testing.T, config ratelimit.Config) {
+		db := pgtest.New(t)
+		var processes []*ratelimit.Limiter
+		for range 3 {
+			processes = append(processes, limitertest.New(t, db.NewPool(t, nil), config))
+		}
+		l := processes[0]
+		all := acquire(t, l, ratelimit.SlotOptions{N: 3})
+		ctx, leave := context.WithCancel(t.Context())
+		leaving := testkit.Later(func() (*ratelimit.Slot, error) {
+			return processes[1].Acquire(ctx, "k", ratelimit.SlotOptions{N: 3})
+		})
+		waitInLine(t, db, 1)
+		served := make(chan int, 6)
+		slots := make(chan *ratelimit.Slot, 6)
+		for i := range 6 {
+			go func() {
+				slot, err := processes[i%3].Acquire(t.Context(), "k", ratelimit.SlotOptions{})
+				if err != nil {
+					t.Errorf("caller %d: %v", i, err)
+				}
+				served <- i
+				slots <- slot
+			}()
+			waitInLine(t, db, i+2)
+		}
+		require.False(t, tryAcquire(t, processes[2], ratelimit.SlotOptions{}).Allowed)
+		leave()
+		_, err := leaving()
+		require.ErrorIs(t, err, context.Canceled)
+		waitInLine(t, db, 6)
+		require.Empty(t, served)
+		release(t, all)
+		first := []*ratelimit.Slot{<-slots, <-slots, <-slots}
+		require.ElementsMatch(t, []int{0, 1, 2}, []int{<-served, <-served, <-served})
+		for i, slot := range first {
+			release(t, slot)
+			require.Equal(t, 3+i, <-served)
+		}
+		for range 3 {
+			release(t, <-slots)
+		}
+		require.True(t, tryAcquire(t, l, ratelimit.SlotOptions{N: 3}).Allowed)
+	})
+}
+
+// A slot goes to the group that holds the fewest units. (TestSlotsEqualTheModel has groups with weights.)
+func TestGroupsShareSlots(t *testing.T) {
+	t.Parallel()
+	eachSlotConfig(t, func(t *testing.T, config ratelimit.Config) {
+		db := pgtest.New(t)
+		l, other := limitertest.New(t, db.NewPool(t, nil), config), limitertest.New(t, db.NewPool(t, nil), config)
+		all := acquire(t, l, ratelimit.SlotOptions{N: 3})
+		served := make(chan string, 9)
+		for i, group := range []string{"many", "many", "many", "many", "one", "two", "two"} {
+			go func() {
+				_, err := other.Acquire(t.Context(), "k", ratelimit.SlotOptions{Group: group})
+				if err == nil { // otherwise the test has ended
+					served <- group
+				}
+			}()
+			waitInLine(t, db, i+1)
+		}
+		release(t, all)
+		require.ElementsMatch(t, []string{"many", "one", "two"}, []string{<-served, <-served, <-served})
+	})
+}
+
+// While a process lives, its slot lasts. When somebody takes the slot away, its context ends, and a late release is
+// told so. The clock of this test is simulated.
+func TestSlotsAreRenewedUntilTheyAreTakenAway(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var events []ratelimit.RenewalEvent
+		client := limitertest.NewClient(t, &memdb.DB{}, ratelimit.ClientConfig{
+			Logger:   slog.New(slog.DiscardHandler),
+			Observer: &ratelimit.Observer{Renewal: func(e ratelimit.RenewalEvent) { events = append(events, e) }},
+		})
+		l := limitertest.Of(t, client, ratelimit.Config{Name: "jobs", Policy: ratelimit.Concurrency{Limit: 1}})
+		slot := acquire(t, l, ratelimit.SlotOptions{})
+		during := slot.Context(t.Context())
+		<-time.After(time.Hour + time.Second)
+		synctest.Wait()
+		require.NoError(t, during.Err())
+		require.False(t, tryAcquire(t, l, ratelimit.SlotOptions{}).Allowed)
+		require.Len(t, events, 3*120)
+		require.Equal(t, ratelimit.RenewalEvent{Slots: 1, TTL: 30 * time.Second}, events[0])
+
+		require.NoError(t, l.Reset(t.Context(), "k"))
+		next := tryAcquire(t, l, ratelimit.SlotOptions{})
+		require.True(t, next.Allowed)
+		<-during.Done()
+		require.ErrorIs(t, context.Cause(during), ratelimit.ErrSlotLost)
+		require.ErrorIs(t, slot.Release(t.Context()), ratelimit.ErrSlotLost)
+		synctest.Wait()
+		require.Equal(t, 1, events[len(events)-1].Lost)
+		require.False(t, tryAcquire(t, l, ratelimit.SlotOptions{}).Allowed, "the late release must not free the next slot")
+		release(t, next.Slot)
+	})
+}
+
+// A slot and the rates beside it are taken together, or not at all. What the rate has counted stays counted.
+func TestSlotsBesideARate(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		rate := ratelimit.FixedWindow{Limit: 3, Window: time.Hour}
+		client := limitertest.NewClient(t, &memdb.DB{}, ratelimit.ClientConfig{})
+		l := limitertest.Of(t, client, ratelimit.Config{
+			Name: "jobs", Policy: ratelimit.All(rate, ratelimit.Concurrency{Limit: 2}),
+		})
+		<-time.After(time.Until(time.Now().Truncate(time.Hour).Add(time.Hour))) // the window begins
+		first, second := acquire(t, l, ratelimit.SlotOptions{}), acquire(t, l, ratelimit.SlotOptions{})
+		denied := tryAcquire(t, l, ratelimit.SlotOptions{})
+		require.Equal(t, 30*time.Second, denied.RetryAfter)
+		require.EqualValues(t, 1, denied.Each()[0].Remaining)
+		waiting := testkit.Later(func() (*ratelimit.Slot, error) { return l.Acquire(t.Context(), "k", ratelimit.SlotOptions{}) })
+		synctest.Wait()
+		release(t, first)
+		third, err := waiting()
+		require.NoError(t, err)
+		release(t, second)
+		denied = tryAcquire(t, l, ratelimit.SlotOptions{})
+		require.False(t, denied.Allowed)
+		require.Greater(t, denied.RetryAfter, 50*time.Minute)
+		require.True(t, denied.Each()[1].Allowed)
+
+		began := time.Now()
+		fourth := acquire(t, l, ratelimit.SlotOptions{}) // waits for the next window, without a slot
+		require.Greater(t, time.Since(began), 50*time.Minute)
+		release(t, third)
+		release(t, fourth)
+	})
+}
+
+// Somebody keeps the row of one key locked for long. The slots of other keys that the same statement renews must not
+// end with it.
+func TestALockedKeyKeepsNoOtherSlotsFromRenewal(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "a transaction that locks a row")
+	db := pgtest.New(t)
+	config := ratelimit.Config{Name: "jobs", Policy: ratelimit.Concurrency{Limit: 1}}
+	failed := make(chan ratelimit.RenewalEvent, 1000)
+	client := limitertest.NewClient(t, db.NewPool(t, nil), ratelimit.ClientConfig{
+		Logger:   slog.New(slog.DiscardHandler),
+		Observer: &ratelimit.Observer{Renewal: func(e ratelimit.RenewalEvent) { failed <- e }},
+	})
+	l := limitertest.Of(t, client, config)
+	var slots []*ratelimit.Slot
+	for i := range 9 {
+		result, err := l.TryAcquire(t.Context(), fmt.Sprint(i), ratelimit.SlotOptions{TTL: 3 * time.Second})
+		require.NoError(t, err)
+		slots = append(slots, result.Slot)
+	}
+	tx := pgtest.Begin(t, db)
+	pgtest.Exec(t, tx, "SELECT FROM rate_limit_ephemeral WHERE key = '4' FOR UPDATE")
+	<-slots[4].Context(t.Context()).Done()
+	require.ErrorIs(t, (<-failed).Err, ratelimit.ErrTimeout)
+	for i, slot := range slots {
+		if i != 4 {
+			require.NoError(t, slot.Context(t.Context()).Err())
+			release(t, slot)
+		}
+	}
+	require.ErrorIs(t, slots[4].Release(t.Context()), ratelimit.ErrSlotLost)
+}
+
+// While Postgres is away, OnFailure answers as its documentation says.
+func TestSlotsWhilePostgresIsAway(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		mode    ratelimit.FailureMode
+		allowed bool
+		fails   bool
+	}{
+		{mode: ratelimit.ReturnError(), fails: true}, {mode: ratelimit.FailOpen(), allowed: true},
+		{mode: ratelimit.FailClosed()}, {mode: ratelimit.FallbackLocal(0.5), fails: true},
+	} {
+		client := limitertest.NewClient(t, limitertest.PoolOf(t, func(net.Conn) {}), ratelimit.ClientConfig{Logger: slog.New(slog.DiscardHandler)})
+		l := limitertest.Of(t, client, ratelimit.Config{Name: "jobs", Policy: ratelimit.Concurrency{Limit: 1}, OnFailure: c.mode})
+		result, err := l.TryAcquire(t.Context(), "k", ratelimit.SlotOptions{})
+		require.Equal(t, c.fails, err != nil, err)
+		require.Equal(t, c.allowed, result.Allowed)
+		slot, err := l.Acquire(t.Context(), "k", ratelimit.SlotOptions{})
+		if !c.allowed {
+			require.ErrorIs(t, err, ratelimit.ErrUnavailable)
+			require.Nil(t, slot)
+			continue
+		}
+		require.NoError(t, err)
+		require.Zero(t, slot.Fence())
+		require.NoError(t, slot.Context(t.Context()).Err())
+		release(t, slot)
+		release(t, result.Slot)
+	}
+}
+
+// Rows of the table of policies open, close and change a limit of slots.
+func TestSlotsObeyPolicies(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
+	l := limitertest.New(t, pool, ratelimit.Config{
+		Name: "jobs", Policy: ratelimit.Concurrency{Limit: 1},
+		Policies: limitertest.RunningPolicies(t, pool, ratelimit.PoliciesConfig{}),
+	})
+	set := func(mode, policy any) {
+		t.Helper()
+		pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy")
+		pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, mode, policy, comment) VALUES ('jobs', 'k', $1, $2, 'why')", mode, policy)
+	}
+	held := acquire(t, l, ratelimit.SlotOptions{})
+	require.False(t, tryAcquire(t, l, ratelimit.SlotOptions{}).Allowed)
+	set("off", nil)
+	testkit.WaitUntil(t, func() bool { return tryAcquire(t, l, ratelimit.SlotOptions{}).Allowed })
+	release(t, acquire(t, l, ratelimit.SlotOptions{}))
+	set("deny", nil)
+	testkit.WaitUntil(t, func() bool {
+		return tryAcquire(t, l, ratelimit.SlotOptions{}).Source == ratelimit.SourcePolicy && !tryAcquire(t, l, ratelimit.SlotOptions{}).Allowed
+	})
+	waiting := testkit.Later(func() (*ratelimit.Slot, error) { return l.Acquire(t.Context(), "k", ratelimit.SlotOptions{}) })
+	set("enforce", "concurrent 2")
+	second, err := waiting()
+	require.NoError(t, err)
+	require.Greater(t, second.Fence(), held.Fence())
+	release(t, second)
+	release(t, held)
+}
+
+// Bad options are told with what to do, and nobody's slot is touched.
+func TestSlotsRefuseBadOptions(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
+	l := limitertest.New(t, pool, ratelimit.Config{Name: "jobs", Policy: ratelimit.Concurrency{Limit: 5}})
+	acquire(t, l, ratelimit.SlotOptions{N: 5})
+	for what, c := range map[string]struct {
+		limiter *ratelimit.Limiter
+		key     string
+		options ratelimit.SlotOptions
+		want    error
+		says    string
+	}{
+		"no key":         {l, "", ratelimit.SlotOptions{}, ratelimit.ErrInvalidKey, "at least 1 byte"},
+		"N below 0":      {l, "k", ratelimit.SlotOptions{N: -1}, ratelimit.ErrInvalidCost, "at least 1"},
+		"too large":      {l, "k", ratelimit.SlotOptions{N: 6}, ratelimit.ErrCostExceedsLimit, "raise the limit"},
+		"short":          {l, "k", ratelimit.SlotOptions{TTL: time.Millisecond}, nil, "from 1s to 24h"},
+		"TTL below 0":    {l, "k", ratelimit.SlotOptions{TTL: -time.Second}, nil, "from 1s to 24h"},
+		"a century":      {l, "k", ratelimit.SlotOptions{TTL: 876_000 * time.Hour}, nil, "from 1s to 24h"},
+		"weight":         {l, "k", ratelimit.SlotOptions{Weight: 1001}, nil, "from 1 to 1000"},
+		"weight below 0": {l, "k", ratelimit.SlotOptions{Weight: -1}, nil, "from 1 to 1000"},
+		"10 kB":          {l, "k", ratelimit.SlotOptions{Holder: strings.Repeat("x", 10_000)}, nil, "at most 256 bytes"},
+		"control":        {l, "k", ratelimit.SlotOptions{Holder: "a\nb"}, nil, "without control characters"},
+		"no UTF-8":       {l, "k", ratelimit.SlotOptions{Group: "\xff"}, nil, "of UTF-8"},
+		"group":          {l, "k", ratelimit.SlotOptions{Group: "a\x00"}, nil, "the Group of a slot has 2 bytes"},
+		"no slots": {
+			limitertest.New(t, pool, ratelimit.Config{Name: "rate", Policy: ratelimit.SlidingLog{Limit: 5, Window: time.Second}}),
+			"k", ratelimit.SlotOptions{}, nil, `"concurrent 5"`,
+		},
+		"a connection": {
+			limitertest.New(t, pgtest.Connect(t, db), ratelimit.Config{Name: "jobs", Policy: ratelimit.Concurrency{Limit: 5}}),
+			"k", ratelimit.SlotOptions{}, nil, "make the Client with a pool",
+		},
+	} {
+		_, err := c.limiter.TryAcquire(t.Context(), c.key, c.options)
+		_, waited := c.limiter.Acquire(t.Context(), c.key, c.options)
+		require.Equal(t, err, waited, what)
+		require.ErrorContains(t, err, c.says, what)
+		if c.want == nil {
+			var refused *ratelimit.SlotError
+			require.ErrorAs(t, err, &refused, what)
+			require.Equal(t, "invalid_slot", ratelimit.ErrorKind(err), what)
+		} else {
+			require.ErrorIs(t, err, c.want, what)
+		}
+		require.NotContains(t, err.Error(), "xxx")
+	}
+	looked, err := l.Peek(t.Context(), "k")
+	require.NoError(t, err)
+	require.EqualValues(t, 5, looked.Held)
 }

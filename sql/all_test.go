@@ -330,8 +330,9 @@ func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []model
 	t.Helper()
 	got := map[int64]model.Decision{}
 	args := append(limitertest.AllArrays(requests), nil, nil, time.UnixMicro(clock))
-	args = append(append(args, allRefunds(requests)...), skip, allZones(requests), allLeased(requests), allCharges(requests), nil, nil, nil)
-	err := queryDecisions(t.Context(), pool, engine.Text("all", ""), args, func(ord int64, d model.Decision) { got[ord] = d })
+	args = append(append(args, allRefunds(requests)...), skip, allZones(requests), allLeased(requests), allCharges(requests))
+	err := queryDecisions(t.Context(), pool, engine.Text("all", ""), limitertest.AllArguments(args...),
+		func(ord int64, d model.Decision) { got[ord] = d })
 	require.NoError(t, err, "%s\n%v", title, requests)
 	ord := int64(0)
 	for i, request := range requests {
@@ -578,7 +579,7 @@ func TestAllFunctionRefusesBadParts(t *testing.T) {
 
 	pool := pgtest.New(t).Pool
 	good := func() []any {
-		return append(limitertest.AllArrays([]modeltest.Request{
+		return limitertest.AllArguments(append(limitertest.AllArrays([]modeltest.Request{
 			{Parts: []modeltest.Part{
 				{ID: modeltest.RowID{Name: "a", Key: "x"}, Policy: model.FixedWindow{Limit: 3, Window: time.Hour}, Cost: 1},
 				{ID: modeltest.RowID{Name: "b", Key: "y"}, Policy: model.TokenBucket{Capacity: 3, Refill: 1, Every: time.Hour}, Cost: 1},
@@ -587,7 +588,7 @@ func TestAllFunctionRefusesBadParts(t *testing.T) {
 				Parts: []modeltest.Part{{ID: modeltest.RowID{Name: "a", Key: "y"}, Policy: model.SlidingWindow{Limit: 3, Window: time.Hour}, Cost: 1}},
 				Count: 1,
 			},
-		}), nil, nil, limitertest.T0, nil, nil, nil, nil, false, nil, nil, nil, nil, nil, nil)
+		}), nil, nil, limitertest.T0)...)
 	}
 	_, err := pool.Exec(t.Context(), engine.Text("all", ""), good()...)
 	require.NoError(t, err)

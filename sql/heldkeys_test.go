@@ -130,7 +130,7 @@ func TestAllSkipsRequestsWithAHeldPart(t *testing.T) {
 		{Parts: []modeltest.Part{part(b, "held")}, Count: 1},
 	}
 	got := map[int64]int64{}
-	args := append(limitertest.AllArrays(requests), nil, nil, limitertest.T0, nil, nil, nil, nil, true, nil, nil, nil, nil, nil, nil)
+	args := limitertest.AllArguments(append(limitertest.AllArrays(requests), nil, nil, limitertest.T0, nil, nil, nil, nil, true)...)
 	require.NoError(
 		t,
 		queryDecisions(t.Context(), db.Pool, engine.Text("all", ""), args, func(ord int64, d model.Decision) { got[ord] = d.Granted }),

@@ -414,7 +414,7 @@ func TestAuditOfHoldsCatches(t *testing.T) {
 		},
 		"a sum that drifts":             {"_rate_limit_beside_ephemeral", "coalesce(s.held, 0) + cost", "coalesce(s.held, 0) + cost + 1"},
 		"a hold that is never in a sum": {"_rate_limit_beside_ephemeral", "s.held := coalesce(s.held, 0) + cost", "s.held := cost"},
-		"a hold that lives again":       {"_rate_limit_write_holds_ephemeral", "AND (h.ends_at <= clock", "AND (h.ends_at <= clock - 100000"},
+		"a hold that lives again":       {"_rate_limit_note_ends_ephemeral", "AND (h.ends_at <= clock", "AND (h.ends_at <= clock - 100000"},
 	} {
 		seed := random.Uint64()
 		t.Run(name, func(t *testing.T) {

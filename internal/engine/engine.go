@@ -20,6 +20,8 @@ import (
 	"time"
 	"weak"
 
+	"github.com/pgratelimit/ratelimit/internal/keeper"
+
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
@@ -32,6 +34,7 @@ type Engine struct {
 	Denials  *Denials // nil if the engine remembers no denials
 	Leases   *Leases
 	Fallback *Fallback
+	Keeper   *keeper.Keeper
 	Requests requestPool
 	sets     Space // stands for all sets of AllowAll in the queue, where each limiter has a Space
 }
@@ -53,6 +56,7 @@ type Hooks struct {
 	Statement func(Statement)
 	Lease     func(LeaseUse)
 	Breaker   func(BreakerChange)
+	Renewal   func(keeper.Renewal)
 }
 
 // Statement describes a statement that has ended.
@@ -87,6 +91,7 @@ func NewEngine(db pg.DB, s Settings) *Engine {
 	}
 	e.Leases = newLeases(s.Clock, s.Timeout, s.Hooks.Lease)
 	e.Leases.giveBack = e.giveBack
+	e.Keeper = e.newKeeper()
 	e.Batcher = e.Queues.start(e.newQueue).Batcher
 	return e
 }

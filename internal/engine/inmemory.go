@@ -1,12 +1,14 @@
 package engine
 
 import (
+	"encoding/json"
 	"errors"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
 
+	"github.com/pgratelimit/ratelimit/internal/keeper"
 	"github.com/pgratelimit/ratelimit/internal/memdb"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pg"
@@ -53,8 +55,15 @@ func (d *Database) memoryNow() time.Time {
 
 // decideIn decides a request and the requests merged with it. Each request takes from all of its rows, or from none.
 func (r *Request) decideIn(db *memdb.DB, clock int64) {
-	if r.endsHold() {
+	switch {
+	case r.endsHold() && r.Parts[0].Rules.Numbers().HasSlots():
+		r.Parts[0].releaseIn(db, clock)
+		return
+	case r.endsHold():
 		r.endHoldIn(db, clock)
+		return
+	case r.ofHold() && slices.ContainsFunc(r.Parts, func(p Part) bool { return p.Slot != "" }):
+		r.acquireIn(db, clock)
 		return
 	}
 	before := make([]model.Key, len(r.Parts))
@@ -145,6 +154,84 @@ func (r *Request) endHoldIn(db *memdb.DB, clock int64) {
 	}
 }
 
+// acquireIn acquires a slot and takes from the other rows, or does neither.
+func (r *Request) acquireIn(db *memdb.DB, clock int64) {
+	changed, granted := make([]model.Key, len(r.Parts)), int64(1)
+	for i := range r.Parts {
+		p := &r.Parts[i]
+		if p.Slot == "" {
+			changed[i], p.Decision = p.decide(p.load(db), clock, p.Cost)
+		} else {
+			changed[i], p.Decision = p.acquire(p.load(db), clock)
+		}
+		granted = min(granted, p.Decision.Granted)
+	}
+	for i := range r.Parts {
+		p := &r.Parts[i]
+		if granted == 1 || len(r.Parts) == 1 { // the only part may have got a place in line
+			p.store(db, changed[i])
+		} else if p.Decision.Granted == 1 {
+			_, p.Decision = p.load(db).Decide(p.Rules, clock, 0)
+			p.Decision.RetryAfter = 0
+		}
+		p.Decision.Granted, p.Decision.DecidedAt = granted, time.UnixMicro(clock)
+	}
+}
+
+// acquire returns the key with the slot of the part, or with its place in line.
+func (p *Part) acquire(k model.Key, clock int64) (model.Key, model.Decision) {
+	rules, _ := p.Rules.(model.Concurrency) // no other rules have slots
+	var wish SlotWish
+	_ = json.Unmarshal([]byte(p.Slot), &wish) // Acquire has made it
+	next, a, err := k.Acquire(rules, clock, model.Want{
+		ID: holdNumber(p.Hold), Units: p.Cost, TTL: p.TTL,
+		Group: wish.Group, Weight: int64(max(wish.Weight, 1)), Wait: wish.Wait,
+	})
+	d := a.Decision
+	if h := a.Hold; err == nil && h != nil {
+		d.State.Log = model.NewEntries([]int64{0, h.Fence, h.End})
+		if h.Status == model.Live {
+			d.State.Log = model.NewEntries([]int64{1, h.Fence, h.End})
+		}
+	}
+	return next, d
+}
+
+// releaseIn frees the slot of the part.
+func (p *Part) releaseIn(db *memdb.DB, clock int64) {
+	next, _, err := p.load(db).Release(clock, holdNumber(p.Hold))
+	p.store(db, next)
+	p.Decision = model.Decision{Granted: 1, DecidedAt: time.UnixMicro(clock)}
+	if err != nil {
+		p.Decision.Granted = UnknownHold
+	}
+}
+
+// renewInMemory does what rate_limit_renew_all does.
+func (d *Database) renewInMemory(ids []string, ttl time.Duration) (told []keeper.Told) {
+	clock := d.memoryNow().UnixMicro()
+	numbers, names := make([]int64, len(ids)), map[int64]string{}
+	for i, id := range ids {
+		numbers[i] = holdNumber(id)
+		names[numbers[i]] = id
+	}
+	d.memory.Mu.Lock()
+	defer d.memory.Mu.Unlock()
+	for at, value := range d.memory.Rows {
+		row := value.(memoryRow) //nolint:forcetypeassert // all rows are of this type
+		if !slices.ContainsFunc(numbers, row.Has) {
+			continue
+		}
+		next, live := row.Renew(clock, numbers, model.Micros(ttl))
+		row.Key = next
+		d.memory.Rows[at] = row
+		for _, h := range live {
+			told = append(told, keeper.Told{ID: names[h.ID], Waiting: h.Status == model.Waiting, Fence: h.Fence})
+		}
+	}
+	return told
+}
+
 // fitsIn returns whether all rows of a request have room for its cost.
 func (r *Request) fitsIn(db *memdb.DB, clock int64) bool {
 	for i := range r.Parts {
@@ -211,7 +298,7 @@ func (p *Part) store(db *memdb.DB, next model.Key) {
 	if next.State != p.load(db).State { // otherwise only the holds may have changed, or nothing
 		row.algorithm, row.State = p.Rules.Numbers().Algorithm, next.State
 	}
-	row.Holds = next.Holds
+	row.Holds, row.Fence = next.Holds, next.Fence
 	if db.Rows == nil {
 		db.Rows = map[memdb.Row]any{}
 	}

@@ -61,8 +61,8 @@ type Part struct {
 	Charge bool   // count Cost whether it fits or not
 	Delay  *int64 // for a reservation, how many microseconds later it may be ready; otherwise nil
 	Refund *model.Take
-	// Hold is the id of the hold that the request makes, settles or extends. It is "" for other requests. A settlement
-	// is a Charge, and an extension has a Cost of 0.
+	// Hold is the id of the hold that the request makes, settles or extends, or of the slot that it acquires or
+	// releases. It is "" for other requests. A settlement or release is a Charge, and an extension has a Cost of 0.
 	Hold     string
 	TTL      int64  // how long the hold shall last from now on, in microseconds; 0 for a settlement
 	Slot     string // for a request that acquires a slot, its details as an object in JSON; otherwise ""
@@ -126,10 +126,17 @@ func (r *Request) gives() bool { return r.Parts[0].Cost < 0 }
 // charges returns whether the request counts its costs whether they fit or not.
 func (r *Request) charges() bool { return r.Parts[0].Charge }
 
-// ofHold returns whether the request makes, settles or extends a hold.
-func (r *Request) ofHold() bool { return r.Parts[0].Hold != "" }
+// ofHold returns whether the request makes, settles or extends a hold, or acquires or releases a slot.
+func (r *Request) ofHold() bool {
+	for i := range r.Parts { // a request for a slot may have other parts, which take
+		if r.Parts[i].Hold != "" {
+			return true
+		}
+	}
+	return false
+}
 
-// endsHold returns whether the request settles or extends a hold.
+// endsHold returns whether the request settles or extends a hold, or releases a slot.
 func (r *Request) endsHold() bool { return r.ofHold() && (r.Parts[0].Charge || r.Parts[0].Cost == 0) }
 
 // leased returns how many units of a token bucket the request leases, or how many units its lease no longer holds. For

@@ -119,23 +119,7 @@ func TestLockingSetsInTheOrderGivenDeadlocks(t *testing.T) {
 			}
 			a, b, c := part(limiterA, "x"), part(limiterB, "x"), part(limiterC, "m")
 			ask := func(parts ...modeltest.Part) func() (any, error) { // in the order given; AllowAll would sort
-				args := append(
-					limitertest.AllArrays([]modeltest.Request{{Parts: parts, Count: 1}}),
-					nil,
-					nil,
-					nil,
-					nil,
-					nil,
-					nil,
-					nil,
-					false,
-					nil,
-					nil,
-					nil,
-					nil,
-					nil,
-					nil,
-				)
+				args := limitertest.AllArguments(limitertest.AllArrays([]modeltest.Request{{Parts: parts, Count: 1}})...)
 				return testkit.Later(func() (any, error) { return pool.Exec(context.Background(), engine.Text("all", ""), args...) })
 			}
 			holder := limitertest.Hold(t, db, limiterC.Config(), "m")

@@ -37,13 +37,23 @@ type Told struct {
 
 // Config says how a Keeper reaches the database. The functions are called concurrently.
 type Config struct {
-	// Renew makes the slots last for ttl from now, and returns those that still exist.
+	// Renew makes the slots last for ttl from now, and returns those that still exist. Beside an error, it returns those
+	// that it has renewed all the same.
 	Renew func(ctx context.Context, ids []string, ttl time.Duration) ([]Told, error)
 	// Listen calls ready when it has begun to listen, and then heard for each place that becomes a slot. It returns if
 	// it cannot listen, or when ctx ends. If it is nil, the keeper asks twice a second.
 	Listen func(ctx context.Context, ready func(), heard func(Told)) error
-	// Warn is told of each renewal that failed. The keeper tries again.
-	Warn func(error)
+	// Told is told of each renewal. The keeper repeats a renewal that has failed.
+	Told func(Renewal)
+}
+
+// Renewal describes a renewal that has ended.
+type Renewal struct {
+	Slots    int // slots and places in line that were to be renewed
+	TTL      time.Duration
+	Lost     int // those that the database has no more
+	Failures int // how many renewals in a row have failed, with this one; after a success, how many had failed before
+	Err      error
 }
 
 // Keeper keeps the slots of a process. It has goroutines only while it has slots.
@@ -68,6 +78,7 @@ type group struct {
 	slots map[string]*Slot
 	next  time.Time     // when all are renewed
 	asked time.Time     // when the database was last asked for the places in line; zero to ask at once
+	fails int           // how many renewals in a row have failed
 	poke  chan struct{} // something of the above has changed
 }
 
@@ -117,6 +128,10 @@ func (s *Slot) Confirm(told Told, sent time.Time) {
 	s.expected = false
 	s.timer = time.AfterFunc(time.Until(sent.Add(ttl-margin(ttl))), func() { s.Drop(ErrLost) })
 	s.out(told)
+	if due := sent.Add(ttl / 3); due.Before(s.group.next) { // the answer was slow
+		s.group.next = due
+		s.group.wake()
+	}
 	if !s.waiting {
 		return
 	}
@@ -182,8 +197,8 @@ func (g *group) wake() {
 // renew renews the slots of a group until there are none.
 func (k *Keeper) renew(g *group) {
 	for {
-		ids, wait := k.due(g)
-		if wait < 0 {
+		ids, wait, ended := k.due(g)
+		if ended {
 			return
 		}
 		if len(ids) == 0 {
@@ -199,23 +214,22 @@ func (k *Keeper) renew(g *group) {
 		ctx, cancel := context.WithTimeout(context.Background(), g.ttl/3)
 		told, err := k.config.Renew(ctx, ids, g.ttl)
 		cancel()
-		if err != nil {
-			k.config.Warn(err)
-		}
-		k.apply(g, ids, told, sent, err)
+		k.config.Told(k.apply(g, ids, told, sent, err))
 	}
 }
 
-// due returns the slots to renew now. If there are none, it returns how long they take to be due. The duration is
-// negative if the group has ended.
-func (k *Keeper) due(g *group) (ids []string, wait time.Duration) {
+// due returns the slots to renew now. If there are none, it returns how long to wait for the next ones.
+func (k *Keeper) due(g *group) (ids []string, wait time.Duration, ended bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if k.groups[g.ttl] != g {
-		return nil, -1
+		return nil, 0, true
 	}
 	now := time.Now()
 	all := !now.Before(g.next)
+	if all {
+		g.next = now.Add(g.ttl / 3)
+	}
 	wait = g.next.Sub(now)
 	for _, s := range g.slots {
 		if s.expected {
@@ -234,25 +248,14 @@ func (k *Keeper) due(g *group) (ids []string, wait time.Duration) {
 	if len(ids) > 0 {
 		g.asked = now
 	}
-	if all {
-		g.next = now.Add(g.ttl / 3)
-	}
-	return ids, wait
+	return ids, wait, false
 }
 
 // apply applies the answer to a renewal that was sent at the time sent.
-func (k *Keeper) apply(g *group, ids []string, told []Told, sent time.Time, err error) {
+func (k *Keeper) apply(g *group, ids []string, told []Told, sent time.Time, err error) Renewal {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if err != nil { // try again soon
-		g.next = time.Now().Add(g.ttl / 30)
-		for _, id := range ids {
-			if s := g.slots[id]; s != nil && s.strict && !s.waiting {
-				s.drop(errors.Join(ErrLost, err))
-			}
-		}
-		return
-	}
+	renewal := Renewal{Slots: len(ids), TTL: g.ttl, Err: err}
 	exists := make(map[string]bool, len(told))
 	for _, t := range told {
 		exists[t.ID] = true
@@ -262,10 +265,23 @@ func (k *Keeper) apply(g *group, ids []string, told []Told, sent time.Time, err 
 		}
 	}
 	for _, id := range ids {
-		if s := g.slots[id]; s != nil && !exists[id] {
+		switch s := g.slots[id]; {
+		case s == nil || exists[id]:
+		case err == nil:
 			s.drop(ErrLost)
+			renewal.Lost++
+		case s.strict && !s.waiting:
+			s.drop(errors.Join(ErrLost, err))
 		}
 	}
+	if renewal.Failures = g.fails; err == nil {
+		g.fails = 0
+		return renewal
+	}
+	g.fails++
+	renewal.Failures = g.fails
+	g.next = time.Now().Add(g.ttl / 30) // try again soon
+	return renewal
 }
 
 // out makes a place in line a slot, if the database has done so.

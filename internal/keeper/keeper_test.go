@@ -35,7 +35,11 @@ func newDatabase() *database {
 }
 
 func (d *database) config(listens bool) keeper.Config {
-	c := keeper.Config{Renew: d.renew, Warn: func(error) { d.warned.Add(1) }}
+	c := keeper.Config{Renew: d.renew, Told: func(r keeper.Renewal) {
+		if r.Err != nil {
+			d.warned.Add(1)
+		}
+	}}
 	if listens {
 		c.Listen = func(ctx context.Context, ready func(), heard func(keeper.Told)) error {
 			d.mu.Lock()
@@ -176,6 +180,22 @@ func TestSlotsInAnOutage(t *testing.T) {
 			})
 		})
 	}
+}
+
+// The database may answer so late that the slot is due to be renewed at once.
+func TestSlotsThatAreMadeSlowlyAreRenewed(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		d := newDatabase()
+		k := keeper.New(d.config(true))
+		s, sent := k.Expect("a", ttl, false), time.Now()
+		d.made("a", sent)
+		<-time.After(ttl * 7 / 10)
+		s.Confirm(keeper.Told{ID: "a", Fence: 1}, sent)
+		<-time.After(5 * ttl)
+		require.NoError(t, s.Context().Err())
+		require.True(t, s.Drop(keeper.ErrReleased))
+	})
 }
 
 // A slot that the database has no more is lost at the next renewal.

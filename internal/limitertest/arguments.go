@@ -18,12 +18,11 @@ func ArgumentsOfAll(name string, keys []string, of algorithm.Numbers) []any {
 	if of.Zone != "" {
 		zones = slices.Repeat([]string{of.Zone}, n)
 	}
-	return []any{
+	return AllArguments(
 		requests, slices.Repeat([]string{name}, n), keys, make([]bool, n), slices.Repeat([]int16{of.Algorithm}, n),
 		slices.Repeat([]int64{of.Limit}, n), slices.Repeat([]int64{model.Micros(of.Span)}, n),
-		slices.Repeat([]int64{of.Refill}, n), nil, nil, nil, nil, nil, nil, nil, nil, nil, false, zones, nil, nil,
-		nil, nil, nil,
-	}
+		slices.Repeat([]int64{of.Refill}, n), nil, nil, nil, nil, nil, nil, nil, nil, nil, false, zones,
+	)
 }
 
 // AllArrays returns the arguments $1 to $10 of rate_limit_all.
@@ -52,4 +51,11 @@ func AllArrays(requests []modeltest.Request) []any {
 		}
 	}
 	return []any{owners, names, keys, durables, algorithms, limits, spans, refills, costs, counts}
+}
+
+// AllArguments appends the arguments of rate_limit_all that are missing in args, for a statement that has all of them.
+func AllArguments(args ...any) []any {
+	defaults := make([]any, 25)
+	defaults[17] = false // skip_held
+	return append(args, defaults[len(args):]...)
 }

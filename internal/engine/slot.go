@@ -1,0 +1,193 @@
+package engine
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit/internal/keeper"
+	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/pg"
+)
+
+// SlotWish describes a slot that is asked for. Its JSON is an argument of rate_limit_all.
+type SlotWish struct {
+	Holder string `json:"holder,omitempty"`
+	Group  string `json:"group,omitempty"`
+	Weight int    `json:"weight,omitempty"` // of the group; 0 means 1
+	Wait   bool   `json:"wait,omitempty"`   // stand in line if there is no slot
+}
+
+// SlotPlace is the row that a slot belongs to.
+type SlotPlace struct {
+	Space     *Space
+	Rules     model.Rules
+	Name, Key string
+}
+
+// Acquired is the answer to a request for a slot. Told.ID is "" if there is neither a slot nor a place in line.
+type Acquired struct {
+	Outcome
+
+	Told  keeper.Told
+	Place SlotPlace
+}
+
+// Acquire asks for a slot of the cost of an ask, which lasts for ttl microseconds. The id must be new. One rule of the
+// ask's policy has slots. From the others, Acquire takes the cost as well, or nothing at all. If the request shall stand
+// in line, Acquire does not ask the others: see TakeRates.
+func (e *Engine) Acquire(ctx context.Context, a *Ask, id string, ttl int64, wish SlotWish) (acquired Acquired, err error) {
+	details, err := json.Marshal(wish)
+	if err != nil {
+		return Acquired{}, err
+	}
+	r := e.Request(a)
+	if wish.Wait {
+		r.Parts = slices.DeleteFunc(r.Parts, func(p Part) bool { return !p.Rules.Numbers().HasSlots() })
+	}
+	for i := range r.Parts {
+		if p := &r.Parts[i]; p.Rules.Numbers().HasSlots() {
+			p.Hold, p.TTL, p.Slot = id, ttl, string(details)
+			acquired.Place = SlotPlace{p.Space, p.Rules, p.Name, p.Key}
+		}
+	}
+	if err := e.submit(ctx, nil, r); err != nil {
+		return acquired, err
+	}
+	acquired.Outcome = r.Outcome()
+	for i := range r.Parts {
+		p := &r.Parts[i]
+		if log := p.Decision.State.Log; p.Slot != "" && len(log) == 8*3 && (acquired.Allowed || wish.Wait) {
+			acquired.Told = keeper.Told{ID: id, Waiting: log.Entry(0) == 0, Fence: log.Entry(1)}
+		}
+	}
+	e.Requests.put(r)
+	return acquired, nil
+}
+
+// TakeRates takes the cost of an ask from the rules of its policy that have no slots. If they deny it, retryAfter is
+// above 0.
+func (e *Engine) TakeRates(ctx context.Context, a *Ask) (allowed bool, retryAfter time.Duration, err error) {
+	r := e.Request(a)
+	r.Parts = slices.DeleteFunc(r.Parts, func(p Part) bool { return p.Rules.Numbers().HasSlots() })
+	if err := e.submit(ctx, nil, r); err != nil {
+		return false, 0, err
+	}
+	allowed = r.place <= r.Parts[0].Decision.Granted
+	for i := range r.Parts {
+		retryAfter = max(retryAfter, model.Duration(r.Parts[i].Decision.RetryAfter))
+	}
+	e.Requests.put(r)
+	return allowed, retryAfter, nil
+}
+
+// Release frees a slot, or leaves the line. It returns false if the database has it no more.
+func (e *Engine) Release(ctx context.Context, at SlotPlace, id string) (known bool, err error) {
+	r := e.Requests.Get(at.Space, nil)
+	r.Parts = append(r.Parts, Part{Space: at.Space, Rules: at.Rules, Name: at.Name, Key: at.Key, Charge: true, Hold: id})
+	if err := e.submit(ctx, nil, r); err != nil {
+		return false, err
+	}
+	known = r.Parts[0].Decision.Granted == 1
+	e.Requests.put(r)
+	return known, nil
+}
+
+// renewSlots makes slots and places in line last for ttl from now. Beside an error, it returns those that it has
+// renewed all the same.
+func (e *Engine) renewSlots(ctx context.Context, ids []string, ttl time.Duration) ([]keeper.Told, error) {
+	told, err := e.Database.renew(ctx, ids, ttl, LockTimeout(min(e.Batcher.Held.Patience(), ttl/30)))
+	if len(ids) == 1 || !pg.LockTimeout(err) {
+		return told, err
+	}
+	// Another transaction has locked the row of one of the keys. The slots of the other keys must not end with it.
+	half := len(ids) / 2
+	first, err := e.renewSlots(ctx, ids[:half], ttl)
+	second, err2 := e.renewSlots(ctx, ids[half:], ttl)
+	return append(first, second...), errors.Join(err, err2)
+}
+
+func (d *Database) renew(
+	ctx context.Context, ids []string, ttl time.Duration, lockTimeout *int32,
+) (told []keeper.Told, err error) {
+	if d.memory != nil {
+		return d.renewInMemory(ids, ttl), nil
+	}
+	if !d.pooled() {
+		if err := d.Turn.Take(ctx); err != nil {
+			return nil, GaveUp(err)
+		}
+		defer d.Turn.Pass()
+		lockTimeout = callersTransaction(d.DB).LockTimeout
+	}
+	var now *int64
+	if at := d.now(); at != nil {
+		now = new(at.UnixMicro())
+	}
+	var flush *bool // a renewal that a crash loses would end a slot while its holder believes in it
+	if d.pooled() {
+		flush = new(true)
+	}
+	var t keeper.Told
+	err = whileSplit(ctx, d.pooled(), func() error {
+		told = nil
+		return pg.Query(ctx, d.DB, d.pooled(), Text("renew", d.schema),
+			[]any{ids, model.Micros(ttl), lockTimeout, flush, now},
+			[]any{&t.ID, &t.Waiting, &t.Fence}, func() error {
+				told = append(told, t)
+				return nil
+			})
+	})
+	return told, d.explain(ctx, d.DB, nil, err)
+}
+
+// errShards is the error for listening at a proxy. The shards send the notifications, and the proxy does not hear them.
+var errShards = errors.New("ratelimit: a proxy for shards hears no notifications of its shards")
+
+// newKeeper returns the keeper of the engine's slots.
+func (e *Engine) newKeeper() *keeper.Keeper {
+	config := keeper.Config{Renew: e.renewSlots, Told: e.slotsRenewed}
+	if pool, ok := e.Database.DB.(*pgxpool.Pool); ok {
+		listen := keeper.ListenOn(pool)
+		config.Listen = func(ctx context.Context, ready func(), heard func(keeper.Told)) error {
+			var proxy bool
+			name := pg.Qualify("rate_limit_shards()", e.Settings.Schema)
+			err := pg.Query(ctx, pool, true, "SELECT pg_catalog.to_regprocedure($1) IS NOT NULL",
+				[]any{name}, []any{&proxy}, func() error { return nil })
+			if err == nil && proxy {
+				err = errShards
+			}
+			if err != nil {
+				return err
+			}
+			return listen(ctx, ready, heard)
+		}
+	}
+	return keeper.New(config)
+}
+
+// slotsRenewed logs the first of several renewals that fail, and the first one that succeeds again.
+func (e *Engine) slotsRenewed(r keeper.Renewal) {
+	logger := e.Settings.Logger
+	if logger == nil {
+		logger = slog.Default()
+	}
+	switch {
+	case r.Err != nil && r.Failures == 1:
+		logger.Warn("ratelimit: slots could not be renewed; trying again until they end",
+			"slots", r.Slots, "ttl", r.TTL, "error", r.Err)
+	case r.Err == nil && r.Failures > 0:
+		logger.Info("ratelimit: slots are renewed again", "slots", r.Slots, "failures", r.Failures)
+	}
+	if r.Lost > 0 {
+		logger.Warn("ratelimit: slots are lost: they had ended, or somebody has taken them away", "slots", r.Lost)
+	}
+	if e.Settings.Hooks.Renewal != nil {
+		e.Settings.Hooks.Renewal(r)
+	}
+}
