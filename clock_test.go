@@ -20,7 +20,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 	t.Parallel()
 
 	readers := map[string]bool{}
-	for _, folder := range []string{"", "internal/engine/", "internal/policytable/", "internal/waitline/"} {
+	for _, folder := range []string{"", "internal/engine/", "internal/keeper/", "internal/policytable/", "internal/waitline/"} {
 		files, err := filepath.Glob(folder + "*.go")
 		require.NoError(t, err)
 		for _, name := range files {
@@ -69,6 +69,9 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"internal/engine/shards.go: askselsewhere", // whether a call was made earlier
 		"internal/engine/statement.go: blame",      // for how long a statement has hung
 		"internal/engine/troublelog.go: note", "internal/engine/troublelog.go: notedecision",
+		// the time since a slot was last renewed
+		"internal/keeper/keeper.go: apply", "internal/keeper/keeper.go: confirm", "internal/keeper/keeper.go: due",
+		"internal/keeper/keeper.go: expect", "internal/keeper/keeper.go: renew",
 		// the time since a key's first denial
 		"internal/policytable/bans.go: count", "internal/policytable/bans.go: newstrikes",
 		// the time since the database's clock was read once, to know what it shows now; the time since policies were
@@ -80,7 +83,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"internal/policytable/watch.go: poll", "internal/policytable/watch.go: run",
 		// the time left until the retry
 		"internal/waitline/waitline.go: refuse", "internal/waitline/waitline.go: settle", "internal/waitline/waitline.go: sleep",
-		"reserve.go: reserve", "tx.go: allown", "wait.go: answerandobserve",
+		"reserve.go: reserve", "slot.go: ask", "slot.go: tryacquire", "tx.go: allown", "wait.go: answerandobserve",
 	}, slices.Sorted(maps.Keys(readers)))
 }
 

@@ -51,7 +51,7 @@ func TestSentinelsSayWhoseTheyAre(t *testing.T) {
 	all := map[string]error{
 		"ErrInvalidKey": ratelimit.ErrInvalidKey, "ErrInvalidCost": ratelimit.ErrInvalidCost, "ErrNothingToRefund": ratelimit.ErrNothingToRefund, "ErrNoReceipt": ratelimit.ErrNoReceipt,
 		"ErrCostExceedsLimit": ratelimit.ErrCostExceedsLimit, "ErrWouldExceedDeadline": ratelimit.ErrWouldExceedDeadline,
-		"ErrOwesTooMuch": ratelimit.ErrOwesTooMuch, "ErrHoldUnknown": ratelimit.ErrHoldUnknown, "ErrHoldEnded": ratelimit.ErrHoldEnded,
+		"ErrOwesTooMuch": ratelimit.ErrOwesTooMuch, "ErrHoldUnknown": ratelimit.ErrHoldUnknown, "ErrHoldEnded": ratelimit.ErrHoldEnded, "ErrSlotReleased": ratelimit.ErrSlotReleased, "ErrSlotLost": ratelimit.ErrSlotLost,
 		"ErrNotMigrated": ratelimit.ErrNotMigrated, "ErrNewerSchema": ratelimit.ErrNewerSchema, "ErrNotPermitted": ratelimit.ErrNotPermitted, "ErrSharded": ratelimit.ErrSharded,
 		"ErrPreparedStatements": ratelimit.ErrPreparedStatements, "ErrSetup": ratelimit.ErrSetup, "ErrUnavailable": ratelimit.ErrUnavailable,
 		"ErrReadOnly": ratelimit.ErrReadOnly, "ErrTimeout": ratelimit.ErrTimeout, "ErrKeyHeld": ratelimit.ErrKeyHeld,

@@ -17,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 	"github.com/pgratelimit/ratelimit/ratelimittest"
 )
@@ -91,9 +92,7 @@ func retryAfter(n, status int, lines ...string) func(int) (int, http.Header) {
 // waiter returns a limiter on db with one policy.
 func waiter(t *testing.T, db ratelimit.DBTX, policy ratelimit.Policy) *ratelimit.Limiter {
 	t.Helper()
-	limiter, err := ratelimit.New(db, ratelimit.Config{Name: "api", Policy: policy})
-	require.NoError(t, err)
-	return limiter
+	return limitertest.New(t, db, ratelimit.Config{Name: "api", Policy: policy})
 }
 
 // plenty returns a policy under which no request waits.
