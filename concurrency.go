@@ -12,8 +12,9 @@ import (
 // at a time and 1,000 a day.
 //
 // [Limiter.Acquire] waits for a slot, and [Limiter.TryAcquire] does not. The SQL functions rate_limit_acquire,
-// rate_limit_renew and rate_limit_release do the same for other languages. [Limiter.Peek] shows how many are free, and [Limiter.Reset] ends all slots of a key. Calls that take, charge, hold,
-// reserve or grant units return a [*SlotError], because there is nothing to take.
+// rate_limit_renew and rate_limit_release do the same for other languages. [Limiter.Peek] shows how many are free, and
+// [Limiter.Reset] ends all slots of a key. Calls that take, charge, hold, reserve or grant units return a [*SlotError],
+// because there is nothing to take.
 type Concurrency struct {
 	Limit int64 // in units: from 1 to 1,000,000
 }

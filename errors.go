@@ -41,7 +41,7 @@ var (
 	ErrSlotReleased = errors.New("ratelimit: the slot is released")
 	// ErrSlotLost: the slot has ended, because it was not renewed in time, or an operator has taken it away. Somebody
 	// else may have it.
-	ErrSlotLost = errors.New("ratelimit: the slot is lost: it was not renewed in time, or somebody has taken it away; " +
+	ErrSlotLost = errors.New("ratelimit: the slot is lost: it was not renewed in time, or somebody took it away; " +
 		"stop the work, and acquire another slot")
 	// ErrWouldExceedDeadline: the context ends before Wait's retry time. See [WaitError].
 	ErrWouldExceedDeadline = errors.New("ratelimit: waiting would exceed the context's deadline")

@@ -96,13 +96,14 @@ func (l *Limiter) TryAcquire(ctx context.Context, key string, options SlotOption
 // wait in one line. A caller whose ctx ends leaves the line. A caller that dies stays in it until its TTL ends.
 //
 // A slot that is released goes to the next caller at once, also in another process. For this, a process that waits has
-// a connection of its own, which listens to Postgres. Without a *pgxpool.Pool, through a pooler in transaction mode, and
-// behind a proxy for shards, the process asks twice a second instead.
+// a connection of its own, which listens to Postgres. Without a *pgxpool.Pool, through a pooler in transaction mode,
+// and behind a proxy for shards, the process asks twice a second instead.
 //
-// With an [All], the caller takes from the other policies when it has a slot. If they deny that, it gives the slot back,
-// waits for their RetryAfter, and joins the line again.
+// With an [All], the caller takes from the other policies when it has a slot. If they deny that, it gives the slot
+// back, waits for their RetryAfter, and joins the line again.
 //
-// Errors: those of TryAcquire, and ctx's error. If OnFailure denies the call, Acquire returns the error of the database.
+// Errors: those of TryAcquire, and ctx's error. If OnFailure denies the call, Acquire returns the error of the
+// database.
 func (l *Limiter) Acquire(ctx context.Context, key string, options SlotOptions) (*Slot, error) {
 	wish, err := l.wish(key, options)
 	if err != nil {
@@ -153,15 +154,16 @@ func (l *Limiter) wish(key string, o SlotOptions) (slotWish, error) {
 	}
 	switch {
 	case !l.client.engine.Pooled():
-		return w, &SlotError{"slots are renewed in the background, which needs a *pgxpool.Pool; make the Client with a " +
-			"pool instead of a single connection or transaction"}
+		return w, &SlotError{"slots are renewed in the background, which needs a *pgxpool.Pool; make the Client with " +
+			"a pool instead of a single connection or transaction"}
 	case w.n < 0:
 		return w, &CostError{Cost: w.n, Limit: model.MaxSlots, Least: 1}
 	case w.ttl < minSlotTTL || w.ttl > model.MaxHold:
-		return w, &SlotError{fmt.Sprintf("the TTL of a slot is %v, and must be from 1s to 24h; a slot is renewed while "+
-			"its process lives, so 30s is enough for long work", w.ttl)}
+		return w, &SlotError{fmt.Sprintf("the TTL of a slot is %v, and must be from 1s to 24h; a slot is renewed "+
+			"while its process lives, so 30s is enough for long work", w.ttl)}
 	case o.Weight < 0 || o.Weight > maxSlotWeight:
-		return w, &SlotError{fmt.Sprintf("the Weight of a slot is %d, and must be from 1 to %d", o.Weight, maxSlotWeight)}
+		return w, &SlotError{fmt.Sprintf("the Weight of a slot is %d, and must be from 1 to %d",
+			o.Weight, maxSlotWeight)}
 	}
 	for field, text := range map[string]string{"Holder": o.Holder, "Group": o.Group} {
 		if len(text) > maxSlotText || !utf8.ValidString(text) || strings.ContainsFunc(text, unicode.IsControl) {
@@ -350,9 +352,9 @@ func (s *Slot) cause() error {
 	return errors.Join(ErrSlotLost, publicError(cause))
 }
 
-// Fence returns a number that is larger than that of each earlier slot of the key. A resource that remembers the largest
-// Fence that it has seen, and refuses smaller ones, is safe from holders that have lost their slots. It is 0 for an
-// empty slot.
+// Fence returns a number that is larger than that of each earlier slot of the key. A resource that remembers the
+// largest Fence that it has seen, and refuses smaller ones, is safe from holders that have lost their slots. It is 0
+// for an empty slot.
 func (s *Slot) Fence() int64 {
 	if s.kept == nil {
 		return 0

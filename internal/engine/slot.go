@@ -39,9 +39,11 @@ type Acquired struct {
 }
 
 // Acquire asks for a slot of the cost of an ask, which lasts for ttl microseconds. The id must be new. One rule of the
-// ask's policy has slots. From the others, Acquire takes the cost as well, or nothing at all. If the request shall stand
-// in line, Acquire does not ask the others: see TakeRates.
-func (e *Engine) Acquire(ctx context.Context, a *Ask, id string, ttl int64, wish SlotWish) (acquired Acquired, err error) {
+// ask's policy has slots. From the others, Acquire takes the cost as well, or nothing at all. If the request shall
+// stand in line, Acquire does not ask the others: see TakeRates.
+func (e *Engine) Acquire(
+	ctx context.Context, a *Ask, id string, ttl int64, wish SlotWish,
+) (acquired Acquired, err error) {
 	details, err := json.Marshal(wish)
 	if err != nil {
 		return Acquired{}, err
@@ -89,7 +91,8 @@ func (e *Engine) TakeRates(ctx context.Context, a *Ask) (allowed bool, retryAfte
 // Release frees a slot, or leaves the line. It returns false if the database has it no more.
 func (e *Engine) Release(ctx context.Context, at SlotPlace, id string) (known bool, err error) {
 	r := e.Requests.Get(at.Space, nil)
-	r.Parts = append(r.Parts, Part{Space: at.Space, Rules: at.Rules, Name: at.Name, Key: at.Key, Charge: true, Hold: id})
+	part := Part{Space: at.Space, Rules: at.Rules, Name: at.Name, Key: at.Key, Charge: true, Hold: id}
+	r.Parts = append(r.Parts, part)
 	if err := e.submit(ctx, nil, r); err != nil {
 		return false, err
 	}

@@ -37,8 +37,8 @@ type Told struct {
 
 // Config says how a Keeper reaches the database. The functions are called concurrently.
 type Config struct {
-	// Renew makes the slots last for ttl from now, and returns those that still exist. Beside an error, it returns those
-	// that it has renewed all the same.
+	// Renew makes the slots last for ttl from now, and returns those that still exist. Beside an error, it returns
+	// those that it has renewed all the same.
 	Renew func(ctx context.Context, ids []string, ttl time.Duration) ([]Told, error)
 	// Listen calls ready when it has begun to listen, and then heard for each place that becomes a slot. It returns if
 	// it cannot listen, or when ctx ends. If it is nil, the keeper asks twice a second.

@@ -139,8 +139,8 @@ func ScansOfAGrownTable(t testing.TB, conn *pgx.Conn, table, mode string, plan, 
 	}
 	grow()
 
-	// Within a transaction a session can read its own counters at once. They may still contain what the session has read
-	// before the transaction, so subtract that.
+	// Within a transaction a session can read its own counters at once. They may still contain what the session has
+	// read before the transaction, so subtract that.
 	Exec(t, conn, "BEGIN")
 	before := scansOf(t, conn, table)
 	run()
