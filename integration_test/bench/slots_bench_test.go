@@ -68,7 +68,7 @@ func slotJob(ctx context.Context, l *ratelimit.Limiter, options ratelimit.SlotOp
 		return err
 	}
 	if work > 0 {
-		time.Sleep(work)
+		<-time.After(work)
 	}
 	return slot.Release(context.WithoutCancel(ctx))
 }
@@ -138,7 +138,7 @@ func BenchmarkSlotWaiters(b *testing.B) {
 					cancel()
 				}
 				mu.Unlock()
-				time.Sleep(5 * time.Millisecond)
+				<-time.After(5 * time.Millisecond)
 				mu.Lock()
 				released = time.Now()
 				mu.Unlock()
@@ -167,7 +167,7 @@ func BenchmarkSlotsAtRest(b *testing.B) {
 	}
 	statements.Store(0)
 	before, own := backendCPU(b, db), cpuTime(os.Getpid())
-	time.Sleep(length)
+	<-time.After(length)
 	b.Logf("%.2f statements a second; %.2f %% of a core in the server, %.2f %% in the process",
 		float64(statements.Load())/length.Seconds(),
 		100*(backendCPU(b, db)-before).Seconds()/length.Seconds(),
