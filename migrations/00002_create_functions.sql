@@ -1668,14 +1668,23 @@ $$;
 CREATE FUNCTION _rate_limit_step(
     s rate_limit_row, algorithm smallint, clock bigint, cost bigint, asked bigint, most bigint,
     max_count bigint, span_us bigint, refill bigint, zone text
-) RETURNS rate_limit_row LANGUAGE sql AS $$
-    SELECT CASE algorithm
-        WHEN 1 THEN _rate_limit_fixed(s, clock, cost, asked, most, max_count, span_us)
-        WHEN 2 THEN _rate_limit_sliding(s, clock, cost, asked, most, max_count, span_us)
-        WHEN 3 THEN _rate_limit_bucket(s, clock, cost, asked, most, max_count, span_us, refill)
-        WHEN 4 THEN _rate_limit_log(s, clock, cost, asked, most, max_count, span_us)
-        WHEN 5 THEN _rate_limit_calendar(s, clock, cost, asked, most, max_count, span_us, zone)
-        WHEN 6 THEN _rate_limit_concurrent(s, cost, most, max_count) END
+) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
+BEGIN
+    -- Each expression costs time in each transaction that evaluates it, so each algorithm has its own.
+    IF algorithm = 1 THEN
+        RETURN _rate_limit_fixed(s, clock, cost, asked, most, max_count, span_us);
+    ELSIF algorithm = 2 THEN
+        RETURN _rate_limit_sliding(s, clock, cost, asked, most, max_count, span_us);
+    ELSIF algorithm = 3 THEN
+        RETURN _rate_limit_bucket(s, clock, cost, asked, most, max_count, span_us, refill);
+    ELSIF algorithm = 4 THEN
+        RETURN _rate_limit_log(s, clock, cost, asked, most, max_count, span_us);
+    ELSIF algorithm = 5 THEN
+        RETURN _rate_limit_calendar(s, clock, cost, asked, most, max_count, span_us, zone);
+    ELSE
+        RETURN _rate_limit_concurrent(s, cost, most, max_count);
+    END IF;
+END
 $$;
 
 -- _rate_limit_wrong_hold tells whether the arguments of a part that makes, settles or extends a hold do not go
@@ -1711,6 +1720,8 @@ DECLARE
     refill bigint;
     zone text := 'UTC';
     lengths integer[];
+    valid boolean;
+    differs boolean;
     wrong text;
 BEGIN
     lengths := ARRAY[cardinality(requests), cardinality(names), cardinality(durables), cardinality(algorithms),
@@ -1743,30 +1754,58 @@ BEGIN
                 PERFORM timestamptz 'epoch' AT TIME ZONE zone; -- raises an error if the server does not know the zone
             END IF;
         END IF;
+        IF algorithm <= 2 THEN
+            valid := _rate_limit_valid_window(max_count, span_us);
+        ELSIF algorithm = 3 THEN
+            valid := _rate_limit_valid_bucket(max_count, refill, span_us);
+        ELSIF algorithm = 4 THEN
+            valid := _rate_limit_valid_log(max_count, span_us);
+        ELSIF algorithm = 5 THEN
+            valid := _rate_limit_valid_calendar(max_count, span_us, zone);
+        ELSE
+            valid := _rate_limit_valid_slots(max_count, span_us, refill);
+        END IF;
+        wrong := CASE WHEN valid IS NOT TRUE THEN 'policy' END;
+        IF algorithm = 6 THEN
+            IF _rate_limit_wrong_slot(coalesce(costs[part], 1), charges[part], ttls_us[part], holds[part], slots[part],
+                (requests[part] IN (requests[part - 1], requests[part + 1])) IS NOT TRUE)
+            THEN
+                wrong := 'slot';
+            END IF;
+        ELSIF slots[part] IS NOT NULL THEN
+            wrong := 'slot';
+        END IF;
+        IF (algorithm BETWEEN 1 AND 6) IS NOT TRUE THEN
+            wrong := 'algorithm';
+        END IF;
+        IF delays_us IS NOT NULL THEN
+            IF _rate_limit_wrong_delay(delays_us[part], costs[part], counts[part], algorithm, charges[part],
+                holds[part], part > 1 AND requests[part] = requests[part - 1]
+                    AND delays_us[part] IS DISTINCT FROM delays_us[part - 1])
+            THEN
+                wrong := 'delay';
+            END IF;
+        END IF;
+        IF ttls_us IS NOT NULL OR holds IS NOT NULL THEN
+            differs := false;
+            IF part > 1 AND requests[part] = requests[part - 1] THEN
+                differs := CASE WHEN 6 IN (algorithm, algorithms[part - 1]) -- a slot stands only beside parts that take
+                    THEN num_nonnulls(holds[part], holds[part - 1]) > 1 OR algorithm = algorithms[part - 1]
+                    ELSE (ttls_us[part], holds[part], ttls_us[part] IS NULL OR costs[part] = 0) IS DISTINCT FROM
+                        (ttls_us[part - 1], holds[part - 1], ttls_us[part] IS NULL OR costs[part - 1] = 0) END;
+            END IF;
+            IF _rate_limit_wrong_hold(costs[part], counts[part], charges[part], ttls_us[part], holds[part], differs)
+            THEN
+                wrong := 'hold';
+            END IF;
+        END IF;
         wrong := CASE
             WHEN (octet_length(names[part]) BETWEEN 1 AND 128) IS NOT TRUE THEN 'name'
             WHEN (octet_length(keys[part]) BETWEEN 1 AND 512) IS NOT TRUE THEN 'key'
             WHEN durables[part] IS NULL THEN 'durable'
             WHEN (part = 1 OR requests[part] >= requests[part - 1]) IS NOT TRUE THEN 'next request'
             WHEN counts IS NOT NULL AND (counts[part] >= 1) IS NOT TRUE THEN 'count'
-            WHEN (ttls_us IS NOT NULL OR holds IS NOT NULL) AND _rate_limit_wrong_hold(costs[part], counts[part],
-                charges[part], ttls_us[part], holds[part], part > 1 AND requests[part] = requests[part - 1]
-                    AND CASE
-                        WHEN 6 IN (algorithm, algorithms[part - 1]) -- a slot stands only beside parts that take
-                            THEN num_nonnulls(holds[part], holds[part - 1]) > 1 OR algorithm = algorithms[part - 1]
-                        ELSE (ttls_us[part], holds[part], ttls_us[part] IS NULL OR costs[part] = 0) IS DISTINCT FROM
-                            (ttls_us[part - 1], holds[part - 1], ttls_us[part] IS NULL OR costs[part - 1] = 0) END)
-                THEN 'hold'
-            WHEN delays_us IS NOT NULL AND _rate_limit_wrong_delay(delays_us[part], costs[part], counts[part],
-                algorithm, charges[part], holds[part], part > 1 AND requests[part] = requests[part - 1]
-                    AND delays_us[part] IS DISTINCT FROM delays_us[part - 1]) THEN 'delay'
-            WHEN (algorithm BETWEEN 1 AND 6) IS NOT TRUE THEN 'algorithm'
-            WHEN CASE WHEN algorithm = 6
-                THEN _rate_limit_wrong_slot(coalesce(costs[part], 1), charges[part], ttls_us[part], holds[part],
-                    slots[part], (requests[part] IN (requests[part - 1], requests[part + 1])) IS NOT TRUE)
-                ELSE slots[part] IS NOT NULL END THEN 'slot'
-            WHEN _rate_limit_valid(algorithm, max_count, span_us, refill, zone) IS NOT TRUE
-                THEN 'policy' END;
+            ELSE wrong END;
         IF takes IS NOT TRUE THEN
             wrong := CASE
                 WHEN holds[part] IS NOT NULL AND costs[part] >= 0 THEN wrong
@@ -2234,8 +2273,11 @@ BEGIN
                         s := _rate_limit_no_row(s.tid, algorithms[i], s.held, s.held_next, s.held_until);
                     END IF;
                     IF beside AND s.held_next <= clock THEN
-                        s := CASE WHEN durables[i] THEN _rate_limit_live_durable(s, names[i], keys[i], clock)
-                            ELSE _rate_limit_live_ephemeral(s, names[i], keys[i], clock) END;
+                        IF durables[i] THEN
+                            s := _rate_limit_live_durable(s, names[i], keys[i], clock);
+                        ELSE
+                            s := _rate_limit_live_ephemeral(s, names[i], keys[i], clock);
+                        END IF;
                     END IF;
                     IF gives THEN
                         undecided := undecided OR taken_in[from_part] IS NULL OR s.tid IS NOT NULL;
@@ -2255,21 +2297,25 @@ BEGIN
                         granted := least(granted, s.granted);
                         undecided := undecided OR s.changed AND s.granted = 0;
                     ELSIF algorithms[i] = 6 AND holds[i] IS NOT NULL THEN
-                        s := CASE WHEN durables[i]
-                            THEN _rate_limit_slots_durable(s, names[i], keys[i], clock, cost, most, max_count,
-                                ttls_us[i], holds[i], slots[i])
-                            ELSE _rate_limit_slots_ephemeral(s, names[i], keys[i], clock, cost, most, max_count,
-                                ttls_us[i], holds[i], slots[i]) END;
+                        IF durables[i] THEN
+                            s := _rate_limit_slots_durable(s, names[i], keys[i], clock, cost, most, max_count,
+                                ttls_us[i], holds[i], slots[i]);
+                        ELSE
+                            s := _rate_limit_slots_ephemeral(s, names[i], keys[i], clock, cost, most, max_count,
+                                ttls_us[i], holds[i], slots[i]);
+                        END IF;
                         granted := least(granted, s.granted);
                         undecided := undecided OR s.changed AND (ends OR s.granted = 0);
                     ELSIF beside AND (s.held IS NOT NULL OR holds[i] IS NOT NULL) THEN
-                        s := CASE WHEN durables[i]
-                            THEN _rate_limit_beside_durable(s, names[i], keys[i], algorithms[i], clock, cost, asked,
+                        IF durables[i] THEN
+                            s := _rate_limit_beside_durable(s, names[i], keys[i], algorithms[i], clock, cost, asked,
                                 most, max_count, span_us, refills[i], zones[i], charging OR ends AND charges[i] IS TRUE,
-                                ttls_us[i], holds[i])
-                            ELSE _rate_limit_beside_ephemeral(s, names[i], keys[i], algorithms[i], clock, cost, asked,
+                                ttls_us[i], holds[i]);
+                        ELSE
+                            s := _rate_limit_beside_ephemeral(s, names[i], keys[i], algorithms[i], clock, cost, asked,
                                 most, max_count, span_us, refills[i], zones[i], charging OR ends AND charges[i] IS TRUE,
-                                ttls_us[i], holds[i]) END;
+                                ttls_us[i], holds[i]);
+                        END IF;
                         granted := least(granted, s.granted);
                         undecided := undecided OR s.changed AND (ends OR s.granted = 0);
                     ELSIF charging THEN
@@ -2319,11 +2365,13 @@ BEGIN
                     IF beside AND (was.held IS NOT NULL OR holds[i] IS NOT NULL) THEN
                         max_count := limits[i];
                         IF algorithms[i] = 6 THEN
-                            s := CASE WHEN durables[i]
-                                THEN _rate_limit_write_slots_durable(s, was, names[i], keys[i], clock, costs[i],
-                                    max_count, ttls_us[i], holds[i], slots[i])
-                                ELSE _rate_limit_write_slots_ephemeral(s, was, names[i], keys[i], clock, costs[i],
-                                    max_count, ttls_us[i], holds[i], slots[i]) END;
+                            IF durables[i] THEN
+                                s := _rate_limit_write_slots_durable(s, was, names[i], keys[i], clock, costs[i],
+                                    max_count, ttls_us[i], holds[i], slots[i]);
+                            ELSE
+                                s := _rate_limit_write_slots_ephemeral(s, was, names[i], keys[i], clock, costs[i],
+                                    max_count, ttls_us[i], holds[i], slots[i]);
+                            END IF;
                         ELSIF durables[i] THEN
                             PERFORM _rate_limit_write_holds_durable(s, was, names[i], keys[i], algorithms[i], clock,
                                 costs[i], max_count, spans_us[i], refills[i], zones[i], ttls_us[i], holds[i]);
