@@ -363,18 +363,23 @@ func (s *Slot) Fence() int64 {
 }
 
 // Release gives the slot back, and ends its contexts. What the other policies of an [All] have counted stays counted.
+// Call it also when the slot is lost: if it has not ended yet, others need not wait for its end.
 //
-// Errors: [ErrSlotReleased] for a second call; [ErrSlotLost] if the slot had ended before; those of Allow, after which
+// Errors: [ErrSlotReleased] for a second call; [ErrSlotLost] if the slot was lost before; those of Allow, after which
 // the slot ends within its TTL. None of these calls touches a slot of somebody else.
 func (s *Slot) Release(ctx context.Context) error {
 	if s.kept == nil {
 		return nil
 	}
-	if !s.kept.Drop(keeper.ErrReleased) {
-		return s.cause()
+	first := s.kept.Drop(keeper.ErrReleased)
+	cause := s.cause()
+	if !first && errors.Is(cause, ErrSlotReleased) {
+		return cause
 	}
 	known, err := s.limiter.client.engine.Release(ctx, s.place, s.id)
 	switch {
+	case !first:
+		return cause
 	case err != nil:
 		return publicError(err)
 	case !known:

@@ -330,7 +330,28 @@ func TestALockedKeyKeepsNoOtherSlotsFromRenewal(t *testing.T) {
 			release(t, slot)
 		}
 	}
+	require.NoError(t, tx.Rollback(t.Context()))
 	require.ErrorIs(t, slots[4].Release(t.Context()), ratelimit.ErrSlotLost)
+}
+
+// A strict slot is lost when a renewal fails. If it is released all the same, nobody has to wait for its end.
+func TestStrictSlots(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "a transaction that locks a row")
+	db := pgtest.New(t)
+	client := limitertest.NewClient(t, db.NewPool(t, nil), ratelimit.ClientConfig{Logger: slog.New(slog.DiscardHandler)})
+	l := limitertest.Of(t, client, ratelimit.Config{Name: "jobs", Policy: ratelimit.Concurrency{Limit: 1}})
+	slot := acquire(t, l, ratelimit.SlotOptions{TTL: 9 * time.Second, Strict: true})
+	during := slot.Context(t.Context())
+	tx := pgtest.Begin(t, db)
+	pgtest.Exec(t, tx, "SELECT FROM rate_limit_ephemeral FOR UPDATE")
+	<-during.Done()
+	require.ErrorIs(t, context.Cause(during), ratelimit.ErrSlotLost)
+	require.ErrorIs(t, context.Cause(during), ratelimit.ErrTimeout) // the error of the renewal
+	require.NoError(t, tx.Rollback(t.Context()))
+	require.False(t, tryAcquire(t, l, ratelimit.SlotOptions{}).Allowed)
+	require.ErrorIs(t, slot.Release(t.Context()), ratelimit.ErrSlotLost)
+	release(t, tryAcquire(t, l, ratelimit.SlotOptions{}).Slot)
 }
 
 // While Postgres is away, OnFailure answers as its documentation says.
