@@ -92,6 +92,39 @@ func TestSettingsAreThoseOfTheLimitersTransactionsAlone(t *testing.T) {
 	}
 }
 
+// What makes, hands over or releases a slot waits for the WAL, whatever the limiter and the session say.
+func TestSlotsWaitForTheLog(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "settings of the session that decides")
+	db := pgtest.New(t)
+	limitertest.Probe(t, db)
+	pool := db.NewPool(t, func(config *pgxpool.Config) {
+		config.ConnConfig.RuntimeParams["synchronous_commit"] = "off"
+	})
+	seen := func() []string {
+		rows, err := db.Pool.Query(t.Context(),
+			"WITH seen AS (DELETE FROM probe RETURNING *) SELECT DISTINCT synchronous_commit FROM seen")
+		require.NoError(t, err)
+		settings, err := pgx.CollectRows(rows, pgx.RowTo[string])
+		require.NoError(t, err)
+		return settings
+	}
+	for _, durable := range []bool{false, true} {
+		limiter := limitertest.New(t, pool, ratelimit.Config{
+			Name: "jobs", Policy: ratelimit.Concurrency{Limit: 1}, Durable: durable,
+		})
+		slot, err := limiter.Acquire(t.Context(), "key", ratelimit.SlotOptions{TTL: 3 * time.Second})
+		require.NoError(t, err)
+		require.Equal(t, []string{"on"}, seen())
+		testkit.WaitUntil(t, func() bool { // it is renewed
+			settings := seen()
+			return len(settings) == 1 && settings[0] == "on"
+		})
+		require.NoError(t, slot.Release(t.Context()))
+		require.NotContains(t, seen(), "off")
+	}
+}
+
 // unreadable is a codec that can encode numbers, and cannot decode them.
 type unreadable struct{ pgtype.Codec }
 

@@ -182,6 +182,11 @@ func (d *Database) callAll(requests []*Request, tx Transaction) Call {
 		}
 		refunds.Set(i, n, p.Refund)
 		durable = durable || p.Space.Durable
+		// If a crash forgot a slot, somebody else would get it while its holder believes in it. If a crash forgot a
+		// fence, the fence would come twice, even for an ephemeral limiter: the fences are logged.
+		if p.Hold != "" && p.Rules.Numbers().HasSlots() {
+			durable, rows.flush = true, true
+		}
 	}
 	return Call{SQL: d.statements[ofAll], Into: into, Args: []any{
 		owners, rows.names, rows.keys, durables, rows.algorithms, rows.limits, rows.spans, rows.refills, costs, counts,
