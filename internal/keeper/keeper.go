@@ -51,7 +51,7 @@ type Config struct {
 type Renewal struct {
 	Slots    int // slots and places in line that were to be renewed
 	TTL      time.Duration
-	Lost     int // those that the database has no more
+	Lost     int // those that the database has no more, or has in line again
 	Failures int // how many renewals in a row have failed, with this one; after a success, how many had failed before
 	Err      error
 }
@@ -96,6 +96,7 @@ type Slot struct {
 	// Keeper.mu protects the rest.
 	expected bool // the statement that makes it has not been answered yet
 	waiting  bool
+	gotten   time.Time // when this process heard that it is no place in line; zero for a place
 	fence    int64
 }
 
@@ -260,6 +261,11 @@ func (k *Keeper) apply(g *group, ids []string, told []Told, sent time.Time, err 
 	for _, t := range told {
 		exists[t.ID] = true
 		if s := g.slots[t.ID]; s != nil && !s.expected {
+			if t.Waiting && !s.waiting && sent.After(s.gotten) { // a server that has lost its last commits forgot this slot
+				s.drop(ErrLost)
+				renewal.Lost++
+				continue
+			}
 			s.timer.Reset(time.Until(sent.Add(g.ttl - margin(g.ttl))))
 			s.out(t)
 		}
@@ -287,7 +293,7 @@ func (k *Keeper) apply(g *group, ids []string, told []Told, sent time.Time, err 
 // out makes a place in line a slot, if the database has done so.
 func (s *Slot) out(told Told) {
 	if s.waiting && !told.Waiting {
-		s.waiting, s.fence = false, told.Fence
+		s.waiting, s.fence, s.gotten = false, told.Fence, time.Now()
 		close(s.got)
 	}
 }

@@ -303,6 +303,41 @@ func TestHandOverBeforeListening(t *testing.T) {
 	})
 }
 
+// A failover to a standby that lags behind can forget that a place has become a slot. Then the slot is lost. But the
+// answer to a renewal that was sent before the place became a slot says nothing of that kind.
+func TestSlotThatIsAPlaceAgain(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		d := newDatabase()
+		c := d.config(true)
+		handsOver := false
+		c.Renew = func(ctx context.Context, ids []string, ttl time.Duration) ([]keeper.Told, error) {
+			told, err := d.renew(ctx, ids, ttl)
+			<-time.After(time.Millisecond)
+			if handsOver {
+				d.handOver("a", 9)
+				handsOver = false
+				<-time.After(time.Millisecond)
+			}
+			return told, err
+		}
+		s := d.make(keeper.New(c), "a", 0, false)
+		<-time.After(time.Second)
+		handsOver = true
+		<-time.After(ttl / 3)
+		synctest.Wait()
+		require.True(t, gotten(s))
+		require.NoError(t, s.Context().Err())
+		<-time.After(ttl / 3)
+		require.NoError(t, s.Context().Err())
+		d.mu.Lock()
+		delete(d.handed, "a")
+		d.mu.Unlock()
+		<-time.After(ttl / 3)
+		require.ErrorIs(t, context.Cause(s.Context()), keeper.ErrLost)
+	})
+}
+
 // While a slot is expected, it is not renewed, because the database may not have it yet.
 func TestExpectedSlotIsNotRenewed(t *testing.T) {
 	t.Parallel()
