@@ -222,6 +222,98 @@ func TestGrowMovesHolds(t *testing.T) {
 	}
 }
 
+// While shards are divided, the fences of each key ascend, a slot of before can be renewed and released, and who stands in
+// line is served. Grow also goes on after a failure.
+func TestGrowMovesSlots(t *testing.T) {
+	t.Parallel()
+
+	for _, fails := range []shards.Step{"", shards.Copied, shards.GaveUp, shards.TookOver, shards.Switched} {
+		t.Run(string("after "+fails), func(t *testing.T) {
+			t.Parallel()
+
+			c := newCluster(t, 2)
+			type state struct {
+				held, waits string // a slot and a place in line
+				fence       int64
+			}
+			keys := map[string]*state{}
+			// call calls a function for a key, unless the key belongs to no shard between two steps.
+			call := func(into []any, sql string, args ...any) bool {
+				err := c.proxy.Pool.QueryRow(t.Context(), sql, args...).Scan(into...)
+				if wrongShard(err) {
+					return false
+				}
+				require.NoError(t, err)
+				return true
+			}
+			acquire := func(key string, durable bool) (slot string, fence *int64, ok bool) {
+				ok = call([]any{&slot, &fence}, `SELECT slot::text, fence
+					FROM rate_limit_acquire('api', $1, 'concurrent 1', ttl => '1 hour', durable => $2, wait => true)`, key, durable)
+				return slot, fence, ok
+			}
+			ascends := func(key string, fence *int64) {
+				require.NotNil(t, fence, key)
+				require.Greater(t, *fence, keys[key].fence, key)
+				keys[key].fence = *fence
+			}
+			for i := range 24 {
+				key, s := fmt.Sprint("key ", i), &state{}
+				keys[key] = s
+				var fence *int64
+				s.held, fence, _ = acquire(key, i%2 == 0)
+				ascends(key, fence)
+				s.waits, fence, _ = acquire(key, i%2 == 0)
+				require.Nil(t, fence)
+			}
+			more := func() { // a release hands over, and another caller stands in line
+				for i := range 24 {
+					key := fmt.Sprint("key ", i)
+					s := keys[key]
+					var released, allowed bool
+					var fence *int64
+					if s.held == "" || s.waits == "" || !call([]any{&released}, "SELECT rate_limit_release($1)", s.held) {
+						continue
+					}
+					require.True(t, released, key)
+					s.held, s.waits = s.waits, ""
+					if call([]any{&allowed, &fence}, "SELECT allowed, fence FROM rate_limit_renew($1, '2 hours')", s.held) {
+						require.True(t, allowed, key)
+						ascends(key, fence)
+					}
+					s.waits, _, _ = acquire(key, i%2 == 0)
+				}
+			}
+			failure := errors.New("fails here")
+			progress := func(_ int, step shards.Step) error {
+				if step != shards.Stopped { // calls would wait while the shard is stopped
+					more()
+				}
+				if step == fails {
+					fails = ""
+					return failure
+				}
+				return nil
+			}
+			if fails != "" {
+				require.ErrorIs(t, shards.Grow(t.Context(), c.growConfig(t, progress)), failure)
+			}
+			require.NoError(t, shards.Grow(t.Context(), c.growConfig(t, progress)))
+			var ids []string
+			for i := range 24 {
+				key := fmt.Sprint("key ", i)
+				if s := keys[key]; s.waits == "" { // the key belonged to no shard when this caller came
+					s.waits, _, _ = acquire(key, i%2 == 0)
+				}
+				ids = append(ids, keys[key].held, keys[key].waits)
+			}
+			require.Equal(t, len(ids), pgtest.Scalar[int](t, c.proxy.Pool,
+				"SELECT count(*)::int FROM rate_limit_renew_all($1::text[]::uuid[], 7200000000)", ids))
+			more()
+			more()
+		})
+	}
+}
+
 // A proxy looks for no hold whose keys may be on several shards, because it would find only some of its parts.
 func TestHoldsOfPartedKeysAreRefused(t *testing.T) {
 	t.Parallel()
