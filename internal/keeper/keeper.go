@@ -261,7 +261,7 @@ func (k *Keeper) apply(g *group, ids []string, told []Told, sent time.Time, err 
 	for _, t := range told {
 		exists[t.ID] = true
 		if s := g.slots[t.ID]; s != nil && !s.expected {
-			if t.Waiting && !s.waiting && sent.After(s.gotten) { // a server that has lost its last commits forgot this slot
+			if t.Waiting && !s.waiting && sent.After(s.gotten) { // a failover has undone that the place became a slot
 				s.drop(ErrLost)
 				renewal.Lost++
 				continue

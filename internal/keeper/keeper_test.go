@@ -190,6 +190,7 @@ func TestSlotsThatAreMadeSlowlyAreRenewed(t *testing.T) {
 		k := keeper.New(d.config(true))
 		s, sent := k.Expect("a", ttl, false), time.Now()
 		d.made("a", sent)
+		d.handOver("a", 1)
 		<-time.After(ttl * 7 / 10)
 		s.Confirm(keeper.Told{ID: "a", Fence: 1}, sent)
 		<-time.After(5 * ttl)

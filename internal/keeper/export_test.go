@@ -1,0 +1,3 @@
+package keeper
+
+var Margin = margin
