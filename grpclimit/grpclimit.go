@@ -2,7 +2,8 @@
 // that programs without it do not depend on gRPC.
 //
 // [New] turns a limiter into interceptors, one for unary calls and one for streams. A stream counts as one call when it
-// opens, and its messages do not count.
+// opens, and its messages do not count. A limiter with [ratelimit.Concurrency] limits how many calls and open streams
+// of a key run at once.
 //
 // [Config].Key finds the key that a call takes from. The keys are those of package httplimit, because a gRPC call is an
 // HTTP request: its path is the full method, and its header is the metadata. [httplimit.ByIP] uses the address of the
@@ -12,7 +13,7 @@
 // An allowed call reaches the handler. All other calls get one of these codes:
 //
 //   - ResourceExhausted: the call is denied. RetryInfo says when the same call is allowed if nobody else takes
-//     anything.
+//     anything. See also [Config].FullCode.
 //   - Unavailable: the limiter could not decide, because Postgres is unreachable or a transaction has locked the key's
 //     row. RetryInfo has the retry time if it is known. The limiter's OnFailure may allow calls while Postgres is
 //     unreachable: see [ratelimit.Config].
@@ -82,6 +83,19 @@ type Config struct {
 	// Defaults to 0: the cost is taken, not held.
 	HoldFor time.Duration
 
+	// SlotTTL is how long the slot of a call lasts after its last renewal, if the limiter's policy has slots: see
+	// [httplimit.Config].SlotTTL. A stream has its slot until its handler returns. The context of a call ends if its
+	// slot is lost, and [httplimit.SlotOf] returns the slot.
+	//
+	// Defaults to 30 seconds.
+	SlotTTL time.Duration
+
+	// FullCode is the code of a call that finds no free slot: ResourceExhausted, or Unavailable if the limit protects
+	// the server rather than sharing it among clients.
+	//
+	// Defaults to ResourceExhausted.
+	FullCode codes.Code
+
 	// Logger gets the lines of [httplimit.Config].Logger. These lines begin with the word httplimit.
 	//
 	// Defaults to slog.Default(). A logger with slog.DiscardHandler drops all lines.
@@ -106,7 +120,6 @@ func ByFunc(find func(ctx context.Context, fullMethod string) (string, error)) h
 // safe for concurrent use.
 type Interceptors struct {
 	limit func(http.Handler) http.Handler
-	holds bool // whether the context of a call has a hold
 }
 
 var (
@@ -132,7 +145,16 @@ func New(limiter httplimit.Limiter, config Config) (*Interceptors, error) {
 		PolicyName: strings.Map(printable, limits.Name), // for the log
 		Reject:     reject,
 		HoldFor:    config.HoldFor,
+		SlotTTL:    config.SlotTTL,
 		Logger:     config.Logger,
+	}
+	switch config.FullCode {
+	case codes.OK, codes.ResourceExhausted:
+	case codes.Unavailable:
+		web.FullStatus = http.StatusServiceUnavailable
+	default:
+		return nil, &ratelimit.ConfigError{Field: "grpclimit.Config.FullCode", Reason: "must be ResourceExhausted or " +
+			"Unavailable, and is " + config.FullCode.String()}
 	}
 	if config.Tier != nil {
 		web.Tier = func(r *http.Request) httplimit.Limiter { return config.Tier(r.Context(), r.URL.Path) }
@@ -151,7 +173,7 @@ func New(limiter httplimit.Limiter, config Config) (*Interceptors, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Interceptors{limit, config.HoldFor > 0}, nil
+	return &Interceptors{limit}, nil
 }
 
 // printable replaces a character that httplimit refuses in the name of a policy.
@@ -178,14 +200,11 @@ func (i *Interceptors) Stream(
 	server any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler,
 ) error {
 	return i.pass(stream.Context(), info.FullMethod, func(ctx context.Context) error {
-		if i.holds {
-			stream = &streamIn{stream, ctx}
-		}
-		return handler(server, stream)
+		return handler(server, &streamIn{stream, ctx})
 	})
 }
 
-// streamIn is a stream with another context.
+// streamIn is a stream with the context of a call, which may have a hold or a slot.
 type streamIn struct {
 	grpc.ServerStream
 

@@ -539,8 +539,13 @@ func TestConfigurationsThatCannotWork(t *testing.T) {
 		require.Nil(t, limit)
 	}
 
+	_, err := grpclimit.New(allowing(), grpclimit.Config{Key: always(), FullCode: codes.Internal})
+	require.ErrorContains(t, err, "grpclimit.Config.FullCode must be ResourceExhausted or Unavailable, and is Internal")
+	_, err = grpclimit.New(allowing(), grpclimit.Config{Key: always(), SlotTTL: -1})
+	require.ErrorContains(t, err, "grpclimit.Config.SlotTTL must be")
+
 	// New accepts a limiter with any name.
-	_, err := grpclimit.New(&fakeLimiter{name: "Anmeldung für \"alle\""}, grpclimit.Config{Key: always()})
+	_, err = grpclimit.New(&fakeLimiter{name: "Anmeldung für \"alle\""}, grpclimit.Config{Key: always()})
 	require.NoError(t, err)
 }
 
@@ -601,6 +606,58 @@ func TestHoldFor(t *testing.T) {
 	})
 	require.Equal(t, codes.Internal, status.Code(err))
 	ends(40)
+}
+
+// A call and a stream have a slot until their handlers return, also after a panic.
+func TestSlots(t *testing.T) {
+	t.Parallel()
+
+	limiter, err := ratelimit.New(pgtest.New(t).Pool, ratelimit.Config{
+		Name: "exports", Policy: ratelimit.Concurrency{Limit: 1}, OnFailure: ratelimit.ReturnError(),
+	})
+	require.NoError(t, err)
+	for full, want := range map[codes.Code]codes.Code{
+		codes.OK: codes.ResourceExhausted, codes.ResourceExhausted: codes.ResourceExhausted,
+		codes.Unavailable: codes.Unavailable,
+	} {
+		limit, err := grpclimit.New(limiter, grpclimit.Config{
+			Key:     grpclimit.ByFunc(func(context.Context, string) (string, error) { return "tenant:7", nil }),
+			SlotTTL: 20 * time.Second, FullCode: full,
+		})
+		require.NoError(t, err)
+		unary := func(work func(context.Context)) error {
+			_, err := limit.Unary(t.Context(), nil, &grpc.UnaryServerInfo{FullMethod: logIn},
+				func(ctx context.Context, _ any) (any, error) {
+					work(ctx)
+					return nil, nil
+				})
+			return err
+		}
+		streams := func(work func(context.Context)) error {
+			return limit.Stream(nil, &stream{ctx: t.Context()}, &grpc.StreamServerInfo{FullMethod: watch},
+				func(_ any, s grpc.ServerStream) error {
+					work(s.Context())
+					return nil
+				})
+		}
+		for _, call := range []func(func(context.Context)) error{unary, streams} {
+			require.NoError(t, call(func(ctx context.Context) {
+				require.Positive(t, httplimit.SlotOf(ctx).Fence())
+				for _, other := range []func(func(context.Context)) error{unary, streams} {
+					err := other(func(context.Context) { t.Error("two at a time") })
+					require.Equal(t, want, status.Code(err))
+					delay := retryDelay(t, err)
+					require.LessOrEqual(t, delay, 20*time.Second)
+				}
+				require.NoError(t, httplimit.SlotOf(ctx).Release(ctx))
+			}))
+			require.PanicsWithValue(t, "fault", func() { _ = call(func(context.Context) { panic("fault") }) })
+			testkit.WaitUntil(t, func() bool { // a slow release goes on
+				looked, err := limiter.Peek(t.Context(), "tenant:7")
+				return err == nil && looked.Held == 0
+			})
+		}
+	}
 }
 
 // stream is a stream that only has a context.

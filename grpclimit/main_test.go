@@ -189,6 +189,11 @@ func (f *fakeLimiter) Hold(context.Context, string, int64, time.Duration) (ratel
 	return ratelimit.HoldResult{}, f.err
 }
 
+// TryAcquire is not used by the tests with a fakeLimiter.
+func (f *fakeLimiter) TryAcquire(context.Context, string, ratelimit.SlotOptions) (ratelimit.SlotResult, error) {
+	return ratelimit.SlotResult{}, f.err
+}
+
 func (f *fakeLimiter) Refund(context.Context, ratelimit.Result) (ratelimit.Balance, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -2,6 +2,7 @@ package httplimit_test
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -64,6 +65,37 @@ func ExampleSettle() {
 		}
 	})
 	log.Fatal(http.ListenAndServe("localhost:8080", limit(handler)))
+}
+
+// At most two exports of a user run at once. Another one gets status 429.
+func ExampleSlotOf() {
+	var (
+		pool   *pgxpool.Pool
+		export func(w io.Writer, r *http.Request) error
+	)
+	type userKey struct{}
+	limiter, err := ratelimit.New(pool, ratelimit.Config{
+		Name:      "exports",
+		Policy:    ratelimit.Concurrency{Limit: 2},
+		OnFailure: ratelimit.FailOpen(),
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	limit, err := httplimit.New(limiter, httplimit.Config{
+		Key:     httplimit.ByContext(userKey{}),
+		SlotTTL: 10 * time.Second, // if a process dies, its slots are free after 10 seconds
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	handler := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		log.Print("export ", httplimit.SlotOf(r.Context()).Fence())
+		if err := export(w, r); err != nil { // r.Context() ends if the slot is lost
+			log.Print(err, context.Cause(r.Context()))
+		}
+	})
+	http.Handle("GET /export", limit(handler))
 }
 
 // 5 failed logins in a quarter of an hour, for each address and name. The database has an HMAC of address and name.

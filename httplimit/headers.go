@@ -12,7 +12,8 @@ import (
 )
 
 // Headers says which header fields tell clients about their limit. They are on the responses to all requests that the
-// limiter decided. A ban that ends more than ten years from now is shown as if it ended in a day.
+// limiter decided. A ban that ends more than ten years from now is shown as if it ended in a day. For a
+// [ratelimit.Concurrency], what remains are free units, and times are as if nobody renewed or released a slot.
 type Headers int
 
 const (
@@ -22,8 +23,9 @@ const (
 	// IETFDraft11 is revision 11 of draft-ietf-httpapi-ratelimit-headers, a draft that will still change.
 	// RateLimit-Policy has the limit and, if the window is a whole number of seconds, the window. RateLimit has what
 	// remains. For a denied request, or with a FixedWindow or CalendarWindow, it also has the seconds until more
-	// remains. Each limit that a request passes is a member of the fields. Each policy of an All is also a member: the
-	// first policy is named login, for example, and the second policy login/2.
+	// remains. The unit of a Concurrency is concurrent-requests. Each limit that a request passes is a member of the
+	// fields. Each policy of an All is also a member: the first policy is named login, for example, and the second
+	// policy login/2.
 	IETFDraft11
 
 	// XRateLimit sets X-RateLimit-Limit, -Remaining and -Reset. Reset is the number of seconds until the key is as good
@@ -63,6 +65,7 @@ type shape struct {
 	limit  int64
 	window int64 // in seconds; see windowSeconds
 	fixed  bool  // a FixedWindow or CalendarWindow, where ResetAfter is the time until more remains
+	slots  bool  // a Concurrency
 }
 
 // shapesOf returns the shape of a policy. For an All, it returns the shapes of its policies.
@@ -77,7 +80,7 @@ func shapesOf(policy ratelimit.Policy) []shape {
 	shapes := make([]shape, len(numbers))
 	for i, n := range numbers {
 		fixed := n.Algorithm == algorithm.FixedWindow || n.Algorithm == algorithm.CalendarWindow
-		shapes[i] = shape{n.Limit, windowSeconds(n), fixed}
+		shapes[i] = shape{n.Limit, windowSeconds(n), fixed, n.HasSlots()}
 	}
 	return shapes
 }
@@ -147,6 +150,9 @@ func (p Headers) set(header http.Header, name string, shapes []shape, result rat
 		text := make([]byte, 0, 128)
 		for i, m := range members {
 			text = appendMember(text, i, name, ";q=", m.result.Limit)
+			if m.slots {
+				text = append(text, `;qu="concurrent-requests"`...)
+			}
 			if m.window > 0 {
 				text = append(text, ";w="...)
 				text = strconv.AppendInt(text, m.window, 10)

@@ -316,6 +316,12 @@ func (i incomparable) Hold(
 	return i[0].Hold(ctx, key, n, ttl)
 }
 
+func (i incomparable) TryAcquire(
+	ctx context.Context, key string, options ratelimit.SlotOptions,
+) (ratelimit.SlotResult, error) {
+	return i[0].TryAcquire(ctx, key, options)
+}
+
 // A request that passes the same middleware twice is logged once. Different requests that look alike are not logged.
 func TestMountedTwice(t *testing.T) {
 	t.Parallel()

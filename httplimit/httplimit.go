@@ -10,6 +10,11 @@
 // ends more than ten years from now, Retry-After is a day, because somebody will probably lift the ban. The application
 // must choose what happens while Postgres is unreachable: see [New].
 //
+// A limiter with [ratelimit.Concurrency], alone or in a [ratelimit.All], limits how many requests of a key run at once.
+// The middleware acquires a slot before the handler runs, and releases it when the handler has returned, also after a
+// panic. Retry-After is then the time until enough slots end if nobody renews or releases one. So a request before that
+// time may be allowed. See [Config].SlotTTL and [SlotOf].
+//
 // With [ByIP] and [IETFDraft11], the middleware adds half a microsecond and 3 allocations to the limiter's call. Behind
 // a proxy, or with keys in [HMAC], it adds one microsecond and 4 allocations. A denial adds 6 allocations. A request
 // whose cost is given back needs a second call of the limiter before its response ends: see [Config].Charge.
@@ -25,6 +30,7 @@ import (
 	"errors"
 	"log/slog"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -49,6 +55,8 @@ type Limiter interface {
 	Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Balance, error)
 	// Hold holds n instead of taking it. Only a Config.HoldFor needs Hold.
 	Hold(ctx context.Context, key string, n int64, ttl time.Duration) (ratelimit.HoldResult, error)
+	// TryAcquire acquires a slot instead of taking n. Only a policy with slots needs TryAcquire.
+	TryAcquire(ctx context.Context, key string, options ratelimit.SlotOptions) (ratelimit.SlotResult, error)
 }
 
 var _ Limiter = (*ratelimit.Limiter)(nil)
@@ -71,8 +79,8 @@ type Config struct {
 	// Defaults to limiting all requests.
 	Skip func(*http.Request) bool
 
-	// Cost returns what a request takes. A request with cost 0 passes without asking the limiter. A request with a cost
-	// below 0, or above the whole limit, is rejected with status 400.
+	// Cost returns what a request takes, or how many units its slot has. A request with cost 0 passes without asking the
+	// limiter. A request with a cost below 0, or above the whole limit, is rejected with status 400.
 	//
 	// Defaults to 1 for each request.
 	Cost func(*http.Request) int64
@@ -102,7 +110,7 @@ type Config struct {
 	// is already what remains with the cost given back. Reset still shows the time after the take.
 	//
 	// While Postgres is unreachable, costs cannot be given back and stay counted. A cost that FallbackLocal took stays
-	// counted too.
+	// counted too. A limiter with slots charges every request: New refuses it with a Charge, and a Tier ignores Charge.
 	//
 	// Defaults to charging every request.
 	Charge func(status int) bool
@@ -119,8 +127,23 @@ type Config struct {
 	// others, the whole Cost counts, or nothing if Charge returns false. To settle several limits with one number, let
 	// a single middleware hold them: give it a limiter with [ratelimit.All].
 	//
+	// A limiter with slots holds nothing: New refuses it with a HoldFor, and a Tier ignores HoldFor.
+	//
 	// Defaults to 0: the cost is taken, not held.
 	HoldFor time.Duration
+
+	// SlotTTL is how long the slot of a request lasts after its last renewal. The slot is renewed while the handler
+	// runs, so SlotTTL is how long a process that dies keeps it. It is also the longest Retry-After of a request that
+	// finds no free slot. From 1 second to 24 hours.
+	//
+	// Defaults to 30 seconds.
+	SlotTTL time.Duration
+
+	// FullStatus is the status of a request that finds no free slot: 429, or 503 if the limit protects the server rather
+	// than sharing it among clients. A denial by another policy of an All, or by a row of mode deny, has status 429.
+	//
+	// Defaults to 429.
+	FullStatus int
 
 	// Headers selects the header fields that tell clients about their limit.
 	//
@@ -169,10 +192,13 @@ func (c Config) withDefaults(limiter ratelimit.Config) Config {
 	if c.Reject == nil {
 		c.Reject = ProblemJSON
 	}
+	if c.FullStatus == 0 {
+		c.FullStatus = http.StatusTooManyRequests
+	}
 	return c
 }
 
-func (c Config) validate(limiter ratelimit.Config) error {
+func (c Config) validate(limiter ratelimit.Config, slots bool) error {
 	refuse := func(field, reason string) error {
 		return &ratelimit.ConfigError{Field: "httplimit.Config." + field, Reason: reason}
 	}
@@ -188,6 +214,14 @@ func (c Config) validate(limiter ratelimit.Config) error {
 		return refuse("Headers", "must be None, IETFDraft11, IETFDraft6, XRateLimit or GitHub")
 	case c.HoldFor != 0 && (c.HoldFor < model.MinHold || c.HoldFor > model.MaxHold):
 		return refuse("HoldFor", "must be from 1 ms to 24 h, and is "+c.HoldFor.String())
+	case c.SlotTTL != 0 && (c.SlotTTL < time.Second || c.SlotTTL > model.MaxHold):
+		return refuse("SlotTTL", "must be from 1 s to 24 h, and is "+c.SlotTTL.String())
+	case c.FullStatus != http.StatusTooManyRequests && c.FullStatus != http.StatusServiceUnavailable:
+		return refuse("FullStatus", "must be 429 or 503, and is "+strconv.Itoa(c.FullStatus))
+	case slots && c.Charge != nil:
+		return refuse("Charge", "needs a policy without slots: what a slot has taken cannot be given back")
+	case slots && c.HoldFor != 0:
+		return refuse("HoldFor", "needs a policy without slots: a slot is held while the handler runs")
 	case c.OnError == nil && limiter.OnFailure == ratelimit.FailureMode{}:
 		return refuse("OnError", "is required for this limiter: "+
 			"nothing says what happens to requests while Postgres is away. "+
@@ -200,19 +234,21 @@ func (c Config) validate(limiter ratelimit.Config) error {
 // New returns a middleware that passes allowed requests to a handler. It returns a [*ratelimit.ConfigError] for a
 // configuration that cannot work.
 //
-// A denied request gets status 429 and a Retry-After in whole seconds. Requests before that time would be denied too.
-// If the database does not decide, and the limiter fails closed or returns an error, the status is 503. All other
-// requests reach the handler. Without [Config].Charge, the handler gets the server's ResponseWriter unchanged.
+// A denied request gets status 429 and a Retry-After in whole seconds. Requests before that time would be denied too,
+// unless a slot is released. If the database does not decide, and the limiter fails closed or returns an error, the
+// status is 503. All other requests reach the handler. Without [Config].Charge, the handler gets the server's
+// ResponseWriter unchanged.
 func New(limiter Limiter, config Config) (func(http.Handler) http.Handler, error) {
 	if l, ok := limiter.(*ratelimit.Limiter); limiter == nil || ok && l == nil {
 		return nil, errors.New("httplimit: the limiter is nil")
 	}
 	limits := limiter.Config()
 	config = config.withDefaults(limits)
-	if err := config.validate(limits); err != nil {
+	own := limitBy(limiter, limits.Policy)
+	if err := config.validate(limits, own.slots); err != nil {
 		return nil, err
 	}
-	m := &middleware{limit: limit{limiter, shapesOf(limits.Policy)}, config: config}
+	m := &middleware{limit: own, config: config}
 	m.proxies.log = func(r *http.Request, message, write string) {
 		m.log(r.Context(), slog.LevelWarn, message, slog.String("write", write))
 	}
@@ -225,6 +261,12 @@ func New(limiter Limiter, config Config) (func(http.Handler) http.Handler, error
 type limit struct {
 	limiter Limiter
 	shapes  []shape
+	slots   bool // whether a policy has slots
+}
+
+func limitBy(limiter Limiter, policy ratelimit.Policy) limit {
+	shapes := shapesOf(policy)
+	return limit{limiter, shapes, slices.ContainsFunc(shapes, func(s shape) bool { return s.slots })}
 }
 
 type middleware struct {
@@ -234,6 +276,7 @@ type middleware struct {
 	// These fields record what has been logged.
 	keyless, badCost atomic.Bool // logged only once, because any client can cause it
 	errors, refunds  health
+	releases         health
 	proxies          proxyHint
 	nested           nesting
 }
@@ -247,7 +290,7 @@ func (m *middleware) limitOf(r *http.Request) limit {
 	if l, ok := tier.(*ratelimit.Limiter); tier == nil || ok && l == nil {
 		return m.limit
 	}
-	return limit{tier, shapesOf(tier.Config().Policy)}
+	return limitBy(tier, tier.Config().Policy)
 }
 
 func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Handler) {
@@ -271,7 +314,8 @@ func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	if visit, ok := m.nested.enter(m, w, r, limit.limiter, key); ok {
 		defer visit.leave()
 	}
-	result, hold, err := m.ask(r.Context(), limit.limiter, key, cost)
+	given, err := m.ask(r.Context(), limit, key, cost)
+	result := given.result
 	switch {
 	case err != nil:
 		m.rejectError(w, r, err)
@@ -288,29 +332,47 @@ func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 			told.RetryAfter, told.ResetAfter = foreseeable(result.RetryAfter), foreseeable(result.ResetAfter)
 		}
 		m.setHeaders(w.Header(), limit, told, told.Remaining)
-		m.reject(w, r, Rejection{Status: http.StatusTooManyRequests, RetryAfter: told.RetryAfter, Result: result})
-	case m.config.Charge != nil &&
+		status := http.StatusTooManyRequests
+		if limit.full(&result) {
+			status = m.config.FullStatus
+		}
+		m.reject(w, r, Rejection{Status: status, RetryAfter: told.RetryAfter, Result: result})
+	case m.config.Charge != nil && given.slot == nil &&
 		(result.Source == ratelimit.SourceDatabase || result.Source == ratelimit.SourceLease):
-		m.serveAndSettle(w, r, next, charge{limit: limit, cost: cost, result: result, hold: hold})
+		m.serveAndSettle(w, r, next, charge{limit: limit, cost: cost, result: result, hold: given.hold})
 	default:
 		m.setHeaders(w.Header(), limit, result, result.Remaining)
-		if hold != nil {
-			defer m.end(r.Context(), hold, cost)
-			r = hold.in(r)
+		switch {
+		case given.hold != nil:
+			defer m.end(r.Context(), given.hold, cost)
+			r = given.hold.in(r)
+		case given.slot != nil:
+			defer m.release(r.Context(), given.slot)
+			r = inSlot(r, given.slot)
 		}
 		next.ServeHTTP(w, r)
 	}
 }
 
-// ask takes the cost of a request, or holds it.
-func (m *middleware) ask(ctx context.Context, limiter Limiter, key string, cost int64) (
-	result ratelimit.Result, hold *held, err error,
-) {
-	if m.config.HoldFor == 0 {
-		result, err = limiter.AllowN(ctx, key, cost)
-		return result, nil, err
+// given is a decision, and what the request has while its handler runs.
+type given struct {
+	result ratelimit.Result
+	hold   *held           // nil if the cost was not held
+	slot   *ratelimit.Slot // nil if the policy has no slots
+}
+
+// ask takes the cost of a request, holds it, or acquires a slot.
+func (m *middleware) ask(ctx context.Context, limit limit, key string, cost int64) (given, error) {
+	switch {
+	case limit.slots:
+		answer, err := limit.limiter.TryAcquire(ctx, key, ratelimit.SlotOptions{N: cost, TTL: m.config.SlotTTL})
+		return given{result: answer.Result, slot: answer.Slot}, err
+	case m.config.HoldFor == 0:
+		result, err := limit.limiter.AllowN(ctx, key, cost)
+		return given{result: result}, err
 	}
-	answer, err := limiter.Hold(ctx, key, cost, m.config.HoldFor)
+	answer, err := limit.limiter.Hold(ctx, key, cost, m.config.HoldFor)
+	g := given{result: answer.Result}
 	switch {
 	case answer.Hold == nil:
 	case err != nil: // the client has left, or the outcome is unknown
@@ -318,9 +380,9 @@ func (m *middleware) ask(ctx context.Context, limiter Limiter, key string, cost 
 			_, _ = answer.Hold.Cancel(ctx) // otherwise it ends by itself
 		})
 	default:
-		hold = &held{hold: answer.Hold}
+		g.hold = &held{hold: answer.Hold}
 	}
-	return answer.Result, hold, err
+	return g, err
 }
 
 // setHeaders sets the fields of Config.Headers, unless the limiter failed open. If the request is allowed, it also

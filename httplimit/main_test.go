@@ -63,6 +63,11 @@ func (f *fakeLimiter) Hold(context.Context, string, int64, time.Duration) (ratel
 	return ratelimit.HoldResult{}, f.err
 }
 
+// TryAcquire is not used by the tests with a fakeLimiter.
+func (f *fakeLimiter) TryAcquire(context.Context, string, ratelimit.SlotOptions) (ratelimit.SlotResult, error) {
+	return ratelimit.SlotResult{}, f.err
+}
+
 func (f *fakeLimiter) refunds() []ratelimit.Result {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -13,8 +13,8 @@ import (
 
 // Rejection says why a request does not reach the handler.
 type Rejection struct {
-	// Status is 429 for a denied request, and 503 if the limiter did not decide. It is 400 for a request without a
-	// usable key, or with a cost that can never be taken.
+	// Status is 429 for a denied request, or Config.FullStatus if no slot is free. It is 503 if the limiter did not
+	// decide, and 400 for a request without a usable key, or with a cost that can never be taken.
 	Status int
 	// Policy is the Config.PolicyName of the limit.
 	Policy string

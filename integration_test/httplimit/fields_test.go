@@ -111,6 +111,37 @@ func TestFieldsAreStructured(t *testing.T) {
 	}
 }
 
+// A limit of slots has a unit of the draft.
+func TestFieldsOfSlotsAreStructured(t *testing.T) {
+	t.Parallel()
+
+	limiter := newLimiter(t, ratelimit.Config{Policy: ratelimit.Concurrency{Limit: 2}})
+	limit, err := httplimit.New(limiter, httplimit.Config{
+		Key: httplimit.ByIP(), Headers: httplimit.IETFDraft11, Cost: func(*http.Request) int64 { return 2 },
+	})
+	require.NoError(t, err)
+	ask := func(next http.HandlerFunc) http.Header {
+		w := httptest.NewRecorder()
+		limit(next).ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", nil))
+		return w.Header()
+	}
+	var denied http.Header
+	allowed := ask(func(http.ResponseWriter, *http.Request) { denied = ask(nil) })
+	for _, header := range []http.Header{allowed, denied} {
+		list, err := httpsfv.UnmarshalList(header.Values("RateLimit-Policy"))
+		require.NoError(t, err)
+		require.Len(t, list, 1)
+		require.Equal(t, "api", list[0].(httpsfv.Item).Value)
+		require.Equal(t, []string{"q", "qu"}, list[0].(httpsfv.Item).Params.Names())
+		unit, _ := list[0].(httpsfv.Item).Params.Get("qu")
+		require.Equal(t, "concurrent-requests", unit)
+	}
+	require.Equal(t, []member{{"api", map[string]int64{"r": 0}}}, parse(t, allowed, "RateLimit"))
+	retryAfter, err := strconv.ParseInt(denied.Get("Retry-After"), 10, 64)
+	require.NoError(t, err)
+	require.Equal(t, []member{{"api", map[string]int64{"r": 0, "t": retryAfter}}}, parse(t, denied, "RateLimit"))
+}
+
 // In revision 6 of the draft, the fields are Items, and the policy field is a List of integers.
 func TestFieldsOfDraft6AreStructured(t *testing.T) {
 	t.Parallel()
