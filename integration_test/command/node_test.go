@@ -1,6 +1,7 @@
 package command
 
 import (
+	"bytes"
 	"net"
 	"net/http"
 	"os"
@@ -28,10 +29,10 @@ func TestNodeOfTheCookbook(t *testing.T) {
 	text, err := os.ReadFile(filepath.Join(repository, "docs/cookbook.md"))
 	require.NoError(t, err)
 	programs := regexp.MustCompile("(?ms)^```js\n(.*?)^```").FindAllSubmatch(text, -1)
-	require.Len(t, programs, 2)
+	require.Len(t, programs, 3)
 
 	dir := t.TempDir()
-	for i, name := range []string{"server.mjs", "tokens.mjs"} {
+	for i, name := range []string{"server.mjs", "tokens.mjs", "imports.mjs"} {
 		require.NoError(t, os.WriteFile(filepath.Join(dir, name), programs[i][1], 0o600))
 	}
 	install := exec.CommandContext(t.Context(), "npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "pg@8")
@@ -43,14 +44,15 @@ func TestNodeOfTheCookbook(t *testing.T) {
 	db := pgtest.New(t)
 	limitsByAddress(t, db, dir)
 	countsTokens(t, db, dir)
+	hasASlot(t, db, dir)
 }
 
-// node returns a process that will run a program in the folder dir.
-func node(t *testing.T, db *pgtest.DB, dir, program string, environment ...string) *exec.Cmd {
+// node returns a process that will run a program in the folder dir, with arguments.
+func node(t *testing.T, db *pgtest.DB, dir string, program ...string) *exec.Cmd {
 	t.Helper()
-	node := exec.CommandContext(t.Context(), "node", program)
+	node := exec.CommandContext(t.Context(), "node", program...)
 	node.Dir = dir
-	node.Env = append(append(os.Environ(), "DATABASE_URL="+db.URL), environment...)
+	node.Env = append(os.Environ(), "DATABASE_URL="+db.URL)
 	return node
 }
 
@@ -72,13 +74,52 @@ func countsTokens(t *testing.T, db *pgtest.DB, dir string) {
 	require.EqualValues(t, 3999, remaining())
 }
 
+// hasASlot checks that the program waits in line for a slot, renews it, stops when the slot is lost, and releases it.
+func hasASlot(t *testing.T, db *pgtest.DB, dir string) {
+	t.Helper()
+	const (
+		slots   = "SELECT count(*)::int FROM rate_limit_ephemeral_hold WHERE status = 0 AND key = $1"
+		tickets = "SELECT count(*)::int FROM rate_limit_ephemeral_hold WHERE status = 3 AND key = $1"
+		acquire = "SELECT slot::text FROM rate_limit_acquire('imports', $1, 'concurrent 5', 5, '1 hour')"
+	)
+	until := func(query, key string) {
+		t.Helper()
+		testkit.WaitUntil(t, func() bool { return pgtest.Scalar[int](t, db.Pool, query, key) == 1 })
+	}
+	var lost bytes.Buffer
+	long := node(t, db, dir, "imports.mjs", "tenant:7", "3600")
+	long.Stderr = &lost
+	require.NoError(t, long.Start())
+	until(slots, "tenant:7")
+
+	all := pgtest.Scalar[string](t, db.Pool, acquire, "tenant:8")
+	waiting := testkit.Later(func() ([]byte, error) {
+		return node(t, db, dir, "imports.mjs", "tenant:8", "0").CombinedOutput()
+	})
+	until(tickets, "tenant:8")
+	pgtest.Exec(t, db.Pool, "SELECT rate_limit_release($1)", all)
+	output, err := waiting()
+	require.NoError(t, err, string(output))
+	require.Equal(t, "imported\n", string(output))
+	require.NotEmpty(t, pgtest.Scalar[string](t, db.Pool, acquire, "tenant:8"), "the program has released its slot")
+
+	testkit.WaitUntil(t, func() bool { // the program has renewed its slot
+		return pgtest.Scalar[bool](t, db.Pool,
+			"SELECT ends_at - made_at > 30500000 FROM rate_limit_ephemeral_hold WHERE status = 0 AND key = 'tenant:7'")
+	})
+	pgtest.Exec(t, db.Pool, "SELECT rate_limit_reset('imports', 'tenant:7')")
+	require.ErrorAs(t, long.Wait(), new(*exec.ExitError))
+	require.Contains(t, lost.String(), "the slot is lost")
+}
+
 // limitsByAddress checks that the program answers a request above the limit with a status and the time to wait.
 func limitsByAddress(t *testing.T, db *pgtest.DB, dir string) {
 	t.Helper()
 	address := testkit.FreeAddress(t)
 	_, port, err := net.SplitHostPort(address)
 	require.NoError(t, err)
-	server := node(t, db, dir, "server.mjs", "PORT="+port)
+	server := node(t, db, dir, "server.mjs")
+	server.Env = append(server.Env, "PORT="+port)
 	server.Stderr = os.Stderr
 	require.NoError(t, server.Start())
 	t.Cleanup(func() { _ = server.Wait() })
