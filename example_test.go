@@ -384,6 +384,44 @@ func ExampleLimiter_HoldFromText() {
 	fmt.Println(settlement.Used, settlement.Late, err)
 }
 
+// Nightly imports. One import of a tenant runs at a time, and imports of 4 units in all. A large import has 3 units.
+func ExampleLimiter_Acquire() {
+	var (
+		ctx       context.Context
+		client    *ratelimit.Client
+		importAll func(ctx context.Context, tenant string, fence int64) error
+		units     func(tenant string) int64
+	)
+	perTenant, err := client.Limiter(ratelimit.Config{
+		Name: "import", Policy: ratelimit.Concurrency{Limit: 1},
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	overall, err := client.Limiter(ratelimit.Config{
+		Name: "imports", Policy: ratelimit.Concurrency{Limit: 4},
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+
+	nightly := func(ctx context.Context, tenant string) error {
+		own, err := perTenant.Acquire(ctx, tenant, ratelimit.SlotOptions{})
+		if err != nil {
+			return err
+		}
+		defer own.Release(ctx)
+		ctx = own.Context(ctx)
+		shared, err := overall.Acquire(ctx, "all", ratelimit.SlotOptions{N: units(tenant)})
+		if err != nil {
+			return err
+		}
+		defer shared.Release(ctx)
+		return importAll(shared.Context(ctx), tenant, own.Fence())
+	}
+	fmt.Println(nightly(ctx, "tenant:7"))
+}
+
 // Limiters of one client share its connections. If many limiters have a few calls each, one statement decides all these
 // calls.
 func ExampleClient() {
