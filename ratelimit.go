@@ -25,6 +25,7 @@
 //   - Giving back: [Limiter.Refund], [Limiter.Grant] and [Limiter.Reset].
 //   - Costs that are known only afterwards: [Limiter.Charge] and [Limiter.Hold].
 //   - Waiting: [Limiter.Wait]. A place in the future: [Limiter.Reserve].
+//   - At most n at a time: [Concurrency], with [Limiter.Acquire], [Limiter.TryAcquire] and [Slot].
 //   - Tiers: [Limiter.With]. Changes without a deploy: [Policies]. Busy keys: [Lease].
 //   - Metrics: [Observer], [ErrorKind]. Tests: [TestConfig], package ratelimittest.
 package ratelimit
