@@ -363,8 +363,8 @@ func (s *Slot) Fence() int64 {
 }
 
 // Release gives the slot back, and ends its contexts. What the other policies of an [All] have counted stays counted.
-// Call it also when the slot is lost: if it has not ended yet, others need not wait for its end. The end of ctx does not
-// end Release, because ctx may be that of the work, or made by Context.
+// Call it also when the slot is lost: if it has not ended yet, others need not wait for its end. The end of ctx does
+// not end Release, because ctx may be that of the work, or made by Context.
 //
 // Errors: [ErrSlotReleased] for a second call; [ErrSlotLost] if the slot was lost before; those of Allow, after which
 // the slot ends within its TTL. None of these calls touches a slot of somebody else.
