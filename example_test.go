@@ -405,18 +405,18 @@ func ExampleLimiter_Acquire() {
 		log.Fatal(err)
 	}
 
-	nightly := func(ctx context.Context, tenant string) error {
+	nightly := func(ctx context.Context, tenant string) (err error) {
 		own, err := perTenant.Acquire(ctx, tenant, ratelimit.SlotOptions{})
 		if err != nil {
 			return err
 		}
-		defer own.Release(ctx)
+		defer func() { err = errors.Join(err, own.Release(ctx)) }()
 		ctx = own.Context(ctx)
 		shared, err := overall.Acquire(ctx, "all", ratelimit.SlotOptions{N: units(tenant)})
 		if err != nil {
 			return err
 		}
-		defer shared.Release(ctx)
+		defer func() { err = errors.Join(err, shared.Release(ctx)) }()
 		return importAll(shared.Context(ctx), tenant, own.Fence())
 	}
 	fmt.Println(nightly(ctx, "tenant:7"))

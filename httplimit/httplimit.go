@@ -79,8 +79,8 @@ type Config struct {
 	// Defaults to limiting all requests.
 	Skip func(*http.Request) bool
 
-	// Cost returns what a request takes, or how many units its slot has. A request with cost 0 passes without asking the
-	// limiter. A request with a cost below 0, or above the whole limit, is rejected with status 400.
+	// Cost returns what a request takes, or how many units its slot has. A request with cost 0 passes without asking
+	// the limiter. A request with a cost below 0, or above the whole limit, is rejected with status 400.
 	//
 	// Defaults to 1 for each request.
 	Cost func(*http.Request) int64
@@ -133,14 +133,15 @@ type Config struct {
 	HoldFor time.Duration
 
 	// SlotTTL is how long the slot of a request lasts after its last renewal. The slot is renewed while the handler
-	// runs, so SlotTTL is how long a process that dies keeps it. It is also the longest Retry-After of a request that
-	// finds no free slot. From 1 second to 24 hours.
+	// runs, so SlotTTL is how long a process that dies keeps it. If all slots have this SlotTTL, it is also the longest
+	// Retry-After of a request that finds no free slot. From 1 second to 24 hours.
 	//
 	// Defaults to 30 seconds.
 	SlotTTL time.Duration
 
-	// FullStatus is the status of a request that finds no free slot: 429, or 503 if the limit protects the server rather
-	// than sharing it among clients. A denial by another policy of an All, or by a row of mode deny, has status 429.
+	// FullStatus is the status of a request that finds no free slot: 429, or 503 if the limit protects the server
+	// rather than sharing it among clients. A denial by another policy of an All, or by a row of mode deny, has status
+	// 429.
 	//
 	// Defaults to 429.
 	FullStatus int

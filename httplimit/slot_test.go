@@ -103,7 +103,7 @@ func TestSlotIsReleased(t *testing.T) {
 	}
 	for name, test := range map[string]struct {
 		handler http.HandlerFunc
-		ctx     context.Context
+		leaves  bool
 		fails   bool
 	}{
 		"returns": {handler: func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "through") }},
@@ -119,7 +119,7 @@ func TestSlotIsReleased(t *testing.T) {
 		"the client leaves": {handler: func(_ http.ResponseWriter, r *http.Request) {
 			leave()
 			<-r.Context().Done()
-		}, ctx: ctx, fails: true},
+		}, leaves: true, fails: true},
 	} {
 		limiter, _ := slots(t, 3, ratelimit.ReturnError())
 		handler := limited(t, limiter, Config{
@@ -133,10 +133,11 @@ func TestSlotIsReleased(t *testing.T) {
 			test.handler(w, r)
 		})
 		server := httptest.NewServer(handler)
-		if test.ctx == nil {
-			test.ctx = t.Context()
+		client := t.Context()
+		if test.leaves {
+			client = ctx
 		}
-		request, err := http.NewRequestWithContext(test.ctx, http.MethodGet, server.URL, nil)
+		request, err := http.NewRequestWithContext(client, http.MethodGet, server.URL, nil)
 		require.NoError(t, err)
 		response, err := server.Client().Do(request)
 		if !test.fails {

@@ -67,7 +67,9 @@ type job struct {
 }
 
 // work runs due jobs, until no tenant has both a due job and a free slot.
-func work(ctx context.Context, pool *pgxpool.Pool, limiter *ratelimit.Limiter, run func(context.Context, job) error) error {
+func work(
+	ctx context.Context, pool *pgxpool.Pool, limiter *ratelimit.Limiter, run func(context.Context, job) error,
+) error {
 	full := []string{} // tenants that had no free slot
 	for {
 		var j job
@@ -90,7 +92,8 @@ func work(ctx context.Context, pool *pgxpool.Pool, limiter *ratelimit.Limiter, r
 		}
 		if !result.Allowed { // another worker may try again
 			full = append(full, j.tenant)
-			if _, err := pool.Exec(ctx, "UPDATE jobs SET due = now() WHERE id = $1 AND due = $2", j.id, j.until); err != nil {
+			_, err := pool.Exec(ctx, "UPDATE jobs SET due = now() WHERE id = $1 AND due = $2", j.id, j.until)
+			if err != nil {
 				return err
 			}
 			continue
