@@ -71,7 +71,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"internal/engine/troublelog.go: note", "internal/engine/troublelog.go: notedecision",
 		// the time since a slot was last renewed
 		"internal/keeper/keeper.go: apply", "internal/keeper/keeper.go: confirm", "internal/keeper/keeper.go: due",
-		"internal/keeper/keeper.go: expect", "internal/keeper/keeper.go: renew",
+		"internal/keeper/keeper.go: expect", "internal/keeper/keeper.go: out", "internal/keeper/keeper.go: renew",
 		// the time since a key's first denial
 		"internal/policytable/bans.go: count", "internal/policytable/bans.go: newstrikes",
 		// the time since the database's clock was read once, to know what it shows now; the time since policies were

@@ -24,6 +24,9 @@ var (
 const (
 	// pollPeriod is the pause between two questions for places in line while the keeper does not listen.
 	pollPeriod = 500 * time.Millisecond
+	// lookPeriod is that pause while the keeper listens. A question also hands over slots that have ended, because a
+	// holder that dies announces nothing.
+	lookPeriod = 5 * time.Second
 	// retryListening is the pause before the keeper tries to listen again.
 	retryListening = 5 * time.Second
 )
@@ -90,11 +93,12 @@ type Slot struct {
 	group  *group
 	ctx    context.Context //nolint:containedctx // the slot ends it
 	end    context.CancelCauseFunc
-	timer  *time.Timer   // ends it at its local deadline; nil while it is expected
+	timer  *time.Timer   // ends it at the time until; nil while it is expected
 	got    chan struct{} // closed when it is no place in line any more
 
 	// Keeper.mu protects the rest.
-	expected bool // the statement that makes it has not been answered yet
+	expected bool      // the statement that makes it has not been answered yet
+	until    time.Time // its local deadline
 	waiting  bool
 	gotten   time.Time // when this process heard that it is no place in line; zero for a place
 	fence    int64
@@ -127,8 +131,11 @@ func (s *Slot) Confirm(told Told, sent time.Time) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	s.expected = false
-	s.timer = time.AfterFunc(time.Until(sent.Add(ttl-margin(ttl))), func() { s.Drop(ErrLost) })
-	s.out(told)
+	s.until = sent.Add(ttl - margin(ttl))
+	s.timer = time.AfterFunc(time.Until(s.until), func() { s.Drop(ErrLost) })
+	if s.out(told); k.slots[s.id] != s {
+		return
+	}
 	if due := sent.Add(ttl / 3); due.Before(s.group.next) { // the answer was slow
 		s.group.next = due
 		s.group.wake()
@@ -238,8 +245,12 @@ func (k *Keeper) due(g *group) (ids []string, wait time.Duration, ended bool) {
 		}
 		if all {
 			ids = append(ids, s.id)
-		} else if s.waiting && (g.asked.IsZero() || !k.listening) {
-			rest := g.asked.Add(pollPeriod).Sub(now)
+		} else if s.waiting {
+			period := pollPeriod
+			if k.listening {
+				period = lookPeriod
+			}
+			rest := g.asked.Add(period).Sub(now)
 			if rest <= 0 {
 				ids = append(ids, s.id)
 			}
@@ -266,7 +277,8 @@ func (k *Keeper) apply(g *group, ids []string, told []Told, sent time.Time, err 
 				renewal.Lost++
 				continue
 			}
-			s.timer.Reset(time.Until(sent.Add(g.ttl - margin(g.ttl))))
+			s.until = sent.Add(g.ttl - margin(g.ttl))
+			s.timer.Reset(time.Until(s.until))
 			s.out(t)
 		}
 	}
@@ -290,9 +302,14 @@ func (k *Keeper) apply(g *group, ids []string, told []Told, sent time.Time, err 
 	return renewal
 }
 
-// out makes a place in line a slot, if the database has done so.
+// out makes a place in line a slot, if the database has done so. If this process was paused meanwhile, the slot may
+// have ended, although the timer has not run yet.
 func (s *Slot) out(told Told) {
-	if s.waiting && !told.Waiting {
+	switch {
+	case !s.waiting || told.Waiting:
+	case !s.expected && !time.Now().Before(s.until):
+		s.drop(ErrLost)
+	default:
 		s.waiting, s.fence, s.gotten = false, told.Fence, time.Now()
 		close(s.got)
 	}

@@ -339,6 +339,36 @@ func TestSlotThatIsAPlaceAgain(t *testing.T) {
 	})
 }
 
+// A holder that dies announces nothing. A keeper that listens asks all the same, long before it renews its places. One
+// statement asks for all of them.
+func TestPlacesBehindADeadHolder(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		d := newDatabase()
+		k := keeper.New(d.config(true))
+		var places []*keeper.Slot
+		for i := range 100 {
+			id := fmt.Sprint(i)
+			s, sent := k.Expect(id, 24*time.Hour, false), time.Now()
+			d.made(id, sent)
+			s.Confirm(keeper.Told{ID: id, Waiting: true}, sent)
+			places = append(places, s)
+		}
+		synctest.Wait()
+		began := d.renewed.Load()
+		<-time.After(time.Minute + time.Second)
+		require.Equal(t, began+60/5, d.renewed.Load())
+		d.mu.Lock()
+		d.handed["7"] = 1
+		d.mu.Unlock()
+		<-time.After(6 * time.Second)
+		for i, s := range places {
+			require.Equal(t, i == 7, gotten(s))
+			require.True(t, s.Drop(keeper.ErrReleased))
+		}
+	})
+}
+
 // While a slot is expected, it is not renewed, because the database may not have it yet.
 func TestExpectedSlotIsNotRenewed(t *testing.T) {
 	t.Parallel()
