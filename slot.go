@@ -335,6 +335,10 @@ func (s *Slot) Context(ctx context.Context) context.Context {
 		return ctx
 	}
 	ctx, end := context.WithCancelCause(ctx)
+	if s.kept.Context().Err() != nil {
+		end(s.cause()) // AfterFunc would do so a moment later, in a goroutine of its own
+		return ctx
+	}
 	stop := context.AfterFunc(s.kept.Context(), func() { end(s.cause()) })
 	context.AfterFunc(ctx, func() { stop() })
 	return ctx

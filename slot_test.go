@@ -151,6 +151,7 @@ func testSlots(t *testing.T, l, other *ratelimit.Limiter) {
 	during := first.Slot.Context(t.Context())
 	require.NoError(t, during.Err())
 	release(t, first.Slot)
+	require.ErrorIs(t, context.Cause(first.Slot.Context(t.Context())), ratelimit.ErrSlotReleased, "it has ended already")
 	<-during.Done()
 	require.ErrorIs(t, context.Cause(during), ratelimit.ErrSlotReleased)
 	require.ErrorIs(t, first.Slot.Release(t.Context()), ratelimit.ErrSlotReleased)
@@ -303,9 +304,9 @@ func TestSlotsBesideARate(t *testing.T) {
 	})
 }
 
-// Somebody keeps the row of one key locked for long. The slots of other keys that the same statement renews must not
-// end with it.
-func TestALockedKeyKeepsNoOtherSlotsFromRenewal(t *testing.T) {
+// Somebody keeps the rows of some keys locked for long. The slots of other keys that the same statement renews must not
+// end with them.
+func TestLockedKeysKeepNoOtherSlotsFromRenewal(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "a transaction that locks a row")
 	db := pgtest.New(t)
@@ -317,23 +318,29 @@ func TestALockedKeyKeepsNoOtherSlotsFromRenewal(t *testing.T) {
 	})
 	l := limitertest.Of(t, client, config)
 	var slots []*ratelimit.Slot
-	for i := range 9 {
-		result, err := l.TryAcquire(t.Context(), fmt.Sprint(i), ratelimit.SlotOptions{TTL: 3 * time.Second})
+	for i := range 20 {
+		result, err := l.TryAcquire(t.Context(), fmt.Sprint(i), ratelimit.SlotOptions{TTL: 9 * time.Second})
 		require.NoError(t, err)
 		slots = append(slots, result.Slot)
 	}
 	tx := pgtest.Begin(t, db)
-	pgtest.Exec(t, tx, "SELECT FROM rate_limit_ephemeral WHERE key = '4' FOR UPDATE")
-	<-slots[4].Context(t.Context()).Done()
-	require.ErrorIs(t, (<-failed).Err, ratelimit.ErrTimeout)
+	pgtest.Exec(t, tx, "SELECT FROM rate_limit_ephemeral WHERE key::int % 4 = 3 FOR UPDATE")
+	for i := 3; i < len(slots); i += 4 {
+		<-slots[i].Context(t.Context()).Done()
+	}
+	e := <-failed
+	for e.Err == nil { // a renewal before the rows were locked
+		e = <-failed
+	}
+	require.ErrorIs(t, e.Err, ratelimit.ErrTimeout)
 	for i, slot := range slots {
-		if i != 4 {
+		if i%4 != 3 {
 			require.NoError(t, slot.Context(t.Context()).Err())
 			release(t, slot)
 		}
 	}
 	require.NoError(t, tx.Rollback(t.Context()))
-	require.ErrorIs(t, slots[4].Release(t.Context()), ratelimit.ErrSlotLost)
+	require.ErrorIs(t, slots[3].Release(t.Context()), ratelimit.ErrSlotLost)
 }
 
 // A strict slot is lost when a renewal fails. If it is released all the same, nobody has to wait for its end.

@@ -104,16 +104,41 @@ func (e *Engine) Release(ctx context.Context, at SlotPlace, id string) (known bo
 // renewSlots makes slots and places in line last for ttl from now. Beside an error, it returns those that it has
 // renewed all the same.
 func (e *Engine) renewSlots(ctx context.Context, ids []string, ttl time.Duration) ([]keeper.Told, error) {
-	told, err := e.Database.renew(ctx, ids, ttl, LockTimeout(min(e.Batcher.Held.Patience(), ttl/30)))
+	patience := LockTimeout(min(e.Batcher.Held.Patience(), ttl/30))
+	told, err := e.Database.renew(ctx, ids, ttl, patience)
 	if len(ids) == 1 || !pg.LockTimeout(err) {
 		return told, err
 	}
-	// Another transaction has locked the row of one of the keys. The slots of the other keys must not end with it.
-	half := len(ids) / 2
-	first, err := e.renewSlots(ctx, ids[:half], ttl)
-	second, err2 := e.renewSlots(ctx, ids[half:], ttl)
-	return append(first, second...), errors.Join(err, err2)
+	// Another transaction has locked the row of a key. The slots of all other keys must not end with it. So only when
+	// they are renewed does a statement wait for the locked rows again.
+	told, locked, err := e.renewUnlocked(ctx, ids, ttl)
+	for _, id := range locked {
+		one, err2 := e.Database.renew(ctx, []string{id}, ttl, patience)
+		told, err = append(told, one...), errors.Join(err, err2)
+	}
+	return told, err
 }
+
+// renewUnlocked renews those slots whose rows are locked only briefly, and returns the others. It cuts the ids in half
+// again and again, so it waits several times for each locked row, but not for long.
+func (e *Engine) renewUnlocked(
+	ctx context.Context, ids []string, ttl time.Duration,
+) (told []keeper.Told, locked []string, err error) {
+	told, err = e.Database.renew(ctx, ids, ttl, LockTimeout(briefly))
+	switch {
+	case !pg.LockTimeout(err):
+		return told, nil, err
+	case len(ids) == 1:
+		return nil, ids, nil
+	}
+	half := len(ids) / 2
+	told, locked, err = e.renewUnlocked(ctx, ids[:half], ttl)
+	told2, locked2, err2 := e.renewUnlocked(ctx, ids[half:], ttl)
+	return append(told, told2...), append(locked, locked2...), errors.Join(err, err2)
+}
+
+// briefly is how long a renewal waits for a row beside rows that are locked for longer.
+const briefly = 3 * time.Millisecond
 
 func (d *Database) renew(
 	ctx context.Context, ids []string, ttl time.Duration, lockTimeout *int32,
