@@ -27,6 +27,12 @@ func TestMain(m *testing.M) {
 	if work := os.Getenv(holdWorkVariable); work != "" {
 		os.Exit(holdInChild(work))
 	}
+	if work := os.Getenv(slotWorkVariable); work != "" {
+		os.Exit(slotsInChild(work))
+	}
+	if settings := os.Getenv(slotPuppetVariable); settings != "" {
+		os.Exit(slotPuppetInChild(settings))
+	}
 	if work := os.Getenv(leaseWorkVariable); work != "" {
 		os.Exit(leaseInChild(work))
 	}
