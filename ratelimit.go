@@ -70,7 +70,8 @@ type Config struct {
 	// billing. Defaults to false: rows are in rate_limit_ephemeral, which is unlogged, so a crash resets all keys.
 	Durable bool
 	// SynchronousCommit makes calls of a durable limiter wait until the WAL is flushed, so that a crash loses nothing.
-	// Defaults to false: a crash may lose takes of the last 0.6 s (three times wal_writer_delay).
+	// Defaults to false: a crash may lose takes of the last 0.6 s (three times wal_writer_delay). Slots of a
+	// [Concurrency] always wait.
 	SynchronousCommit bool
 	NoDenialCache     bool // makes every call ask the database; see [ClientConfig].DenialMaxAge
 	// Policies makes the limiter obey its rows of rate_limit_policy. Policy applies to keys without a row.
