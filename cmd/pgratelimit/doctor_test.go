@@ -26,7 +26,7 @@ import (
 )
 
 // checksOfAll is the number of findings if no object is missing. Some checks have a finding for each table.
-const checksOfAll = 14 + 2*7
+const checksOfAll = 15 + 4*7
 
 func TestDoctorOfAHealthyDatabase(t *testing.T) {
 	t.Parallel()

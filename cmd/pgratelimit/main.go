@@ -106,7 +106,7 @@ func rootCommand(a *cli.App) *cobra.Command {
 	}
 	addGroup("Limits:", keys.LimitsCommand(a), keys.TopCommand(a), keys.PeekCommand(a), keys.ExplainCommand(a),
 		keys.TakeCommand(a), keys.ChargeCommand(a), keys.HoldCommand(a), keys.SettleCommand(a), keys.CancelCommand(a),
-		keys.ExtendCommand(a), keys.RefundCommand(a), keys.GrantCommand(a), keys.ResetCommand(a))
+		keys.ExtendCommand(a), keys.SlotsCommand(a), keys.RefundCommand(a), keys.GrantCommand(a), keys.ResetCommand(a))
 	addGroup("Policies:", policies.PolicyCommand(a), policies.BanCommand(a), policies.UnbanCommand(a))
 	addGroup("The database:", upkeep.MigrateCommand(a), upkeep.SweepCommand(a), doctor.Command(a), shard.Command(a))
 	addGroup("Trying it out:", demo.Command(a))

@@ -141,13 +141,13 @@ func urlWith(t *testing.T, db *pgtest.DB, parameter string) string {
 	return parsed.String()
 }
 
-// commands returns all commands that have no subcommands, by their names.
+// commands returns all commands that do something, by their names: those without subcommands, and slots.
 func commands(t *testing.T) map[string]*cobra.Command {
 	t.Helper()
 	all := map[string]*cobra.Command{}
 	var visit func(cmd *cobra.Command)
 	visit = func(cmd *cobra.Command) {
-		if !cmd.HasSubCommands() {
+		if !cmd.HasSubCommands() || cmd.Flags().Lookup("json") != nil {
 			all[strings.TrimPrefix(cmd.CommandPath(), "pgratelimit ")] = cmd
 		}
 		for _, sub := range cmd.Commands() {
@@ -212,7 +212,7 @@ func requireAccepted(t *testing.T, args []string) {
 	t.Helper()
 	cmd, rest, err := rootCommand(new(cli.App)).Find(args)
 	require.NoError(t, err, args)
-	require.False(t, cmd.HasSubCommands(), args)
+	require.False(t, cmd.HasSubCommands() && cmd.Flags().Lookup("json") == nil, args)
 	require.NoError(t, cmd.ParseFlags(rest), args)
 	require.NoError(t, cmd.ValidateArgs(cmd.Flags().Args()), args)
 	require.NoError(t, cmd.ValidateRequiredFlags(), args)
@@ -282,6 +282,13 @@ func TestCommandLinesThatMakeNoSense(t *testing.T) {
 		{[]string{"settle", "--used=1"}, "accepts 1 arg(s), received 0"},
 		{[]string{"extend", "hold", "--for=876000h"}, "from 1ms to 24h"},
 		{[]string{"cancel"}, "accepts 1 arg(s), received 0"},
+		{[]string{"slots"}, "accepts between 1 and 2 arg(s), received 0"},
+		{[]string{"slots", "imports", "key", "more"}, "accepts between 1 and 2 arg(s), received 3"},
+		{[]string{"slots", "imports", "-n", "0"}, "--number"},
+		{[]string{"slots", ""}, "name of a limiter"},
+		{[]string{"slots", "imports", ""}, "a key has"},
+		{[]string{"slots", "release"}, "accepts 1 arg(s), received 0"},
+		{[]string{"slots", "release", "imports"}, "the slot cannot be read"},
 		{[]string{"reset", "login"}, "accepts 2 arg(s), received 1"},
 		{[]string{"reset", "login", "key", "--all"}, "accepts 1 arg(s), received 2"},
 		{[]string{"reset", "login", "--all"}, "--yes"},

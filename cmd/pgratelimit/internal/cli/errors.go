@@ -37,7 +37,7 @@ func Usage(err error) error { return usageError{err} }
 func IsUsage(err error) bool {
 	return errors.As(err, new(usageError)) || errors.As(err, new(*pgconn.ParseConfigError)) ||
 		errors.As(err, new(*ratelimit.ConfigError)) || errors.As(err, new(*ratelimit.KeyError)) ||
-		errors.As(err, new(*ratelimit.CostError))
+		errors.As(err, new(*ratelimit.CostError)) || errors.As(err, new(*ratelimit.SlotError))
 }
 
 // refusedText replaces errors about a text that is too long or that the database's encoding cannot represent. The

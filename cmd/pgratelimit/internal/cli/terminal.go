@@ -67,6 +67,25 @@ func IsTerminal(stream any) bool {
 	return ok && term.IsTerminal(int(file.Fd()))
 }
 
+// Refresh calls show again and again until ctx ends. On a terminal, it clears the screen before each call.
+func (a *App) Refresh(ctx context.Context, every time.Duration, show func() error) error {
+	ticker := time.NewTicker(every)
+	defer ticker.Stop()
+	for {
+		if IsTerminal(a.Stdout) && !a.JSON {
+			fmt.Fprint(a.Stdout, "\x1b[H\x1b[J")
+		}
+		if err := show(); err != nil && ctx.Err() == nil {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-ticker.C:
+		}
+	}
+}
+
 // Bar shows the progress of a command, from the first update on. Errors of the bar are ignored.
 type Bar struct {
 	Shown *progressbar.ProgressBar // nil if no terminal would show the bar

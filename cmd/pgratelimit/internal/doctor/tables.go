@@ -15,6 +15,8 @@ var (
 	tablesSQL string
 	//go:embed sql/sample.sql
 	sampleSQL string
+	//go:embed sql/stuck.sql
+	stuckSQL string
 )
 
 // TableHealth is a row of tablesSQL, with the results of a sample.
@@ -77,16 +79,67 @@ func (e *Examination) checkTables(ctx context.Context) ([]cli.Finding, error) {
 		add("bloat", bloat)
 		add("sweeping", sweeping)
 	}
-	return findings, nil
+	if e.Server.Standby {
+		return findings, nil
+	}
+	slots := unread
+	if sampled {
+		slots, err = e.checkSlots(ctx, tables)
+		if err := could(err, &slots); err != nil {
+			return nil, err
+		}
+	}
+	return append(findings, slots.Of("slots")), nil
+}
+
+// percent returns the percentage of a table that a sample reads.
+func percent(tables []TableHealth, name string) float64 {
+	for _, t := range tables {
+		if t.Name == name {
+			return 100 * t.sampled
+		}
+	}
+	return 100
+}
+
+// StuckSlots is a row of stuckSQL.
+type StuckSlots struct {
+	Limiter       string
+	Keys, Waiting int64
+	FirstAfter    int64 // in seconds
+}
+
+// checkSlots looks for keys of which nobody can get a slot for long, unless a holder releases its own.
+func (e *Examination) checkSlots(ctx context.Context, tables []TableHealth) (cli.Finding, error) {
+	stuck, err := lookAt[StuckSlots](ctx, e, stuckSQL, LongTime.Microseconds(),
+		percent(tables, cli.Table(false)+"_hold"), percent(tables, cli.Table(true)+"_hold"))
+	return JudgeSlots(stuck), err
+}
+
+// JudgeSlots warns of slots whose holders may have died. The tables do not have the TTL of a slot or the time of its
+// last renewal, so a holder that renews a slot with a TTL of more than LongTime looks the same.
+func JudgeSlots(stuck []StuckSlots) cli.Finding {
+	if len(stuck) == 0 {
+		return cli.OK("no key is full of slots that last for another %v or more, and are past half of their time", LongTime)
+	}
+	var found []string
+	for _, s := range stuck {
+		found = append(found, fmt.Sprintf("limiter %s has %s, where %d wait, and the first slot ends in %v",
+			cli.Printable(s.Limiter), cli.Count(s.Keys, "full key"), s.Waiting, time.Duration(s.FirstAfter)*time.Second))
+	}
+	return cli.Warning.Finding("'pgratelimit slots NAME' lists the holders, and 'pgratelimit slots release SLOT' takes the "+
+		"slot of a dead holder away; so that slots of dead holders end soon, acquire them with a short TTL, such as 30 s, "+
+		"and renew them",
+		"%s, unless somebody releases one; the slots are past half of their time, so perhaps nobody renews them: the "+
+			"tables do not tell whether their holders live", strings.Join(found, "; ")).ForAnybody()
 }
 
 func (e *Examination) sample(ctx context.Context, tables []TableHealth) error {
-	percent := map[string]float64{}
 	for i := range tables {
 		tables[i].sampled = cli.SampleShare(tables[i].Bytes)
-		percent[tables[i].Name] = 100 * tables[i].sampled
 	}
-	all, err := lookAt[sampledRows](ctx, e, sampleSQL, percent[cli.Table(false)], percent[cli.Table(true)])
+	all, err := lookAt[sampledRows](ctx, e, sampleSQL, percent(tables, cli.Table(false)), percent(tables, cli.Table(true)),
+		percent(tables, cli.Table(false)+"_hold"), percent(tables, cli.Table(true)+"_hold"))
 	for _, of := range all {
 		for i := range tables {
 			if tables[i].Name == of.Table {
@@ -97,10 +150,17 @@ func (e *Examination) sample(ctx context.Context, tables []TableHealth) error {
 	return err
 }
 
+// ofHolds tells whether the table has holds.
+func (t TableHealth) ofHolds() bool { return strings.HasSuffix(t.Name, "_hold") }
+
 func (t TableHealth) judgeKind() cli.Finding {
 	want, kinds := "u", map[string]string{"u": "unlogged", "p": "logged", "t": "temporary"}
-	if t.Name == cli.Table(true) {
+	if strings.HasPrefix(t.Name, cli.Table(true)) {
 		want = "p"
+	}
+	own, others := "its primary key", "no index but the primary key"
+	if t.ofHolds() {
+		own, others = "those of the migrations", "no other index than those of the migrations"
 	}
 	switch {
 	case t.Persistence != want:
@@ -109,13 +169,12 @@ func (t TableHealth) judgeKind() cli.Finding {
 	case len(t.OtherIndexes) > 0:
 		drop := "`DROP INDEX CONCURRENTLY " // each index needs a statement of its own
 		return cli.Warning.Finding(drop+strings.Join(t.OtherIndexes, "`, "+drop)+"`",
-			"it has an index besides its primary key, so updates that change "+
-				"the index's columns are not HOT, and the table bloats")
-	case t.Fillfactor != fillfactor:
+			"it has an index besides %s, so updates that change the index's columns are not HOT, and the table bloats", own)
+	case t.Fillfactor != fillfactor && !t.ofHolds():
 		return cli.Warning.Finding(fmt.Sprintf("`ALTER TABLE %s SET (fillfactor = %d)`", t.sql, fillfactor),
 			"its fillfactor is %d, so fewer updates find room on their page than with %d", t.Fillfactor, fillfactor)
 	}
-	return cli.OK("%s, with no index but the primary key", kinds[want])
+	return cli.OK("%s, with %s", kinds[want], others)
 }
 
 func (t TableHealth) JudgeHOT() cli.Finding {
@@ -123,6 +182,9 @@ func (t TableHealth) JudgeHOT() cli.Finding {
 		return cli.OK("%s so far, too few to tell", cli.Count(t.Updated, "update"))
 	}
 	share := float64(t.Hot) / float64(t.Updated)
+	if t.ofHolds() {
+		return cli.OK("%.1f %% of %d updates; renewals and ends change an index, so they are not HOT", 100*share, t.Updated)
+	}
 	if share < leastHOT {
 		return cli.Warning.Finding("mend what else is found here, and long transactions, which keep dead tuples on "+
 			"the pages; then, as a superuser, `VACUUM "+t.sql+"`, and to count anew "+

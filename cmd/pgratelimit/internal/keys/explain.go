@@ -39,6 +39,7 @@ type Explanation struct {
 type ruleState struct {
 	Policy string `json:"policy"`
 	keyState
+	slots bool // whether the policy is a Concurrency
 }
 
 func ExplainCommand(a *cli.App) *cobra.Command {
@@ -144,7 +145,7 @@ func (e *Explanation) readState(ctx context.Context, db cli.DB, text string, dur
 			if err != nil {
 				return err
 			}
-			e.State = append(e.State, ruleState{policy.String(), states[0]})
+			e.State = append(e.State, ruleState{policy.String(), states[0], numbers.HasSlots()})
 		}
 		return nil
 	})
@@ -190,6 +191,11 @@ func (e Explanation) print(w io.Writer) {
 		fmt.Fprintf(w, "banned\t%s, %s, for %s: %s\n", until, who, r.Target(), cli.Printable(r.Comment))
 	}
 	for _, s := range e.State {
+		if s.slots {
+			fmt.Fprintf(w, "left\t%d free under %s in %s%s\n", s.Remaining, s.Policy, e.Table,
+				slotTimes(s.Held, s.RetryAfterUS, s.ResetAfterUS))
+			continue
+		}
 		if s.ResetAfterUS == 0 {
 			fmt.Fprintf(w, "left\t%d under %s in %s, untouched\n", s.Remaining, s.Policy, e.Table)
 			continue

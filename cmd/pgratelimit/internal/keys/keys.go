@@ -26,11 +26,14 @@ forget what they count, it does nothing without --force.`
 
 func PeekCommand(a *cli.App) *cobra.Command {
 	cmd := askCommand(a, false, func(ctx context.Context, q question) (Answer, error) {
-		return decided(q.limiter.Peek(ctx, q.key))
+		answer, err := decided(q.limiter.Peek(ctx, q.key))
+		_, answer.slots = q.limiter.Config().Policy.(ratelimit.Concurrency)
+		return answer, err
 	})
 	cmd.Use = "peek NAME KEY --policy POLICY"
 	cmd.Short = "Show what is left of a key's limit, and take nothing"
-	cmd.Long = `Shows what is left of a key's limit under --policy, and takes nothing. ` + noPolicies
+	cmd.Long = `Shows what is left of a key's limit under --policy, and takes nothing. It shows how many slots are free,
+and not who waits for one: 'pgratelimit slots' does. ` + noPolicies
 	cmd.Example = `  pgratelimit peek login user:123 --policy "sliding 10/1m"
   pgratelimit peek api acme --policy "fixed 100000/30d" --durable --json`
 	return cmd
@@ -124,6 +127,7 @@ type Answer struct {
 	Warning      string    `json:"warning,omitempty"`
 
 	done  string // a word for the result
+	slots bool   // whether the policy is a Concurrency
 	holds bool   // whether standard output is for the hold only, because a shell passes it on
 }
 
@@ -168,6 +172,12 @@ func (r Answer) print(a *cli.App) error {
 }
 
 func (r Answer) text(w io.Writer) {
+	if r.slots {
+		fmt.Fprintf(w, "%s: %d of %d free%s\n", r.done, r.Remaining, r.Limit,
+			slotTimes(r.Held, r.RetryAfterUS, r.ResetAfterUS))
+		policies.PrintWarning(w, r.Warning)
+		return
+	}
 	limit, owed, held, retry := "", "", "", ""
 	if r.Limit > 0 {
 		limit = fmt.Sprintf(" of %d", r.Limit)

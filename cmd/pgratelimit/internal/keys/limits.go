@@ -25,16 +25,16 @@ import (
 type LimiterRows struct {
 	Limiter      string     `json:"limiter"`
 	Table        string     `json:"table"`
-	Algorithms   []string   `json:"algorithms"` // the algorithms that wrote the rows, such as "sliding"
+	Algorithms   []string   `json:"algorithms"` // the algorithms of the rows and their holds, such as "sliding"
 	Rows         int64      `json:"rows"`
-	Live         int64      `json:"live"`  // rows that have not expired
-	Held         int64      `json:"held"`  // units of holds, some of which may have ended
-	Bytes        int64      `json:"bytes"` // the size of the rows, without free space and index
-	OldestExpiry time.Time  `json:"oldest_expiry"`
-	Estimated    bool       `json:"estimated"`  // whether the numbers are estimated from a sample
-	DeniedNow    *DeniedNow `json:"denied_now"` // null if no policy was given
+	Live         int64      `json:"live"`                   // rows that have not expired
+	Held         int64      `json:"held"`                   // units of holds and slots, some of which may have ended
+	Bytes        int64      `json:"bytes"`                  // the size of the rows, without free space and index
+	OldestExpiry time.Time  `json:"oldest_expiry,omitzero"` // zero if no row has counted, and nothing is held
+	Estimated    bool       `json:"estimated"`              // whether the numbers are estimated from a sample
+	DeniedNow    *DeniedNow `json:"denied_now"`             // null if no policy was given
 	Warning      string     `json:"warning,omitempty"`
-	wroteRows    int64      // the algorithms that wrote the rows, as a sum of 1 << code
+	wroteRows    int64      // Algorithms as a sum of 1 << code
 }
 
 // DeniedNow is the number of keys that have no room for a cost of 1.
@@ -52,10 +52,10 @@ func LimitsCommand(a *cli.App) *cobra.Command {
 		Short: "List the limiters, and what each has in the tables",
 		Long: `Lists for each limiter the algorithms that wrote its rows, the number of rows, how many rows have not
 expired, how many units are held, the size of the rows, and when the first row expired or will expire.
-Units of an ended hold may count until the key's last hold ends. If a table is larger than 100 MB, the
-command reads a random sample of 100 MB, and marks estimates with ~. With --exact, it reads the whole
-table. To count the keys that are denied now, give the policy with --policy, because the rows do not
-have it.`,
+Slots are held too: 'pgratelimit slots' lists them. Units of an ended hold may count until the key's
+last hold ends. If a table is larger than 100 MB, the command reads a random sample of 100 MB, and marks
+estimates with ~. With --exact, it reads the whole table. To count the keys that are denied now, give
+the policy with --policy, because the rows do not have it.`,
 		Example: `  pgratelimit limits
   pgratelimit limits --policy "login=sliding 10/1m" \
       --policy "api=bucket 20 5/10s"
@@ -111,7 +111,10 @@ func countLimiters(
 		limiters, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (l LimiterRows, err error) {
 			var expires int64
 			err = row.Scan(&l.Table, &l.Limiter, &l.wroteRows, &l.Rows, &l.Live, &l.Held, &l.Bytes, &expires)
-			l.OldestExpiry, l.Algorithms = time.UnixMicro(expires).UTC(), policies.Words(l.wroteRows)
+			l.Algorithms = policies.Words(l.wroteRows)
+			if expires > 0 {
+				l.OldestExpiry = time.UnixMicro(expires).UTC()
+			}
 			if share := percent[l.Table] / 100; share < 1 {
 				l.Estimated = true
 				for _, n := range []*int64{&l.Rows, &l.Live, &l.Held, &l.Bytes} {
@@ -141,7 +144,7 @@ func addLimiters(all, more []LimiterRows) []LimiterRows {
 		l := &all[i]
 		l.Rows, l.Live, l.Held, l.Bytes = l.Rows+m.Rows, l.Live+m.Live, l.Held+m.Held, l.Bytes+m.Bytes
 		l.Estimated = l.Estimated || m.Estimated
-		if m.OldestExpiry.Before(l.OldestExpiry) {
+		if l.OldestExpiry.IsZero() || !m.OldestExpiry.IsZero() && m.OldestExpiry.Before(l.OldestExpiry) {
 			l.OldestExpiry = m.OldestExpiry
 		}
 		l.wroteRows |= m.wroteRows
@@ -193,9 +196,13 @@ func printLimiters(w io.Writer, sizes []cli.TableSize, limiters []LimiterRows) {
 		default:
 			denied, sampled = fmt.Sprintf("~%d", l.DeniedNow.Keys), true
 		}
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s%d\t%s%d\t%s%d\t%s\t%s%s\t%s%s\n",
+		oldest := ""
+		if !l.OldestExpiry.IsZero() {
+			oldest = about + cli.Instant(l.OldestExpiry)
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s%d\t%s%d\t%s%d\t%s\t%s%s\t%s\n",
 			cli.Short(l.Limiter), l.Table, strings.Join(l.Algorithms, ", "), about, l.Rows, about, l.Live,
-			about, l.Held, denied, about, cli.Size(l.Bytes), about, cli.Instant(l.OldestExpiry))
+			about, l.Held, denied, about, cli.Size(l.Bytes), oldest)
 	}
 	if len(limiters) == 0 {
 		fmt.Fprintf(w, "no limiter has rows\n")

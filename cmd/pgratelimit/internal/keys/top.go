@@ -39,6 +39,8 @@ type TopResult struct {
 	At       time.Time  `json:"at"`       // the time of the database (of shard 0), from which all durations count
 	Keys     []keyState `json:"keys"`
 	Warning  string     `json:"warning,omitempty"`
+
+	slots bool // whether the policy is a Concurrency
 }
 
 func TopCommand(a *cli.App) *cobra.Command {
@@ -52,7 +54,8 @@ func TopCommand(a *cli.App) *cobra.Command {
 		Long: `Lists the keys of a limiter that have least left, with the units that are held, the time until a cost
 of 1 fits, and the time until the key is as good as new. All times count from one moment. Give the
 policy, because the rows do not have it. Keys that another algorithm wrote count as new: 'pgratelimit
-limits' lists the algorithms.
+limits' lists the algorithms. Of slots, the times are those after which they are free if no holder
+renews or releases one.
 The command reads the keys in batches, and waits for no locks. If a limiter has more than --max-rows
 keys, the command reads about --max-rows keys, and prints the share of the keys that it has read. It
 chooses pages at random, so it reads keys that were made together either all or not at all. Keys that
@@ -68,6 +71,7 @@ took and hold nothing are not listed.`,
 				return err
 			}
 			result := TopResult{Limiter: args[0], Table: cli.Table(durable), Complete: true, Keys: []keyState{}}
+			_, result.slots = policy.(ratelimit.Concurrency)
 			rows := 0.0 // an estimate of the number of the limiter's rows
 			of := ratelimit.Config{Name: args[0], Policy: policy, Durable: durable}
 			if err := a.InStores(ctx, func(store cli.DB) error {
@@ -120,7 +124,11 @@ func Closest(a, b keyState) int {
 
 func (r TopResult) print(w io.Writer) {
 	policies.PrintWarning(w, r.Warning)
-	fmt.Fprintf(w, "KEY\tREMAINING\tHELD\tFREE AGAIN AFTER\tAS GOOD AS NEW AFTER\n")
+	heading := "KEY\tREMAINING\tHELD\tFREE AGAIN AFTER\tAS GOOD AS NEW AFTER\n"
+	if r.slots {
+		heading = "KEY\tFREE\tHELD\tONE FREE AFTER\tALL FREE AFTER\n"
+	}
+	fmt.Fprint(w, heading)
 	for _, key := range r.Keys {
 		free := "now"
 		if key.RetryAfterUS > 0 {
@@ -137,6 +145,9 @@ func (r TopResult) print(w io.Writer) {
 		fmt.Fprintf(w, "; give --durable for %s", cli.Table(true))
 	}
 	fmt.Fprintln(w)
+	if r.slots && len(r.Keys) > 0 {
+		fmt.Fprintf(w, "slots are free after these times %s; 'pgratelimit slots' lists who holds them\n", unlessRenewed)
+	}
 }
 
 var (

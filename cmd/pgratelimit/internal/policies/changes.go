@@ -317,35 +317,47 @@ func isLower(r, than *PolicyRow) bool {
 	case than.Policy == nil: // the other row allows everything
 		return true
 	}
-	burst, rate, err := allowance(*r.Policy)
-	otherBurst, otherRate, otherErr := allowance(*than.Policy)
-	return err != nil || otherErr != nil || burst.Cmp(otherBurst) < 0 || rate.Cmp(otherRate) < 0
+	a, err := allowance(*r.Policy)
+	b, otherErr := allowance(*than.Policy)
+	if err != nil || otherErr != nil {
+		return true
+	}
+	for i := range a {
+		if a[i] != nil && (b[i] == nil || a[i].Cmp(b[i]) < 0) {
+			return true
+		}
+	}
+	return false
 }
 
-// allowance returns how many units a policy allows at once, and how many per nanosecond in the long run.
-func allowance(text string) (burst, rate *big.Rat, err error) {
+// allowance returns how many units a policy allows at once, how many per nanosecond in the long run, and how many
+// units its slots have. What the policy does not limit is nil.
+func allowance(text string) (all [3]*big.Rat, err error) {
 	policies, err := algorithm.Parse(text)
 	if err != nil {
-		return nil, nil, err
+		return all, err
 	}
-	least := func(a, b *big.Rat) *big.Rat {
-		if a != nil && a.Cmp(b) < 0 {
-			return a
+	atMost := func(i int, n *big.Rat) {
+		if all[i] == nil || n.Cmp(all[i]) < 0 {
+			all[i] = n
 		}
-		return b
 	}
 	for _, p := range policies {
-		if p.Span <= 0 {
-			return nil, nil, errors.New("it has no span")
+		switch {
+		case p.HasSlots():
+			atMost(2, big.NewRat(p.Limit, 1))
+			continue
+		case p.Span <= 0:
+			return all, errors.New("it has no span")
 		}
 		flow := p.Limit
 		if p.Refills() {
 			flow = p.Refill
 		}
-		burst = least(burst, big.NewRat(p.Limit, 1))
-		rate = least(rate, big.NewRat(flow, int64(p.Span)))
+		atMost(0, big.NewRat(p.Limit, 1))
+		atMost(1, big.NewRat(flow, int64(p.Span)))
 	}
-	return burst, rate, nil
+	return all, nil
 }
 
 func unsetCommand(a *cli.App) *cobra.Command {

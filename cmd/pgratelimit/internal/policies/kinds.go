@@ -136,12 +136,12 @@ func OtherKinds(policy string, bits int64) (own, others string) {
 	return algorithm.ByCode(numbers[0].Algorithm).Word, strings.Join(Words(bits), ", ")
 }
 
-// Words returns the words for the algorithms that wrote rows, such as "sliding" in "sliding 10/1m".
+// Words returns the words for the algorithms of rows and their holds, such as "sliding" in "sliding 10/1m".
 func Words(bits int64) []string {
 	all := []string{}
-	for _, a := range algorithm.All() {
-		if bits>>a.Code&1 == 1 {
-			all = append(all, a.Word)
+	for code := algorithm.FixedWindow; code <= algorithm.Concurrency; code++ {
+		if bits>>code&1 == 1 {
+			all = append(all, algorithm.ByCode(code).Word)
 		}
 	}
 	return all

@@ -73,7 +73,8 @@ CROSS JOIN LATERAL (SELECT c.relkind <> 'r' OR added.what IS NOT NULL AS odd) AS
 WHERE c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_ephemeral_hold',
         'rate_limit_durable_hold', 'rate_limit_sweeper', 'rate_limit_goose_version', 'rate_limit_policy',
         'rate_limit_policy_history', 'rate_limit_shadow', 'rate_limit_shard', 'rate_limit_shard_deleted')
-    AND (found.odd OR ($1::boolean OR c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable'))
+    AND (found.odd OR ($1::boolean OR c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable',
+            'rate_limit_ephemeral_hold', 'rate_limit_durable_hold'))
         AND c.relname <> ALL ($2::text[]) AND c.relname <> 'rate_limit_goose_version'
         AND c.relowner NOT IN (SELECT t.oid FROM trusted AS t))
 UNION ALL

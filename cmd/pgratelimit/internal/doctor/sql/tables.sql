@@ -1,4 +1,5 @@
--- This query describes the tables with data from the catalogs and statistics. The query does not read the tables.
+-- This query describes the tables of keys and holds with data from the catalogs and statistics. The query does not read
+-- the tables. The last column has the indexes that the migrations do not make.
 SELECT
     c.relname,
     c.relpersistence::text,
@@ -24,10 +25,15 @@ SELECT
     ARRAY(
         SELECT i.indexrelid::regclass::text
         FROM pg_index AS i
+        JOIN pg_class AS ic ON ic.oid = i.indexrelid
         WHERE i.indrelid = c.oid AND NOT i.indisunique AND NOT i.indisexclusion -- unique indexes may refuse rows
+            AND ic.relname <> ALL (ARRAY[c.relname || '_live', c.relname || '_line'])
         ORDER BY 1
     )
 FROM pg_class AS c
 LEFT JOIN pg_stat_all_tables AS s ON s.relid = c.oid
-WHERE c.reltype IN (pg_typeof(NULL::rate_limit_ephemeral), pg_typeof(NULL::rate_limit_durable))
-ORDER BY c.relname DESC
+JOIN pg_namespace AS n ON n.oid = c.relnamespace
+WHERE n.nspname = current_setting('pgratelimit.schema') AND c.relkind = 'r'
+    AND c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_ephemeral_hold',
+        'rate_limit_durable_hold')
+ORDER BY c.relname LIKE '%hold', c.relname DESC
