@@ -12,8 +12,8 @@
 --   rate_limit_owner         migrates, and owns the tables and functions
 --   rate_limit_app           the application: takes, peeks and resets, reads policies, and bans
 --   rate_limit_sweeper       sweeps
---   rate_limit_reader        a person on call or a dashboard: runs limits and doctor, and reads policies. As a member of
---                            rate_limit_app too, also top and reset --all
+--   rate_limit_reader        a person on call or a dashboard: runs limits, slots and doctor, and reads policies. As a
+--                            member of rate_limit_app too, also top, reset --all and slots release
 --   rate_limit_policy_admin  changes policies: policy set, ban and so on. The history shows the member that made a change
 
 DO $$

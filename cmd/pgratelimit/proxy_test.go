@@ -227,6 +227,26 @@ func TestCommandsOnAProxy(t *testing.T) {
 	run("cancel", "key 3").complains(t, exitUsage, "the hold cannot be read")
 	run("reset", "tokens", "--all", "--yes").done(t)
 
+	var held []string
+	for i := range 6 {
+		held = append(held, acquire(t, p.Pool, "imports", fmt.Sprint("key ", i), "concurrent 2", 2, false, "worker-7 4242"))
+	}
+	waiting := acquire(t, p.Pool, "imports", "key 0", "concurrent 2", 1, false, "worker-8 1")
+	slots := listSlots(t, p.URL, "imports").Tables[0]
+	require.Equal(t, slices.Insert(slices.Clone(held), 1, waiting), ids(slots.Listed)) // in the order of the keys
+	require.EqualValues(t, []int64{6, 12, 1, 1}, []int64{slots.Slots, slots.Units, slots.Waiting, slots.WaitingUnits})
+	few := listSlots(t, p.URL, "imports", "-n", "2").Tables[0]
+	require.Equal(t, []string{held[0], waiting}, ids(few.Listed))
+	require.EqualValues(t, 6, few.Slots)
+	require.Equal(t, []string{held[3]}, ids(listSlots(t, p.URL, "imports", "key 3").Tables[0].Listed))
+	for _, slot := range held {
+		require.Contains(t, run("slots", "release", slot).done(t), ", which worker-7 4242 had asked for at ")
+		run("slots", "release", slot).complains(t, exitFailed, "there is no such slot")
+	}
+	require.Equal(t, []string{waiting}, ids(listSlots(t, p.URL, "imports").Tables[0].Listed))
+	require.False(t, listSlots(t, p.URL, "imports").Tables[0].Listed[0].Waiting)
+	run("reset", "imports", "--all", "--yes").done(t)
+
 	run("policy", "set", "login", "fixed 1/1h", "--everybody", "--comment=why", "--force").done(t)
 	run("ban", "login", "key 5", "--for=1h", "--comment=why").done(t)
 	require.Contains(t, run("policy", "list").done(t), "key key 5")
@@ -323,6 +343,7 @@ func TestShardsWithRoles(t *testing.T) {
 		{[]string{"sweep"}, "sweeper"},
 		{[]string{"limits"}, "reader"},
 		{[]string{"top", "login", policy}, "reader"},
+		{[]string{"slots", "login"}, "reader"},
 		{[]string{"shard", "list"}, "app sweeper reader"},
 		{[]string{"policy", "list"}, "reader"},
 	} {
