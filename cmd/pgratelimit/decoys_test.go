@@ -58,7 +58,7 @@ func TestNothingThatOthersCreateIsRun(t *testing.T) {
 			{"policy", "set", "login", "--key=a", "sliding 9/1h", why}, {"policy", "set", "login", "--prefix=a", "sliding 9/1h", why},
 			{"policy", "set", "login", "--key=a", "sliding 8/1h", why, "--force", "--until=1h"}, {"policy", "list"}, {"policy", "get", "login", "a"},
 			{"explain", "login", "a"}, {"ban", "login", "a", "--for=1h", why}, {"unban", "login", "a"}, {"policy", "unset", "login", "--key=a"},
-			{"policy", "history", "login", "--key=a"}} {
+			{"policy", "history", "login", "--key=a"}, {"slots", "login"}} {
 			invoke(t, url, append(args, schema...)...).done(t)
 		}
 		o := invoke(t, url, append([]string{"doctor"}, schema...)...)

@@ -24,6 +24,7 @@ func TestNoCommandWaitsInSilence(t *testing.T) {
 		"migrate status":         "LOCK TABLE rate_limit_goose_version IN ACCESS EXCLUSIVE MODE",
 		"migrate down --to 0 -y": "SELECT rate_limit_allow('login', 'secret', 'fixed 1/1h')",
 		"limits":                 whole,
+		"slots login":            "LOCK TABLE rate_limit_durable_hold IN ACCESS EXCLUSIVE MODE",
 		"doctor":                 "LOCK TABLE rate_limit_policy IN ACCESS EXCLUSIVE MODE",
 		"policy set login --key b --off --comment why": "LOCK TABLE rate_limit_policy_history IN SHARE MODE",
 		"policy unset login --key secret":              "DELETE FROM rate_limit_policy WHERE key = 'secret'",

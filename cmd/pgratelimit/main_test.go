@@ -364,6 +364,8 @@ func asking() [][]string {
 		{"ban", "login", "user:123", "--for=1h", why},
 		{"unban", "login", "user:123"},
 		{"explain", "login", "user:123", policy},
+		{"slots", "login"},
+		{"slots", "release", "9b6589b3-2c61-4774-9439-b17871d7b4d4"},
 		{"doctor"},
 	}
 }
@@ -477,13 +479,23 @@ func TestObjectsOfStrangersAreNotUsed(t *testing.T) {
 func TestDoctorRunsNothingThatAppearsMeanwhile(t *testing.T) {
 	t.Parallel()
 
+	for _, table := range []string{"rate_limit_ephemeral", "rate_limit_ephemeral_hold"} {
+		t.Run(table, func(t *testing.T) {
+			t.Parallel()
+			testMeanwhile(t, table)
+		})
+	}
+}
+
+func testMeanwhile(t *testing.T, table string) {
+	t.Helper()
 	db := pgtest.New(t)
 	pgtest.Exec(
 		t,
 		db.Pool,
 		`DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET default_transaction_isolation = %L', current_database(), 'repeatable read'); END $$;
-		GRANT CREATE ON SCHEMA public TO pg_monitor; ALTER TABLE rate_limit_ephemeral OWNER TO pg_monitor;
-		INSERT INTO rate_limit_ephemeral (prefix, key) VALUES ('login', 'user:123');
+		GRANT CREATE ON SCHEMA public TO pg_monitor; SELECT rate_limit_hold('login', 'user:123', 'fixed 5/1m', 1, '1 hour');
+		ALTER TABLE `+table+` OWNER TO pg_monitor;
 		CREATE FUNCTION attack() RETURNS boolean LANGUAGE plpgsql AS 'BEGIN RAISE EXCEPTION $$it was run$$; END'`,
 	)
 	begin := func() pgx.Tx {
@@ -505,7 +517,7 @@ func TestDoctorRunsNothingThatAppearsMeanwhile(t *testing.T) {
 	// doctor has checked the table, and waits for the lock of the first transaction. The second transaction changes the
 	// table before doctor uses it again.
 	first, second := begin(), begin()
-	_, err := first.Exec(t.Context(), "LOCK TABLE rate_limit_ephemeral")
+	_, err := first.Exec(t.Context(), "LOCK TABLE "+table)
 	require.NoError(t, err)
 	doctor := command(t, urlWith(t, db, "role=pg_read_all_data"), "doctor")
 	var out bytes.Buffer
@@ -516,8 +528,8 @@ func TestDoctorRunsNothingThatAppearsMeanwhile(t *testing.T) {
 	go func() {
 		_, err := second.Exec(
 			t.Context(),
-			`LOCK TABLE rate_limit_ephemeral; CREATE POLICY attack ON rate_limit_ephemeral USING (attack());
-			ALTER TABLE rate_limit_ephemeral ENABLE ROW LEVEL SECURITY`,
+			`LOCK TABLE `+table+`; CREATE POLICY attack ON `+table+` USING (attack());
+			ALTER TABLE `+table+` ENABLE ROW LEVEL SECURITY`,
 		)
 		attached <- err
 	}()
@@ -528,7 +540,7 @@ func TestDoctorRunsNothingThatAppearsMeanwhile(t *testing.T) {
 	require.NoError(t, second.Commit(t.Context()))
 	require.Error(t, doctor.Wait())
 	require.NotContains(t, out.String(), "it was run")
-	require.Contains(t, out.String(), "table public.rate_limit_ephemeral is not what the migrations make")
+	require.Contains(t, out.String(), "table public."+table+" is not what the migrations make")
 }
 
 func TestRoleWithoutRights(t *testing.T) {

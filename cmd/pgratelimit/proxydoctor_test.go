@@ -141,7 +141,7 @@ func TestDoctorOfAProxy(t *testing.T) {
 		return fmt.Sprintf("shard %d (%s): ", i, p.shards[i].Pool.Config().ConnConfig.Database)
 	}
 	all := examined(t, p.URL)
-	require.Len(t, all, 6+2*(2+13+2*7))
+	require.Len(t, all, 6+2*(2+14+4*7))
 	for check, f := range all {
 		if !strings.HasSuffix(check, "long transactions") { // another test may have a long transaction
 			require.Equal(t, cli.Fine, f.Level, f)

@@ -39,14 +39,15 @@ func TestStandby(t *testing.T) {
 			continue
 		}
 		require.Contains(t, []string{"locks", "server", "connection", "migrations", "objects", "rights", "schema", "additions", "jit", "policies",
-			"rate_limit_ephemeral: kind", "rate_limit_durable: kind"}, check)
+			"rate_limit_ephemeral: kind", "rate_limit_durable: kind", "rate_limit_ephemeral_hold: kind",
+			"rate_limit_durable_hold: kind"}, check)
 		if check != "schema" { // Postgres 14 grants CREATE to PUBLIC
 			require.Equal(t, cli.Fine, f.Level, f)
 		}
 	}
 	const policy = "--policy=fixed 1/1m"
 	for _, args := range [][]string{{"limits"}, {"take", "login", "a", policy}, {"take", "login", "a", policy, "--durable"}, {"reset", "login", "a", "--durable"},
-		{"ban", "login", "a", "--for=1h", why}} {
+		{"ban", "login", "a", "--for=1h", why}, {"slots", "login"}} {
 		invoke(t, server.URL(), args...).complains(t, exitFailed, "connect to the primary")
 	}
 	require.True(

@@ -114,7 +114,7 @@ func listSlots(ctx context.Context, a *cli.App, limiter string, key *string, n i
 		{Table: cli.Table(false), Listed: []Slot{}}, {Table: cli.Table(true), Listed: []Slot{}},
 	}}
 	err := a.InStores(ctx, func(store cli.DB) error {
-		return store.Look(ctx, func(tx cli.Tx) error {
+		return store.Read(ctx, func(tx cli.Tx) error {
 			if list.At.IsZero() {
 				if err := tx.QueryRow(ctx, "SELECT clock_timestamp()").Scan(&list.At); err != nil {
 					return err
@@ -277,7 +277,7 @@ rate_limit_app.`,
 // findSlot returns a slot or a place that is live. If there is none with the id, Limiter is "".
 func findSlot(ctx context.Context, a *cli.App, id string) (found Released, err error) {
 	err = a.InStores(ctx, func(store cli.DB) error {
-		return store.Look(ctx, func(tx cli.Tx) error {
+		return store.Read(ctx, func(tx cli.Tx) error {
 			for _, durable := range []bool{false, true} {
 				var name, key string
 				switch err := tx.QueryRow(ctx, inTable(findSlotSQL, durable), id).Scan(&name, &key); {
