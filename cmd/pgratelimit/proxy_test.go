@@ -228,16 +228,16 @@ func TestCommandsOnAProxy(t *testing.T) {
 	run("reset", "tokens", "--all", "--yes").done(t)
 
 	var held []string
-	for i := range 6 {
+	for i := range 10 { // the keys are on both shards
 		held = append(held, acquire(t, p.Pool, "imports", fmt.Sprint("key ", i), "concurrent 2", 2, false, "worker-7 4242"))
 	}
 	waiting := acquire(t, p.Pool, "imports", "key 0", "concurrent 2", 1, false, "worker-8 1")
 	slots := listSlots(t, p.URL, "imports").Tables[0]
 	require.Equal(t, slices.Insert(slices.Clone(held), 1, waiting), ids(slots.Listed)) // in the order of the keys
-	require.EqualValues(t, []int64{6, 12, 1, 1}, []int64{slots.Slots, slots.Units, slots.Waiting, slots.WaitingUnits})
+	require.EqualValues(t, []int64{10, 20, 1, 1}, []int64{slots.Slots, slots.Units, slots.Waiting, slots.WaitingUnits})
 	few := listSlots(t, p.URL, "imports", "-n", "2").Tables[0]
 	require.Equal(t, []string{held[0], waiting}, ids(few.Listed))
-	require.EqualValues(t, 6, few.Slots)
+	require.EqualValues(t, 10, few.Slots)
 	require.Equal(t, []string{held[3]}, ids(listSlots(t, p.URL, "imports", "key 3").Tables[0].Listed))
 	for _, slot := range held {
 		require.Contains(t, run("slots", "release", slot).done(t), ", which worker-7 4242 had asked for at ")

@@ -244,6 +244,8 @@ func TestSlotsInOtherCommands(t *testing.T) {
 	require.Zero(t, row.OldestExpiry)
 	require.NotContains(t, run("limits").done(t), "1970")
 	require.NotContains(t, run("limits", "--json").done(t), "oldest_expiry")
+	acquire(t, db.Pool, "imports", "c", "concurrent 5", 1, false, nil)
+	require.True(t, limits().OldestExpiry.After(time.Now()))
 
 	// Nothing can be taken of slots, and the commands do not take slots for something else.
 	for _, verb := range [][]string{{"take"}, {"charge", "--cost=1"}, {"hold", "--cost=1", "--for=1m"}, {"grant", "--cost=1"}} {
@@ -254,6 +256,11 @@ func TestSlotsInOtherCommands(t *testing.T) {
 		run("take", "imports", key, "--policy=fixed 5/1d").complains(t, exitFailed,
 			"this policy is of the kind fixed, and the rows of imports are of the kind concurrent")
 	}
+
+	acquire(t, db.Pool, "mixed", "a", "concurrent 5", 1, false, nil)
+	run("take", "mixed", "b", "--policy=fixed 5/1d", "--force").done(t)
+	run("take", "mixed", "b", "--policy=fixed 5/1d").done(t)
+	run("take", "mixed", "a", "--policy=fixed 5/1d").complains(t, exitFailed, "the rows of mixed are of the kind concurrent")
 
 	// A policy with several parts.
 	acquire(t, db.Pool, "both", "a", "concurrent 5, fixed 10/1d", 2, true, nil)
@@ -328,12 +335,13 @@ func TestDoctorOfSlots(t *testing.T) {
 	require.Contains(t, f.Found, "limiter imports has 2 full keys, where 1 wait, ")
 	require.Contains(t, f.Found, "limiter exports has 1 full key, where 0 wait, ")
 
-	// Slots that end soon are no problem, and neither are those of a row that somebody has deleted.
+	// One slot that ends soon is enough. If somebody has deleted a key's row, its slots have ended.
 	for _, table := range []string{"rate_limit_ephemeral", "rate_limit_durable"} {
-		pgtest.Exec(t, db.Pool, `UPDATE `+table+`_hold SET ends_at = ends_at - 3310000000 WHERE key = 'alice'`)
+		pgtest.Exec(t, db.Pool, `UPDATE `+table+`_hold SET ends_at = ends_at - 3310000000
+			WHERE key = 'alice' AND (units = 4 OR prefix = 'exports')`)
 	}
 	require.Contains(t, check().Found, "limiter imports has 1 full key, where 1 wait, ")
-	pgtest.Exec(t, db.Pool, `DELETE FROM rate_limit_ephemeral`)
+	pgtest.Exec(t, db.Pool, `UPDATE rate_limit_ephemeral SET held = NULL, held_next = NULL, held_until = NULL`)
 	healthy()
 }
 

@@ -1,5 +1,5 @@
--- This query looks for keys whose slots nobody may get for long. Such a key has no unit left or has a line, and each of
--- its slots is past half of the time from its request to its end, and still lasts for long. The query looks for such
+-- This query looks for keys of which nobody may get a slot for long. Such a key has no unit left or has a line, and each
+-- of its slots is past half of the time from its request to its end, and still lasts for long. The query looks for such
 -- slots in a sample of the tables, and then at all slots of their keys. The result has the limiter's name, the number of
 -- its keys of this kind, how many wait in their lines, and when the first of the slots ends, in seconds from now.
 --   $1  how long a slot must still last, in microseconds
@@ -34,7 +34,7 @@ keys AS (
     HAVING bool_and(l.ends_at - (SELECT now FROM clock) < (SELECT now FROM clock) - l.made_at)
             FILTER (WHERE l.status = 0)
         AND min(l.ends_at) FILTER (WHERE l.status = 0) > (SELECT now FROM clock) + $1::bigint
-        AND (bool_or(l.status = 3) OR sum(l.units) >= (array_agg(l.max_count ORDER BY l.fence DESC))[1])
+        AND sum(l.units) >= (array_agg(l.max_count ORDER BY l.fence DESC))[1] -- a line is for more than is free
 )
 SELECT k.prefix, count(*), sum(k.waiting)::bigint, (min(k.first_after) / 1000000)::bigint
 FROM keys AS k
