@@ -234,7 +234,7 @@ func TestCommandsOnAProxy(t *testing.T) {
 	waiting := acquire(t, p.Pool, "imports", "key 0", "concurrent 2", 1, false, "worker-8 1")
 	slots := listSlots(t, p.URL, "imports").Tables[0]
 	require.Equal(t, slices.Insert(slices.Clone(held), 1, waiting), ids(slots.Listed)) // in the order of the keys
-	require.EqualValues(t, []int64{10, 20, 1, 1}, []int64{slots.Slots, slots.Units, slots.Waiting, slots.WaitingUnits})
+	require.Equal(t, []int64{10, 20, 1, 1}, []int64{slots.Slots, slots.Units, slots.Waiting, slots.WaitingUnits})
 	few := listSlots(t, p.URL, "imports", "-n", "2").Tables[0]
 	require.Equal(t, []string{held[0], waiting}, ids(few.Listed))
 	require.EqualValues(t, 10, few.Slots)

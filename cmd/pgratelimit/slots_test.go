@@ -99,7 +99,7 @@ func TestSlots(t *testing.T) {
 
 	few := listSlots(t, db.URL, "imports", "-n", "3")
 	require.Equal(t, []string{first, second, third}, ids(few.Tables[0].Listed))
-	require.EqualValues(t, []int64{3, 5, 2, 3}, []int64{
+	require.Equal(t, []int64{3, 5, 2, 3}, []int64{
 		few.Tables[0].Slots, few.Tables[0].Units, few.Tables[0].Waiting, few.Tables[0].WaitingUnits})
 	require.Contains(t, invoke(t, db.URL, "slots", "imports", "-n", "3").done(t), "; 2 are not listed: see --number\n")
 

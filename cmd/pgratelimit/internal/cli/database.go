@@ -189,7 +189,8 @@ func (db DB) Transaction(
 			// If another role can create objects in the schema, it may have created the tables, and doctor must report
 			// them. While the lock is held, nobody can replace a table.
 			var tables []string
-			of := []string{"rate_limit_policy", Table(false), Table(true), Table(false) + "_hold", Table(true) + "_hold"}
+			of := []string{"rate_limit_policy",
+				Table(false), Table(true), Table(false) + "_hold", Table(true) + "_hold"}
 			whole := lock == AccessExclusive
 			if whole {
 				of = AllTables

@@ -120,16 +120,18 @@ func (e *Examination) checkSlots(ctx context.Context, tables []TableHealth) (cli
 // last renewal, so a holder that renews a slot with a TTL of more than LongTime looks the same.
 func JudgeSlots(stuck []StuckSlots) cli.Finding {
 	if len(stuck) == 0 {
-		return cli.OK("no key is full of slots that last for another %v or more, and are past half of their time", LongTime)
+		return cli.OK("no key is full of slots that last for another %v or more, and are past half of their time",
+			LongTime)
 	}
 	var found []string
 	for _, s := range stuck {
 		found = append(found, fmt.Sprintf("limiter %s has %s, where %d wait, and the first slot ends in %v",
-			cli.Printable(s.Limiter), cli.Count(s.Keys, "full key"), s.Waiting, time.Duration(s.FirstAfter)*time.Second))
+			cli.Printable(s.Limiter), cli.Count(s.Keys, "full key"), s.Waiting,
+			time.Duration(s.FirstAfter)*time.Second))
 	}
-	return cli.Warning.Finding("'pgratelimit slots NAME' lists the holders, and 'pgratelimit slots release SLOT' takes the "+
-		"slot of a dead holder away; so that slots of dead holders end soon, acquire them with a short TTL, such as 30 s, "+
-		"and renew them",
+	return cli.Warning.Finding("'pgratelimit slots NAME' lists the holders, and 'pgratelimit slots release SLOT' "+
+		"takes the slot of a dead holder away; so that slots of dead holders end soon, acquire them with a short TTL, "+
+		"such as 30 s, and renew them",
 		"%s, unless somebody releases one; the slots are past half of their time, so perhaps nobody renews them: the "+
 			"tables do not tell whether their holders live", strings.Join(found, "; ")).ForAnybody()
 }
@@ -138,7 +140,8 @@ func (e *Examination) sample(ctx context.Context, tables []TableHealth) error {
 	for i := range tables {
 		tables[i].sampled = cli.SampleShare(tables[i].Bytes)
 	}
-	all, err := lookAt[sampledRows](ctx, e, sampleSQL, percent(tables, cli.Table(false)), percent(tables, cli.Table(true)),
+	all, err := lookAt[sampledRows](ctx, e, sampleSQL,
+		percent(tables, cli.Table(false)), percent(tables, cli.Table(true)),
 		percent(tables, cli.Table(false)+"_hold"), percent(tables, cli.Table(true)+"_hold"))
 	for _, of := range all {
 		for i := range tables {
@@ -169,7 +172,8 @@ func (t TableHealth) judgeKind() cli.Finding {
 	case len(t.OtherIndexes) > 0:
 		drop := "`DROP INDEX CONCURRENTLY " // each index needs a statement of its own
 		return cli.Warning.Finding(drop+strings.Join(t.OtherIndexes, "`, "+drop)+"`",
-			"it has an index besides %s, so updates that change the index's columns are not HOT, and the table bloats", own)
+			"it has an index besides %s, so updates that change the index's columns are not HOT, and the table bloats",
+			own)
 	case t.Fillfactor != fillfactor && !t.ofHolds():
 		return cli.Warning.Finding(fmt.Sprintf("`ALTER TABLE %s SET (fillfactor = %d)`", t.sql, fillfactor),
 			"its fillfactor is %d, so fewer updates find room on their page than with %d", t.Fillfactor, fillfactor)
@@ -183,7 +187,8 @@ func (t TableHealth) JudgeHOT() cli.Finding {
 	}
 	share := float64(t.Hot) / float64(t.Updated)
 	if t.ofHolds() {
-		return cli.OK("%.1f %% of %d updates; renewals and ends change an index, so they are not HOT", 100*share, t.Updated)
+		return cli.OK("%.1f %% of %d updates; renewals and ends change an index, so they are not HOT",
+			100*share, t.Updated)
 	}
 	if share < leastHOT {
 		return cli.Warning.Finding("mend what else is found here, and long transactions, which keep dead tuples on "+

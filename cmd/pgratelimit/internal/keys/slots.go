@@ -175,8 +175,8 @@ func (l SlotList) print(w io.Writer) {
 			if s.Weight != 1 {
 				group += fmt.Sprintf(" (weight %d)", s.Weight)
 			}
-			fmt.Fprintf(w, "%s\t%s\t%d\t%s\t%s\t%s\t%s\t%s\t%s\n", cli.Short(s.Key), state, s.Units, cli.Short(s.Holder),
-				group, cli.Instant(s.MadeAt), cli.Span(s.left.Microseconds()), fence, s.Slot)
+			fmt.Fprintf(w, "%s\t%s\t%d\t%s\t%s\t%s\t%s\t%s\t%s\n",
+				cli.Short(s.Key), state, s.Units, cli.Short(s.Holder), group, cli.Instant(s.MadeAt), cli.Span(s.left.Microseconds()), fence, s.Slot)
 		}
 		fmt.Fprintf(w, "\n%s held in %s", cli.Count(t.Units, "unit"), cli.Count(t.Slots, "slot"))
 		if t.Waiting > 0 {
@@ -266,8 +266,8 @@ rate_limit_app.`,
 			case err != nil:
 				return err
 			case !known:
-				return errors.New("there is no such slot: it has ended, was released, or is in another database or schema; " +
-					"'pgratelimit slots NAME' lists those that are left")
+				return errors.New("there is no such slot: it has ended, was released, or is in another database or " +
+					"schema; 'pgratelimit slots NAME' lists those that are left")
 			}
 			return a.Print(r, r.print)
 		}),
