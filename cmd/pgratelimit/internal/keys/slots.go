@@ -176,7 +176,8 @@ func (l SlotList) print(w io.Writer) {
 				group += fmt.Sprintf(" (weight %d)", s.Weight)
 			}
 			fmt.Fprintf(w, "%s\t%s\t%d\t%s\t%s\t%s\t%s\t%s\t%s\n",
-				cli.Short(s.Key), state, s.Units, cli.Short(s.Holder), group, cli.Instant(s.MadeAt), cli.Span(s.left.Microseconds()), fence, s.Slot)
+				cli.Short(s.Key), state, s.Units, cli.Short(s.Holder), group,
+				cli.Instant(s.MadeAt), cli.Span(s.left.Microseconds()), fence, s.Slot)
 		}
 		fmt.Fprintf(w, "\n%s held in %s", cli.Count(t.Units, "unit"), cli.Count(t.Slots, "slot"))
 		if t.Waiting > 0 {

@@ -1,7 +1,8 @@
--- This query looks for keys of which nobody may get a slot for long. Such a key has no unit left or has a line, and each
--- of its slots is past half of the time from its request to its end, and still lasts for long. The query looks for such
--- slots in a sample of the tables, and then at all slots of their keys. The result has the limiter's name, the number of
--- its keys of this kind, how many wait in their lines, and when the first of the slots ends, in seconds from now.
+-- This query looks for keys of which nobody may get a slot for long. Such a key has no unit left or has a line, and
+-- each of its slots is past half of the time from its request to its end, and still lasts for long. The query looks for
+-- slots that last for long in a sample of the tables, and then at all slots of their keys. The result has the limiter's
+-- name, the number of its keys of this kind, how many wait in their lines, and when the first of the slots ends, in
+-- seconds from now.
 --   $1  how long a slot must still last, in microseconds
 --   $2  the percentage of the blocks of rate_limit_ephemeral_hold to read
 --   $3  the percentage of the blocks of rate_limit_durable_hold to read

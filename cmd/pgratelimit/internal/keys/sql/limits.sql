@@ -1,6 +1,6 @@
--- This query counts the rows of all limiters in a sample of the tables. The algorithms are a sum of 1 << code, with those
--- of live holds and slots. The units of holds that have ended count until the last hold of the row ends, or the row
--- changes. The last column is 0 if no row has an end: a row that has only had holds or slots has none without them.
+-- This query counts the rows of all limiters in a sample of the tables. The algorithms are a sum of 1 << code, with
+-- those of live holds and slots. The units of holds that have ended count until the last hold of the row ends, or the
+-- row changes. The last column is 0 if no row has an end: a row that has only had holds or slots has none without them.
 --   $1  the percentage of the blocks of rate_limit_ephemeral to read
 --   $2  the percentage of the blocks of rate_limit_durable to read
 WITH clock AS (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS now)

@@ -1,6 +1,6 @@
 -- This query returns the live slots of a limiter and the places in its lines, ordered by key. The fifth column is the
--- place in the line of the key, and 0 for a slot. The last columns are the time, and how many slots and places there are
--- in all, and their units.
+-- place in the line of the key, and 0 for a slot. The last columns are the time, the number of all slots and their
+-- units, and the number of all places and their units.
 --   $1  the names in the rows
 --   $2  the key; NULL for all keys
 --   $3  the maximum number of rows
