@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"slices"
 	"strings"
 	"time"
 	"unicode"
@@ -69,13 +68,13 @@ const (
 
 // TryAcquire acquires a slot of key's limit if one is free, and if no other caller waits for one. The policy is a
 // [Concurrency], or an [All] of a Concurrency and policies that count. Then TryAcquire also takes N from each of the
-// others, or changes nothing at all. Release the slot when the work is done.
+// others. If they deny that, it gives the slot back. Release the slot when the work is done.
 //
 // For example, of Concurrency{Limit: 5} the first five calls get a slot. The sixth is denied, and its RetryAfter is
 // about 30 seconds, when the first slot would end. After one Release, the next call gets a slot.
 //
-// A denial writes nothing. While Postgres is away, [Config].OnFailure answers, but a [FallbackLocal] returns the error,
-// because it cannot know which slots are held.
+// A denial for lack of a slot writes nothing. While Postgres is away, [Config].OnFailure answers, but a [FallbackLocal]
+// returns the error, because it cannot know which slots are held.
 //
 // Errors: a [*SlotError] for a policy without slots, for options out of range, or for a client without a pool; those of
 // AllowN. After an [ErrOutcomeUnknown], a slot without a holder may exist until its TTL ends.
@@ -87,7 +86,7 @@ func (l *Limiter) TryAcquire(ctx context.Context, key string, options SlotOption
 	if err != nil {
 		return SlotResult{}, err
 	}
-	result, err = wish.try(ctx)
+	result, err = wish.acquire(ctx, false)
 	l.countDenial(key, wish.n, &result.Result, err)
 	return result, err
 }
@@ -110,11 +109,14 @@ func (l *Limiter) Acquire(ctx context.Context, key string, options SlotOptions) 
 		return nil, err
 	}
 	for {
-		slot, retryAfter, err := wish.acquire(ctx)
-		if slot != nil || err != nil {
-			return slot, err
+		result, err := wish.acquire(ctx, true)
+		if result.Slot != nil || err != nil {
+			return result.Slot, err
 		}
-		timer := time.NewTimer(retryAfter)
+		if result.Source == SourcePolicy { // a row of mode deny may be deleted before it ends
+			result.RetryAfter = time.Second
+		}
+		timer := time.NewTimer(result.RetryAfter)
 		select {
 		case <-timer.C:
 		case <-ctx.Done():
@@ -205,17 +207,21 @@ func (w *slotWish) without(result Result) *SlotResult {
 	return &r
 }
 
-// onError answers for a database that cannot decide.
-func (w *slotWish) onError(policy *model.Policy, err error) (SlotResult, error) {
+// onError answers for a database that cannot decide. Nobody waits in line for a database.
+func (w *slotWish) onError(policy *model.Policy, err error, wait bool) (SlotResult, error) {
 	if w.limiter.onFailure.answer == fallbackLocal {
 		return SlotResult{}, err
 	}
-	result, err := w.limiter.onError(err, policy, w.key, w.n)
-	return *w.without(result), err
+	result, failed := w.limiter.onError(err, policy, w.key, w.n)
+	if wait && !result.Allowed {
+		failed = err
+	}
+	return *w.without(result), failed
 }
 
-// try asks once for a slot, and does not stand in line.
-func (w *slotWish) try(ctx context.Context) (SlotResult, error) {
+// acquire acquires a slot, and takes from the rates beside it. With wait, it stands in line. Then a result without a
+// slot means that the rates have denied the request, or that the place in line was lost.
+func (w *slotWish) acquire(ctx context.Context, wait bool) (SlotResult, error) {
 	policy, answer, err := w.policy(ctx)
 	switch {
 	case answer != nil:
@@ -223,11 +229,34 @@ func (w *slotWish) try(ctx context.Context) (SlotResult, error) {
 	case err != nil && policy == nil:
 		return SlotResult{}, err
 	case err != nil:
-		return w.onError(policy, err)
+		return w.onError(policy, err, wait)
 	}
-	o, slot, err := w.ask(ctx, policy, false)
+	o, slot, err := w.ask(ctx, policy, wait)
 	if err != nil {
-		return w.onError(policy, err)
+		return w.onError(policy, err, wait)
+	}
+	if slot != nil && wait {
+		select {
+		case <-slot.kept.Got():
+			o.Allowed, o.RetryAfter = true, 0
+		case <-slot.kept.Context().Done(): // for example in a crash of the server
+			return SlotResult{}, nil
+		case <-ctx.Done():
+			slot.kept.Drop(keeper.ErrReleased)
+			go slot.leave()
+			return SlotResult{}, gaveUp(ctx.Err())
+		}
+	}
+	if slot != nil && len(policy.Rules) > 1 {
+		question := w.limiter.question(policy, w.key, w.n)
+		if o, err = w.limiter.client.engine.TakeRates(ctx, &question, o); err != nil || !o.Allowed {
+			slot.kept.Drop(keeper.ErrReleased)
+			slot.leave()
+			slot = nil
+		}
+		if err != nil {
+			return w.onError(policy, publicError(err), wait)
+		}
 	}
 	result := SlotResult{Slot: slot}
 	result.set(&o)
@@ -257,63 +286,6 @@ func (w *slotWish) ask(ctx context.Context, policy *model.Policy, wait bool) (en
 	}
 	slot.kept.Confirm(a.Told, sent)
 	return a.Outcome, slot, nil
-}
-
-// acquire waits in line. If it returns neither a slot nor an error, the caller asks again after retryAfter.
-func (w *slotWish) acquire(ctx context.Context) (slot *Slot, retryAfter time.Duration, err error) {
-	policy, answer, err := w.policy(ctx)
-	if answer != nil {
-		return answer.Slot, time.Second, err // a row of mode deny may be deleted before it ends
-	}
-	if err == nil && len(policy.Rules) > 1 {
-		var o engine.Outcome
-		o, slot, err = w.ask(ctx, policy, false)
-		if err == nil && (slot != nil || !deniedBySlots(policy, o)) {
-			return slot, o.RetryAfter, nil
-		}
-	}
-	if err == nil {
-		_, slot, err = w.ask(ctx, policy, true)
-	}
-	if err != nil {
-		if policy == nil {
-			return nil, 0, err
-		}
-		result, failed := w.onError(policy, err)
-		if failed == nil && !result.Allowed {
-			failed = err
-		}
-		return result.Slot, 0, failed
-	}
-	if slot == nil { // the database knew the id
-		return nil, 0, nil
-	}
-	select {
-	case <-slot.kept.Got():
-	case <-slot.kept.Context().Done(): // the place is lost, for example in a crash of the server
-		return nil, 0, nil
-	case <-ctx.Done():
-		slot.kept.Drop(keeper.ErrReleased)
-		go slot.leave()
-		return nil, 0, gaveUp(ctx.Err())
-	}
-	if len(policy.Rules) == 1 {
-		return slot, 0, nil
-	}
-	question := w.limiter.question(policy, w.key, w.n)
-	allowed, retryAfter, err := w.limiter.client.engine.TakeRates(ctx, &question)
-	if err != nil || !allowed {
-		slot.kept.Drop(keeper.ErrReleased)
-		go slot.leave()
-		return nil, retryAfter, publicError(err)
-	}
-	return slot, 0, nil
-}
-
-// deniedBySlots returns whether the rule with slots has denied a request.
-func deniedBySlots(policy *model.Policy, o engine.Outcome) bool {
-	i := slices.IndexFunc(policy.Rules, func(r model.Rules) bool { return r.Numbers().HasSlots() })
-	return !o.Each[i].Allowed
 }
 
 // leave gives a slot back that nobody knows of, or a place in line. If this fails, it ends with its TTL.

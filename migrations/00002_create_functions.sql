@@ -1193,23 +1193,14 @@ BEGIN
 END
 $$;
 
--- _rate_limit_wrong_slot tells whether the arguments of a part with the algorithm 6 do not go together. A part looks,
--- acquires a slot, or releases one. alone says whether it is the only part of its request.
-CREATE FUNCTION _rate_limit_wrong_slot(
-    cost bigint, charges boolean, ttl_us bigint, hold uuid, slot jsonb, alone boolean
-) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
-    SELECT (CASE
-        WHEN hold IS NULL THEN cost = 0 AND ttl_us IS NULL AND slot IS NULL
-        WHEN ttl_us IS NULL THEN cost = 0 AND charges AND slot IS NULL AND alone
-        ELSE cost >= 1 AND jsonb_typeof(slot) = 'object'
-            AND slot - ARRAY['holder', 'group', 'weight', 'wait'] = jsonb '{}'
-            AND octet_length(coalesce(slot->>'holder', '')) <= 256 AND (slot->>'holder' ~ '[[:cntrl:]]') IS NOT TRUE
-            AND octet_length(coalesce(slot->>'group', '')) <= 256
-            AND coalesce(slot->>'weight', '1') ~ '^[0-9]{1,4}$'
-            AND coalesce(slot->>'weight', '1')::integer BETWEEN 1 AND 1000
-            AND coalesce(slot->>'wait', 'false') IN ('true', 'false')
-            AND (alone OR coalesce(slot->>'wait', 'false') = 'false')
-        END) IS NOT TRUE
+-- _rate_limit_wrong_wish tells whether an object does not describe a slot that is asked for.
+CREATE FUNCTION _rate_limit_wrong_wish(wish jsonb) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT (jsonb_typeof(wish) = 'object' AND wish - ARRAY['holder', 'group', 'weight', 'wait'] = jsonb '{}'
+        AND octet_length(coalesce(wish->>'holder', '')) <= 256 AND (wish->>'holder' ~ '[[:cntrl:]]') IS NOT TRUE
+        AND octet_length(coalesce(wish->>'group', '')) <= 256
+        AND coalesce(wish->>'weight', '1') ~ '^[0-9]{1,4}$'
+        AND coalesce(wish->>'weight', '1')::integer BETWEEN 1 AND 1000
+        AND coalesce(wish->>'wait', 'false') IN ('true', 'false')) IS NOT TRUE
 $$;
 
 -- _rate_limit_next_fence returns the next fence or place. The row of the key must be locked. Both tables share the
@@ -1219,76 +1210,6 @@ $$;
 CREATE FUNCTION _rate_limit_next_fence() RETURNS bigint LANGUAGE plpgsql AS $$
 BEGIN
     RETURN nextval(pg_get_serial_sequence(pg_typeof(NULL::rate_limit_durable_hold)::text, 'fence')::regclass);
-END
-$$;
-
--- _rate_limit_known_slot_ephemeral tells whether a slot or a ticket was made with this id.
-CREATE FUNCTION _rate_limit_known_slot_ephemeral(name text, key text, hold uuid) RETURNS boolean
-LANGUAGE plpgsql STABLE AS $$
-#variable_conflict use_variable
-BEGIN
-    RETURN EXISTS (
-        SELECT FROM rate_limit_ephemeral_hold AS h
-        WHERE h.id = hold AND h.key = key AND h.prefix = name AND h.fence > 0);
-END
-$$;
-
--- _rate_limit_slots_ephemeral decides a request that acquires or releases a slot. s has the live holds at the time
--- clock. It writes nothing. If s.changed, _rate_limit_write_slots_ephemeral must follow. told_log is the answer if
--- nothing changes: 1 for a slot or 0 for a ticket, its fence or its place, and its end.
-CREATE FUNCTION _rate_limit_slots_ephemeral(
-    s rate_limit_row, name text, key text, clock bigint, cost bigint, most bigint, max_count bigint, ttl_us bigint,
-    hold uuid, slot jsonb
-) RETURNS rate_limit_row
-LANGUAGE plpgsql AS $$
-#variable_conflict use_variable
-DECLARE
-    known boolean;
-    live boolean; -- whether the slot or the ticket is live
-    status smallint;
-    fence bigint;
-    ends bigint;
-    first bigint; -- the first end of a ticket in the line, or NULL if there is no line
-BEGIN
-    s := _rate_limit_concurrent(s, cost, most, max_count);
-    s.remaining := greatest(max_count - coalesce(s.held, 0), 0);
-    s.reset_after_us := greatest(s.held_until - clock, 0);
-    SELECT h.status, h.fence, h.ends_at INTO status, fence, ends
-    FROM rate_limit_ephemeral_hold AS h
-    WHERE h.id = hold AND h.key = key AND h.prefix = name AND h.fence > 0;
-    known := found;
-    live := known AND ends > clock AND (status = 0 AND s.held IS NOT NULL OR status = 3);
-
-    IF ttl_us IS NULL THEN -- release
-        s.granted := CASE WHEN live THEN 1 ELSE -3 END;
-        s.changed := live;
-        s.told_log := CASE WHEN live THEN ARRAY[(status = 0)::int, fence, ends] END;
-        s.retry_after_us := 0;
-        RETURN s;
-    ELSIF cost > max_count THEN
-        RETURN s;
-    ELSIF known THEN -- a repetition makes nothing
-        s.granted := CASE WHEN NOT live THEN -4 WHEN status = 0 THEN 1 ELSE 0 END;
-        s.told_log := CASE WHEN live THEN ARRAY[(status = 0)::int, fence, ends] END;
-        s.changed := live AND status = 3 AND (slot->>'wait')::boolean IS TRUE; -- the limit may have changed
-        s.retry_after_us := CASE WHEN s.granted = 0 THEN -1 ELSE 0 END;
-        RETURN s;
-    END IF;
-    first := (SELECT min(h.ends_at) FROM rate_limit_ephemeral_hold AS h
-        WHERE h.key = key AND h.prefix = name AND h.status = 3 AND h.ends_at > clock AND h.units <= max_count);
-    IF most < 1 THEN -- another part of the request is denied
-        s.granted := 0;
-        s.retry_after_us := CASE WHEN first IS NULL AND cost <= s.remaining THEN 0 ELSE -1 END;
-    ELSIF first IS NULL AND cost <= s.remaining THEN
-        s.granted := 1;
-        s.changed := true;
-        s.retry_after_us := 0;
-    ELSE
-        s.granted := 0;
-        s.changed := (slot->>'wait')::boolean IS TRUE;
-        s.retry_after_us := -1;
-    END IF;
-    RETURN s;
 END
 $$;
 
@@ -1379,46 +1300,143 @@ BEGIN
 END
 $$;
 
--- _rate_limit_write_slots_ephemeral writes what _rate_limit_slots_ephemeral has decided, and completes the decision.
--- was is the row before.
-CREATE FUNCTION _rate_limit_write_slots_ephemeral(
-    s rate_limit_row, was rate_limit_row, name text, key text, clock bigint, cost bigint, max_count bigint,
-    ttl_us bigint, hold uuid, slot jsonb
-) RETURNS rate_limit_row
+-- _rate_limit_slot_ephemeral acquires a slot, or releases one if ttl_us is NULL. It locks the row of the key. The
+-- result is that of rate_limit_slots.
+CREATE FUNCTION _rate_limit_slot_ephemeral(
+    name text, key text, durable boolean, max_count bigint, cost bigint, ttl_us bigint, slot uuid, wish jsonb,
+    now timestamptz, skip_held boolean
+) RETURNS rate_limit_decision
 LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
-    wait CONSTANT boolean := ttl_us IS NOT NULL AND (slot->>'wait')::boolean IS TRUE;
+    wait CONSTANT boolean := (wish->>'wait')::boolean IS TRUE;
+    told rate_limit_decision;
+    s rate_limit_row;
+    was rate_limit_row;
+    clock bigint;
     units bigint;
     status smallint;
     fence bigint;
     ends bigint;
+    tickets boolean;
+    line boolean := false; -- whether a ticket is in line that can fit
 BEGIN
-    PERFORM _rate_limit_note_ends_ephemeral(was, name, key, clock);
+    -- 1. Lock the row of the key. Make it if it is missing, but not for a release of nothing.
+    FOR attempt IN 1 .. 5 LOOP
+        IF skip_held THEN
+            SELECT d.ctid, d.held, d.held_next, d.held_until INTO s.tid, s.held, s.held_next, s.held_until
+            FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = key FOR UPDATE SKIP LOCKED;
+        ELSE
+            SELECT d.ctid, d.held, d.held_next, d.held_until INTO s.tid, s.held, s.held_next, s.held_until
+            FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = key FOR UPDATE;
+        END IF;
+        EXIT WHEN found;
+        told.decided_at := coalesce(now, clock_timestamp());
+        clock := (extract(epoch FROM told.decided_at) * 1000000)::bigint;
+        told.remaining := CASE WHEN skip_held THEN _rate_limit_holder(name, key, durable) END;
+        IF told.remaining IS NOT NULL THEN
+            told.granted := -2;
+            RETURN told;
+        ELSIF ttl_us IS NULL AND NOT EXISTS (SELECT FROM rate_limit_ephemeral_hold AS h
+            WHERE h.id = slot AND h.key = key AND h.prefix = name AND h.status = 3 AND h.ends_at > clock)
+        THEN
+            told.granted := -3;
+            told.remaining := max_count;
+            told.retry_after_us := 0;
+            told.reset_after_us := 0;
+            told.held := 0;
+            RETURN told;
+        ELSIF NOT skip_held THEN
+            INSERT INTO rate_limit_ephemeral (prefix, key) VALUES (name, key) ON CONFLICT DO NOTHING;
+        ELSIF NOT _rate_limit_try_to_make(name, key, durable) THEN -- another transaction is making it
+            told.granted := -2;
+            told.remaining := 0;
+            RETURN told;
+        END IF;
+    END LOOP;
+    IF s.tid IS NULL THEN
+        RAISE EXCEPTION 'rate_limit: rows were made, and were missing again'
+            USING ERRCODE = 'object_not_in_prerequisite_state',
+                HINT = 'Something deletes rows of this transaction, or keeps them from being made: a trigger?';
+    END IF;
+
+    -- 2. Read the clock after the lock, and see what is live and who is in line.
+    told.decided_at := coalesce(now, clock_timestamp());
+    clock := (extract(epoch FROM told.decided_at) * 1000000)::bigint;
+    was := s;
+    IF s.held_next <= clock THEN
+        s := _rate_limit_live_ephemeral(s, name, key, clock);
+    END IF;
+    tickets := EXISTS (
+        SELECT FROM rate_limit_ephemeral_hold AS h WHERE h.key = key AND h.prefix = name AND h.status = 3);
+    IF tickets AND ttl_us IS NOT NULL THEN
+        line := EXISTS (SELECT FROM rate_limit_ephemeral_hold AS h
+            WHERE h.key = key AND h.prefix = name AND h.status = 3 AND h.ends_at > clock AND h.units <= max_count);
+    END IF;
+
+    -- 3. Decide and write. A denial writes nothing.
+    told.granted := 0;
+    told.retry_after_us := 0;
     IF ttl_us IS NULL THEN
-        DELETE FROM rate_limit_ephemeral_hold AS h WHERE h.id = hold AND h.key = key AND h.prefix = name
-        RETURNING h.units, h.status INTO units, status;
-        s.held := s.held - CASE WHEN status = 0 THEN units ELSE 0 END;
-    ELSIF s.told_log IS NULL THEN -- not a repetition
+        DELETE FROM rate_limit_ephemeral_hold AS h
+        WHERE h.id = slot AND h.key = key AND h.prefix = name AND h.fence > 0 AND h.ends_at > clock
+            AND (h.status = 3 OR h.status = 0 AND s.held IS NOT NULL)
+        RETURNING h.units, h.status, h.fence, h.ends_at INTO units, status, fence, ends;
+        told.granted := CASE WHEN found THEN 1 ELSE -3 END;
+        IF found AND status = 0 THEN
+            s.held := nullif(s.held - units, 0);
+        END IF;
+    ELSIF cost > max_count THEN
+        told.retry_after_us := NULL;
+    ELSIF NOT line AND cost <= max_count - coalesce(s.held, 0) THEN
+        told.granted := 1;
+        status := 0;
+        s.held := coalesce(s.held, 0) + cost;
+    ELSIF wait THEN
+        status := 3;
+    END IF;
+    IF status IS NOT NULL THEN
+        PERFORM _rate_limit_note_ends_ephemeral(was, name, key, clock);
+    END IF;
+    IF ttl_us IS NOT NULL AND status IS NOT NULL THEN
+        fence := _rate_limit_next_fence();
+        ends := clock + ttl_us;
         INSERT INTO rate_limit_ephemeral_hold (
             id, prefix, key, units, ends_at, status, algorithm, max_count, span_us, refill,
             holder, line_group, weight, made_at, fence)
-        VALUES (hold, name, key, cost, clock + ttl_us, CASE WHEN s.granted > 0 THEN 0 ELSE 3 END, 6, max_count, 0, 0,
-            slot->>'holder', coalesce(slot->>'group', ''), coalesce((slot->>'weight')::integer, 1), clock,
-            _rate_limit_next_fence());
-        s.held := CASE WHEN s.granted > 0 THEN coalesce(s.held, 0) + cost ELSE s.held END;
+        VALUES (slot, name, key, cost, ends, status, 6, max_count, 0, 0,
+            wish->>'holder', coalesce(wish->>'group', ''), coalesce((wish->>'weight')::integer, 1), clock, fence);
     END IF;
-    s := _rate_limit_write_line_ephemeral(s, name, key, clock, CASE WHEN wait THEN max_count END);
-    s.remaining := greatest(max_count - coalesce(s.held, 0), 0);
-    s.reset_after_us := greatest(s.held_until - clock, 0);
-    IF ttl_us IS NOT NULL THEN
-        SELECT h.status, h.fence, h.ends_at INTO status, fence, ends
-        FROM rate_limit_ephemeral_hold AS h WHERE h.id = hold AND h.key = key AND h.prefix = name;
-        s.told_log := ARRAY[(status = 0)::int, fence, ends];
-        s.granted := (status = 0)::int;
-        s.retry_after_us := CASE WHEN status = 0 THEN 0 ELSE -1 END;
+    IF status IS NOT NULL THEN
+        IF tickets OR status = 3 OR s.held_until > clock + 86400000000 THEN
+            s := _rate_limit_write_line_ephemeral(s, name, key, clock, CASE WHEN wait THEN max_count END);
+            IF status = 3 AND ttl_us IS NOT NULL THEN
+                SELECT h.status, h.fence INTO status, fence
+                FROM rate_limit_ephemeral_hold AS h WHERE h.id = slot AND h.key = key AND h.prefix = name;
+                told.granted := CASE WHEN status = 0 THEN 1 ELSE 0 END;
+            END IF;
+        ELSIF ttl_us IS NOT NULL THEN
+            s.held_next := least(s.held_next, ends);
+            s.held_until := greatest(s.held_until, ends);
+        ELSIF s.held IS NULL THEN
+            s.held_next := NULL;
+            s.held_until := NULL;
+        ELSIF ends IN (s.held_next, s.held_until) THEN
+            SELECT min(h.ends_at), max(h.ends_at) INTO s.held_next, s.held_until
+            FROM rate_limit_ephemeral_hold AS h
+            WHERE h.key = key AND h.prefix = name AND h.status = 0;
+        END IF;
+        UPDATE rate_limit_ephemeral AS d SET held = s.held, held_next = s.held_next, held_until = s.held_until
+        WHERE d.ctid = s.tid;
+        told.log := ARRAY[(status = 0)::int, fence, ends];
     END IF;
-    RETURN s;
+    told.held := coalesce(s.held, 0);
+    told.remaining := greatest(max_count - told.held, 0);
+    told.reset_after_us := greatest(s.held_until - clock, 0);
+    IF told.granted = 0 AND cost <= max_count THEN
+        told.retry_after_us := _rate_limit_slots_after_ephemeral(s, name, key, clock, cost, max_count);
+    END IF;
+    RETURN told;
 END
 $$;
 
@@ -1452,6 +1470,99 @@ BEGIN
         AND (d.held, d.held_next, d.held_until) IS DISTINCT FROM (s.held, s.held_next, s.held_until);
 END
 $$;
+
+-- rate_limit_slots acquires and releases slots. All arguments but the last four have an element for each slot.
+--
+--   names, keys, durables
+--                    the limiter, the key and the table
+--   limits           the limit of the policy
+--   costs            how many units the slot has; 0 for a release
+--   ttls_us          how long a new slot lasts unless it is renewed, from 1000 to 86400000000; NULL for a release
+--   slots            the id of the slot. The id of a new slot is random
+--   wishes           for a new slot, an object that may have holder, group, weight and wait. If there is no slot, the
+--                    request is denied, and writes nothing. With wait, it gets a ticket instead
+--   lock_timeout_ms, synchronous_commit, now, skip_held
+--                    as in rate_limit_all
+--
+-- The result has a row for each slot. After a request for a slot, granted is 1 if the slot is held, otherwise 0. Then
+-- retry_after_us is the time until it may be free. log is NULL after a denial. Otherwise it has 1 for a slot or 0 for a
+-- ticket, its fence or its place in the line, and its end. After a release, granted is 1, or -3 if the slot or the
+-- ticket is not live. granted is -2 for a row that skip_held skips: see rate_limit_all.
+CREATE FUNCTION rate_limit_slots(
+    names text[], keys text[], durables boolean[], limits bigint[], costs bigint[], ttls_us bigint[], slots uuid[],
+    wishes jsonb[], lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL,
+    now timestamptz DEFAULT NULL, skip_held boolean DEFAULT false
+) RETURNS SETOF rate_limit_decision
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statements
+SET enable_nestloop = on
+SET enable_seqscan = off -- a plan must not depend on the table's size at planning
+AS $$
+#variable_conflict use_variable
+DECLARE
+    n CONSTANT integer := cardinality(keys);
+    ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
+    told rate_limit_decision;
+    places integer[] := ARRAY[1];
+    i integer;
+BEGIN
+    IF (array_lower(keys, 1) = 1 AND n = ALL (ARRAY[cardinality(names), cardinality(durables), cardinality(limits),
+        cardinality(costs), cardinality(ttls_us), cardinality(slots), cardinality(wishes)])) IS NOT TRUE
+    THEN
+        RAISE EXCEPTION 'rate_limit: the number of elements is not the same for all arguments'
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'At least one key is needed.';
+    END IF;
+    FOR part IN 1 .. n LOOP
+        IF (octet_length(names[part]) BETWEEN 1 AND 128 AND octet_length(keys[part]) BETWEEN 1 AND 512
+            AND durables[part] IS NOT NULL AND slots[part] IS NOT NULL AND limits[part] BETWEEN 1 AND 1000000
+            AND CASE WHEN ttls_us[part] IS NULL THEN costs[part] = 0
+                ELSE costs[part] >= 1 AND ttls_us[part] BETWEEN 1000 AND 86400000000
+                    AND NOT _rate_limit_wrong_wish(wishes[part]) END) IS NOT TRUE
+        THEN
+            RAISE EXCEPTION 'rate_limit: the request for slot % is not valid', part
+                USING ERRCODE = 'invalid_parameter_value',
+                    COLUMN = CASE WHEN octet_length(names[part]) > 128 THEN 'name'
+                        WHEN octet_length(keys[part]) > 512 THEN 'key' ELSE '' END,
+                    HINT = 'A name has 1 to 128 bytes, and a key 1 to 512. A limit is from 1 to 1000000. Acquire a '
+                        'slot with a cost of at least 1, a ttl of 1000 to 86400000000 us, a new id, a holder and a '
+                        'group of at most 256 bytes, and a weight from 1 to 1000. Release it with its id and a cost '
+                        'of 0.';
+        END IF;
+    END LOOP;
+    IF skip_held THEN -- otherwise the call would wait for a locked table beyond its lock_timeout for rows
+        IF false = ANY (durables) THEN
+            LOCK TABLE rate_limit_ephemeral IN ROW EXCLUSIVE MODE;
+        END IF;
+        IF true = ANY (durables) THEN
+            LOCK TABLE rate_limit_durable IN ROW EXCLUSIVE MODE;
+        END IF;
+    END IF;
+    IF n > 1 THEN -- in the lock order of rate_limit_all
+        places := ARRAY(
+            SELECT e.i
+            FROM unnest(names, keys, durables) WITH ORDINALITY AS e (name, key, durable, i)
+            ORDER BY e.durable, -octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C", e.i);
+    END IF;
+    FOREACH i IN ARRAY places LOOP
+        IF durables[i] THEN
+            told := _rate_limit_slot_durable(names[i], keys[i], true, limits[i], costs[i], ttls_us[i], slots[i],
+                wishes[i], now, skip_held);
+        ELSE
+            told := _rate_limit_slot_ephemeral(names[i], keys[i], false, limits[i], costs[i], ttls_us[i], slots[i],
+                wishes[i], now, skip_held);
+        END IF;
+        told.ord := i;
+        RETURN NEXT told;
+    END LOOP;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_slots IS
+    'Acquires and releases many slots at once, as rate_limit_acquire and rate_limit_release do for one. '
+    'sql/concurrency.sql explains the arguments and the result.
+Example: SELECT * FROM rate_limit_slots(ARRAY[''imports''], ARRAY[''tenant:7''], ARRAY[false], ARRAY[5], ARRAY[1],
+    ARRAY[30000000], ARRAY[gen_random_uuid()], ARRAY[''{"holder": "worker 7"}'']::jsonb[])';
 
 -- rate_limit_renew_all makes slots and tickets last for at least ttl_us from now, and hands free units over to the next
 -- tickets of their keys. A process calls it for all its slots at once.
@@ -1636,11 +1747,8 @@ BEGIN
     END IF;
     granted := (
         SELECT a.granted
-        FROM rate_limit_all(
-            ARRAY[1], ARRAY[h.prefix], ARRAY[h.key], ARRAY[h.durable], ARRAY[6]::smallint[], ARRAY[h.max_count],
-            ARRAY[0]::bigint[], ARRAY[0]::bigint[], ARRAY[0]::bigint[], NULL::bigint[], NULL::integer, NULL::boolean,
-            NULL::timestamptz, NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, NULL::text[],
-            NULL::bigint[], ARRAY[true], NULL::bigint[], ARRAY[slot], NULL::bigint[], NULL::jsonb[]) AS a);
+        FROM rate_limit_slots(ARRAY[h.prefix], ARRAY[h.key], ARRAY[h.durable], ARRAY[h.max_count], ARRAY[0]::bigint[],
+            ARRAY[NULL]::bigint[], ARRAY[slot], ARRAY[NULL]::jsonb[]) AS a);
     RETURN granted = 1;
 END
 $$;
@@ -1705,7 +1813,7 @@ $$;
 CREATE FUNCTION _rate_limit_check(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[], limits bigint[],
     spans_us bigint[], refills bigint[], zones text[], costs bigint[], counts bigint[], taken_in bigint[],
-    leased bigint[], charges boolean[], ttls_us bigint[], holds uuid[], delays_us bigint[], slots jsonb[],
+    leased bigint[], charges boolean[], ttls_us bigint[], holds uuid[], delays_us bigint[],
     looks boolean
 ) RETURNS boolean LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
@@ -1728,12 +1836,12 @@ BEGIN
         cardinality(limits), cardinality(spans_us), cardinality(refills), coalesce(cardinality(costs), n),
         coalesce(cardinality(counts), n), coalesce(cardinality(taken_in), n), coalesce(cardinality(leased), n),
         coalesce(cardinality(charges), n), coalesce(cardinality(ttls_us), n), coalesce(cardinality(holds), n),
-        coalesce(cardinality(delays_us), n), coalesce(cardinality(slots), n)];
+        coalesce(cardinality(delays_us), n)];
     IF (array_ndims(keys) = 1 AND array_lower(keys, 1) = 1 AND n = ALL (lengths)) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: % is not valid', (
                 SELECT coalesce(min(e.name), 'keys')
                 FROM unnest(string_to_array('requests names durables algorithms limits spans_us refills costs counts '
-                    'taken_in leased charges ttls_us holds delays_us slots', ' '), lengths) AS e (name, n)
+                    'taken_in leased charges ttls_us holds delays_us', ' '), lengths) AS e (name, n)
                 WHERE e.n IS DISTINCT FROM n AND array_ndims(keys) = 1 AND array_lower(keys, 1) = 1)
             USING ERRCODE = 'invalid_parameter_value',
                 HINT = 'At least one key is needed, and as many elements of the others as keys. '
@@ -1766,13 +1874,7 @@ BEGIN
             valid := _rate_limit_valid_slots(max_count, span_us, refill);
         END IF;
         wrong := CASE WHEN valid IS NOT TRUE THEN 'policy' END;
-        IF algorithm = 6 THEN
-            IF _rate_limit_wrong_slot(coalesce(costs[part], 1), charges[part], ttls_us[part], holds[part], slots[part],
-                (requests[part] IN (requests[part - 1], requests[part + 1])) IS NOT TRUE)
-            THEN
-                wrong := 'slot';
-            END IF;
-        ELSIF slots[part] IS NOT NULL THEN
+        IF algorithm = 6 AND (costs[part] = 0 AND holds[part] IS NULL) IS NOT TRUE THEN
             wrong := 'slot';
         END IF;
         IF (algorithm BETWEEN 1 AND 6) IS NOT TRUE THEN
@@ -1789,10 +1891,8 @@ BEGIN
         IF ttls_us IS NOT NULL OR holds IS NOT NULL THEN
             differs := false;
             IF part > 1 AND requests[part] = requests[part - 1] THEN
-                differs := CASE WHEN 6 IN (algorithm, algorithms[part - 1]) -- a slot stands only beside parts that take
-                    THEN num_nonnulls(holds[part], holds[part - 1]) > 1 OR algorithm = algorithms[part - 1]
-                    ELSE (ttls_us[part], holds[part], ttls_us[part] IS NULL OR costs[part] = 0) IS DISTINCT FROM
-                        (ttls_us[part - 1], holds[part - 1], ttls_us[part] IS NULL OR costs[part - 1] = 0) END;
+                differs := (ttls_us[part], holds[part], ttls_us[part] IS NULL OR costs[part] = 0) IS DISTINCT FROM
+                    (ttls_us[part - 1], holds[part - 1], ttls_us[part] IS NULL OR costs[part - 1] = 0);
             END IF;
             IF _rate_limit_wrong_hold(costs[part], counts[part], charges[part], ttls_us[part], holds[part], differs)
             THEN
@@ -1834,10 +1934,7 @@ BEGIN
                             'window, 6 concurrency.'
                     WHEN 'hold' THEN 'A hold has an id, a ttl of 1000 to 86400000000 us, and a count of 1. It is '
                         'settled by a charge with its id and without a ttl, and extended by a cost of 0 with both.'
-                    WHEN 'slot' THEN 'Concurrency only has slots: acquire one with a cost, an id, a ttl and a slot, or '
-                        'release it by a charge of 0 with its id and without a ttl. A slot has a holder and a group of '
-                        'at most 256 bytes, a weight from 1 to 1000, and waits only in a request of one part. Other '
-                        'algorithms have no slots.'
+                    WHEN 'slot' THEN 'Concurrency has slots, of which nothing can be taken. Its cost is 0: look.'
                     WHEN 'delay' THEN 'A reservation has a delay of at least 0 us, a cost of at least 1, and a count '
                         'of 1. All its parts are token buckets, and have the same delay.'
                     ELSE 'A name has 1 to 128 bytes, a key 1 to 512, and durable is true or false. Requests ascend. '
@@ -1996,10 +2093,6 @@ $$;
 --   delays_us           for a reservation, how many microseconds after the decision its tokens may be ready at the
 --                       latest: see reserve.sql. Otherwise NULL. All parts of a reservation are token buckets, and have
 --                       the same delay and a count of 1
---   slots               for a part with algorithm 6 that acquires a slot, an object that may have holder, group, weight
---                       and wait: see concurrency.sql. Otherwise NULL. The part also has a length and a new id in
---                       ttls_us and holds. The other parts of its request take, and have neither. A charge of 0 with
---                       the id of a slot or a ticket, and without a length, releases it
 --
 -- The result has a row for each part. granted is the number of granted requests. retry_after_us is 0 if the part has
 -- room for another request. The parts with another retry_after_us have denied the request, which fits after the longest
@@ -2013,11 +2106,7 @@ $$;
 -- granted is -3 for a part of which no such hold is known. After an extension, granted is 1, or for all parts -3 if the
 -- hold is not known, or -4 if it is not live. For a reservation with a granted of 1, retry_after_us is the time until
 -- the part's tokens are ready, 0 if they are ready now. The request is ready after the longest of them. For a denied
--- reservation, retry_after_us is the time until the same reservation would be granted. After a request for a slot,
--- granted is 1 if the slot is held, otherwise 0, and log is NULL after a denial, otherwise 1 for a slot or 0 for a
--- ticket, its fence or place in the line, and its end. A request with an id that is known makes and takes nothing, and
--- says what the slot or ticket is now; granted is -4 if it has ended. After a release, granted is 1, or -3 if the slot
--- or ticket is not live.
+-- reservation, retry_after_us is the time until the same reservation would be granted.
 --
 -- The five steps are: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
 --
@@ -2042,7 +2131,7 @@ CREATE FUNCTION rate_limit_all(
     taken_since bigint[] DEFAULT NULL, taken_in bigint[] DEFAULT NULL, taken_at bigint[] DEFAULT NULL,
     taken_spent bigint[] DEFAULT NULL, skip_held boolean DEFAULT false, zones text[] DEFAULT NULL,
     leased bigint[] DEFAULT NULL, charges boolean[] DEFAULT NULL, ttls_us bigint[] DEFAULT NULL,
-    holds uuid[] DEFAULT NULL, delays_us bigint[] DEFAULT NULL, slots jsonb[] DEFAULT NULL
+    holds uuid[] DEFAULT NULL, delays_us bigint[] DEFAULT NULL
 ) RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -2089,8 +2178,7 @@ DECLARE
     granted bigint;
     gives boolean;                -- whether the request is a refund or a grant
     charging boolean;             -- whether the request is a charge
-    ends boolean;                 -- whether the request settles or extends a hold, or releases a slot
-    known integer;                -- the part of a slot that the request acquires a second time
+    ends boolean;                 -- whether the request settles or extends a hold
     -- Whether a request is for a hold or a reservation, or a row has holds.
     beside boolean := num_nonnulls(holds, delays_us) > 0;
     was rate_limit_row;
@@ -2099,7 +2187,7 @@ DECLARE
     writes boolean := false;
 BEGIN
     IF _rate_limit_check(requests, names, keys, durables, algorithms, limits, spans_us, refills, zones,
-        costs, counts, taken_in, leased, charges, ttls_us, holds, delays_us, slots, looks)
+        costs, counts, taken_in, leased, charges, ttls_us, holds, delays_us, looks)
     THEN
         FOR i IN 1 .. parts LOOP
             part_of[i] := i;
@@ -2251,16 +2339,6 @@ BEGIN
 
             -- Find how many requests fit into each part, and grant as many as fit into all parts.
             most := CASE WHEN gives OR ends OR costs[from_part] <> 0 THEN asked ELSE 0 END;
-            known := NULL;
-            FOR i IN from_part .. CASE WHEN slots IS NOT NULL AND from_part < to_part THEN to_part ELSE 0 END LOOP
-                IF slots[i] IS NOT NULL AND (CASE WHEN durables[i]
-                    THEN _rate_limit_known_slot_durable(names[i], keys[i], holds[i])
-                    ELSE _rate_limit_known_slot_ephemeral(names[i], keys[i], holds[i]) END)
-                THEN
-                    known := i;
-                    most := 0; -- a repetition takes nothing again
-                END IF;
-            END LOOP;
             FOR pass IN 1 .. 2 LOOP
                 granted := most;
                 FOR i IN from_part .. to_part LOOP
@@ -2296,16 +2374,6 @@ BEGIN
                             _rate_limit_longest_delay(delays_us[i], max_count, span_us, refills[i]));
                         granted := least(granted, s.granted);
                         undecided := undecided OR s.changed AND s.granted = 0;
-                    ELSIF algorithms[i] = 6 AND holds[i] IS NOT NULL THEN
-                        IF durables[i] THEN
-                            s := _rate_limit_slots_durable(s, names[i], keys[i], clock, cost, most, max_count,
-                                ttls_us[i], holds[i], slots[i]);
-                        ELSE
-                            s := _rate_limit_slots_ephemeral(s, names[i], keys[i], clock, cost, most, max_count,
-                                ttls_us[i], holds[i], slots[i]);
-                        END IF;
-                        granted := least(granted, s.granted);
-                        undecided := undecided OR s.changed AND (ends OR s.granted = 0);
                     ELSIF beside AND (s.held IS NOT NULL OR holds[i] IS NOT NULL) THEN
                         IF durables[i] THEN
                             s := _rate_limit_beside_durable(s, names[i], keys[i], algorithms[i], clock, cost, asked,
@@ -2331,14 +2399,9 @@ BEGIN
                     steps[i] := s;
                     EXIT WHEN granted = 0 AND most > 0 AND from_part < to_part;
                 END LOOP;
-                EXIT WHEN granted = most OR from_part = to_part OR known IS NOT NULL;
+                EXIT WHEN granted = most OR from_part = to_part;
                 most := granted;
             END LOOP;
-            FOR i IN from_part .. CASE WHEN known IS NOT NULL THEN to_part ELSE 0 END LOOP
-                steps[i].granted := (steps[known]).granted;
-                steps[i].changed := false;
-            END LOOP;
-
             IF NOT locking THEN
                 undecided := undecided OR granted > 0 AND NOT gives AND NOT ends
                     OR from_part = to_part AND costs[from_part] BETWEEN 1 AND limits[from_part] AND NOT charging;
@@ -2364,15 +2427,7 @@ BEGIN
                     writes := true;
                     IF beside AND (was.held IS NOT NULL OR holds[i] IS NOT NULL) THEN
                         max_count := limits[i];
-                        IF algorithms[i] = 6 THEN
-                            IF durables[i] THEN
-                                s := _rate_limit_write_slots_durable(s, was, names[i], keys[i], clock, costs[i],
-                                    max_count, ttls_us[i], holds[i], slots[i]);
-                            ELSE
-                                s := _rate_limit_write_slots_ephemeral(s, was, names[i], keys[i], clock, costs[i],
-                                    max_count, ttls_us[i], holds[i], slots[i]);
-                            END IF;
-                        ELSIF durables[i] THEN
+                        IF durables[i] THEN
                             PERFORM _rate_limit_write_holds_durable(s, was, names[i], keys[i], algorithms[i], clock,
                                 costs[i], max_count, spans_us[i], refills[i], zones[i], ttls_us[i], holds[i]);
                         ELSE
@@ -2403,13 +2458,7 @@ BEGIN
                 ELSIF algorithms[i] = 3 THEN
                     s := steps[i];
                 END IF;
-                IF beside AND s.retry_after_us = -1 AND slots[i] IS NOT NULL AND locking THEN
-                    cost := costs[i];
-                    max_count := limits[i];
-                    s.retry_after_us := CASE WHEN durables[i]
-                        THEN _rate_limit_slots_after_durable(s, names[i], keys[i], clock, cost, max_count)
-                        ELSE _rate_limit_slots_after_ephemeral(s, names[i], keys[i], clock, cost, max_count) END;
-                ELSIF beside AND s.retry_after_us = -1 THEN
+                IF beside AND s.retry_after_us = -1 THEN
                     cost := CASE WHEN charging OR ends THEN 1 ELSE greatest(costs[i], 1) END;
                     s.retry_after_us := CASE
                         WHEN NOT locking THEN _rate_limit_earliest_unlocked(names[i], keys[i], durables[i],
@@ -3319,7 +3368,7 @@ BEGIN
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',
             NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false,
             CASE WHEN algorithm = 5 THEN array_fill(zone, ARRAY[n]) END, NULL::bigint[], NULL::boolean[],
-            NULL::bigint[], NULL::uuid[], NULL::bigint[], NULL::jsonb[]) AS a
+            NULL::bigint[], NULL::uuid[], NULL::bigint[]) AS a
         ORDER BY a.ord);
 END
 $$;
@@ -3486,7 +3535,7 @@ BEGIN
             limits, spans_us, refills, costs, counts, lock_timeout_ms, synchronous_commit,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',
             NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[],
-            NULL::boolean[], NULL::bigint[], NULL::uuid[], NULL::bigint[], NULL::jsonb[]) AS a);
+            NULL::boolean[], NULL::bigint[], NULL::uuid[], NULL::bigint[]) AS a);
 END
 $$;
 
@@ -3666,8 +3715,7 @@ $$;
 -- reservation that is allowed, retry_after is the time until it is ready. If cost is 0, nothing is taken. counted is
 -- false if the policy mode decided and nothing was counted. If policy is NULL, the row of
 -- rate_limit_policy that is in force for the key decides. With slot, it acquires a slot, and told is the answer: see
--- rate_limit_all. Texts are compared with the tables' collation, not with the
--- caller's.
+-- rate_limit_slots. Texts are compared with the tables' collation, not with the caller's.
 CREATE FUNCTION _rate_limit_ask(
     name text, key text, policy text, cost bigint, durable boolean, charges boolean, ttl_us bigint, hold uuid,
     delay_us bigint, slot jsonb,
@@ -3684,6 +3732,9 @@ DECLARE
     names text[]; -- the names in the rows of the policy's parts: name, name/2, name/3 and so on
     accepted bigint; -- the largest charge that the rows accept
     refused boolean; -- whether the charge is larger
+    place integer;   -- the part with slots
+    wait_us bigint;
+    reset_us bigint;
 BEGIN
     IF policy IS NULL THEN
         clock := clock_timestamp();
@@ -3762,33 +3813,47 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
                 HINT = concat('Call rate_limit', '_acquire, and rate_limit', '_release at the end of the work.');
     END IF;
-    SELECT CASE WHEN delay_us IS NULL AND slot IS NULL THEN max(a.retry_after_us) = 0 ELSE min(a.granted) = 1 END,
-        min(a.remaining),
-        max(a.retry_after_us) * interval '1 microsecond', max(a.reset_after_us) * interval '1 microsecond',
-        least((max(a.retry_after_us) + 999999) / 1000000, 2147483647),
-        max(_rate_limit_owed(p.algorithms[a.ord], a.count, a.scale, p.limits[a.ord])),
-        cost > 0 AND bool_or(a.granted = 0),
-        min(CASE WHEN charges THEN _rate_limit_chargeable(p.algorithms[a.ord], a.count, a.credit, a.scale,
-            p.limits[a.ord], p.spans_us[a.ord], p.refills[a.ord]) END),
-        max(CASE WHEN slot IS NOT NULL AND p.algorithms[a.ord] = 6 THEN a.log END)
-    INTO allowed, remaining, retry_after, reset_after, retry_after_seconds, owed, refused, accepted, told
-    FROM rate_limit_all(
-        array_fill(1, ARRAY[n]), names, array_fill(key, ARRAY[n]), array_fill(coalesce(durable, false), ARRAY[n]),
-        p.algorithms, p.limits, p.spans_us, p.refills, array_fill(cost, ARRAY[n]), NULL::bigint[],
-        NULL::integer, NULL::boolean, NULL::timestamptz,
-        NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, p.zones,
-        NULL::bigint[], array_fill(charges, ARRAY[n]),
-        -- Of a policy with slots, only the part with slots has a hold.
-        CASE WHEN hold IS NOT NULL THEN ARRAY(
-            SELECT CASE WHEN slot IS NULL OR e.algorithm = 6 THEN ttl_us END
-            FROM unnest(p.algorithms) WITH ORDINALITY AS e (algorithm, part) ORDER BY e.part) END,
-        CASE WHEN hold IS NOT NULL THEN ARRAY(
-            SELECT CASE WHEN slot IS NULL OR e.algorithm = 6 THEN hold END
-            FROM unnest(p.algorithms) WITH ORDINALITY AS e (algorithm, part) ORDER BY e.part) END,
-        CASE WHEN delay_us IS NOT NULL THEN array_fill(delay_us, ARRAY[n]) END,
-        CASE WHEN slot IS NOT NULL THEN ARRAY(
-            SELECT CASE WHEN e.algorithm = 6 THEN slot END
-            FROM unnest(p.algorithms) WITH ORDINALITY AS e (algorithm, part) ORDER BY e.part) END) AS a;
+    IF slot IS NOT NULL THEN
+        -- The slot comes before the other parts, because every other call takes from them without a slot. If they deny
+        -- the request, the slot is given back.
+        place := array_position(p.algorithms, 6::smallint);
+        SELECT a.granted = 1, a.remaining, a.retry_after_us, a.reset_after_us, a.log
+        INTO allowed, remaining, wait_us, reset_us, told
+        FROM rate_limit_slots(ARRAY[names[place]], ARRAY[key], ARRAY[coalesce(durable, false)], ARRAY[p.limits[place]],
+            ARRAY[cost], ARRAY[ttl_us], ARRAY[hold], ARRAY[slot]) AS a;
+        names := names[:place - 1] || names[place + 1:];
+        p.algorithms := p.algorithms[:place - 1] || p.algorithms[place + 1:];
+        p.limits := p.limits[:place - 1] || p.limits[place + 1:];
+        p.spans_us := p.spans_us[:place - 1] || p.spans_us[place + 1:];
+        p.refills := p.refills[:place - 1] || p.refills[place + 1:];
+        p.zones := p.zones[:place - 1] || p.zones[place + 1:];
+        n := n - 1;
+    END IF;
+    IF slot IS NULL OR allowed AND n > 0 THEN
+        SELECT CASE WHEN delay_us IS NULL AND slot IS NULL THEN max(a.retry_after_us) = 0 ELSE min(a.granted) = 1 END,
+            least(min(a.remaining), remaining), max(a.retry_after_us), greatest(max(a.reset_after_us), reset_us),
+            max(_rate_limit_owed(p.algorithms[a.ord], a.count, a.scale, p.limits[a.ord])),
+            cost > 0 AND bool_or(a.granted = 0),
+            min(CASE WHEN charges THEN _rate_limit_chargeable(p.algorithms[a.ord], a.count, a.credit, a.scale,
+                p.limits[a.ord], p.spans_us[a.ord], p.refills[a.ord]) END)
+        INTO allowed, remaining, wait_us, reset_us, owed, refused, accepted
+        FROM rate_limit_all(
+            array_fill(1, ARRAY[n]), names, array_fill(key, ARRAY[n]), array_fill(coalesce(durable, false), ARRAY[n]),
+            p.algorithms, p.limits, p.spans_us, p.refills, array_fill(cost, ARRAY[n]), NULL::bigint[],
+            NULL::integer, NULL::boolean, NULL::timestamptz,
+            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, p.zones,
+            NULL::bigint[], array_fill(charges, ARRAY[n]),
+            CASE WHEN hold IS NOT NULL AND slot IS NULL THEN array_fill(ttl_us, ARRAY[n]) END,
+            CASE WHEN hold IS NOT NULL AND slot IS NULL THEN array_fill(hold, ARRAY[n]) END,
+            CASE WHEN delay_us IS NOT NULL THEN array_fill(delay_us, ARRAY[n]) END) AS a;
+        IF slot IS NOT NULL AND NOT allowed THEN
+            PERFORM rate_limit_release(hold);
+            told := NULL;
+        END IF;
+    END IF;
+    retry_after := wait_us * interval '1 microsecond';
+    reset_after := reset_us * interval '1 microsecond';
+    retry_after_seconds := least((wait_us + 999999) / 1000000, 2147483647);
     counted := true;
     IF charges AND refused THEN
         RAISE EXCEPTION 'rate_limit: a charge of % is too large, and % would be accepted', cost, accepted
@@ -4098,7 +4163,7 @@ BEGIN
         array_fill(coalesce(used, 0), ARRAY[n]), NULL::bigint[], NULL::integer, NULL::boolean, NULL::timestamptz,
         NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[],
         array_fill(ttl_us IS NULL, ARRAY[n]), array_fill(ttl_us, ARRAY[n]), array_fill(id, ARRAY[n]),
-        NULL::bigint[], NULL::jsonb[]) AS a;
+        NULL::bigint[]) AS a;
     IF granted = 0 THEN
         RAISE EXCEPTION 'rate_limit: a settlement of % is too large, and % would be accepted', used, accepted
             USING ERRCODE = 'RLS05', DETAIL = accepted::text,
@@ -4237,9 +4302,8 @@ BEGIN
                 'rate_limit_take_calendar_window', '_rate_limit_left_ephemeral', '_rate_limit_take_all_ephemeral',
                 '_rate_limit_live_ephemeral', '_rate_limit_beside_ephemeral', '_rate_limit_earliest_ephemeral',
                 '_rate_limit_note_ends_ephemeral', '_rate_limit_write_holds_ephemeral',
-                '_rate_limit_known_slot_ephemeral', '_rate_limit_slots_ephemeral', '_rate_limit_slots_after_ephemeral',
-                '_rate_limit_hand_over_ephemeral', '_rate_limit_write_line_ephemeral',
-                '_rate_limit_write_slots_ephemeral', '_rate_limit_renew_ephemeral'));
+                '_rate_limit_slots_after_ephemeral', '_rate_limit_hand_over_ephemeral',
+                '_rate_limit_write_line_ephemeral', '_rate_limit_slot_ephemeral', '_rate_limit_renew_ephemeral'));
     PERFORM pg_catalog.set_config('search_path', path, true);
     FOR i IN 1 .. pg_catalog.cardinality(texts) LOOP
         EXECUTE texts[i];
@@ -4851,9 +4915,9 @@ BEGIN
                 'rate_limit_take_sliding_log', 'rate_limit_take_calendar_window', 'rate_limit_all',
                 'rate_limit_take_all', 'rate_limit_reset', 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_charge',
                 'rate_limit_reserve', 'rate_limit_hold', 'rate_limit_settle', 'rate_limit_cancel', 'rate_limit_extend',
-                'rate_limit_find_hold', 'rate_limit_acquire', 'rate_limit_renew', 'rate_limit_renew_all',
-                'rate_limit_release', 'rate_limit_sweep', 'rate_limit_policies', 'rate_limit_ban',
-                'rate_limit_report'))
+                'rate_limit_find_hold', 'rate_limit_slots', 'rate_limit_acquire', 'rate_limit_renew',
+                'rate_limit_renew_all', 'rate_limit_release', 'rate_limit_sweep', 'rate_limit_policies',
+                'rate_limit_ban', 'rate_limit_report'))
     LOOP
         signature := fn.oid::regprocedure::text;
         -- An earlier migration may have inserted the schema. (A twin has the schema that its original already had.)
@@ -4909,29 +4973,29 @@ DROP FUNCTION IF EXISTS _rate_limit_no_row, _rate_limit_now, _rate_limit_set, _r
     _rate_limit_bucket_fits, rate_limit_take_token_bucket, _rate_limit_valid_log, _rate_limit_entry_age,
     _rate_limit_log_with, _rate_limit_log, rate_limit_take_sliding_log, _rate_limit_valid_calendar,
     _rate_limit_window_end, _rate_limit_calendar, _rate_limit_calendar_fits, rate_limit_take_calendar_window,
-    _rate_limit_valid_slots, _rate_limit_concurrent, _rate_limit_wrong_slot, _rate_limit_next_fence,
-    _rate_limit_known_slot_ephemeral, _rate_limit_slots_ephemeral, _rate_limit_slots_after_ephemeral,
-    _rate_limit_hand_over_ephemeral, _rate_limit_write_line_ephemeral, _rate_limit_write_slots_ephemeral,
-    _rate_limit_renew_ephemeral, rate_limit_renew_all, rate_limit_acquire, rate_limit_renew, rate_limit_release,
-    _rate_limit_valid, _rate_limit_step, _rate_limit_wrong_hold, _rate_limit_check, _rate_limit_rows_in_lock_order,
-    _rate_limit_try_to_make, _rate_limit_holder, _rate_limit_look, _rate_limit_earliest_unlocked, rate_limit_all,
-    _rate_limit_fixed_refund, _rate_limit_sliding_refund, _rate_limit_log_refund, _rate_limit_bucket_leases,
-    _rate_limit_bucket_lend, _rate_limit_bucket_refund, _rate_limit_give, _rate_limit_max_owed, _rate_limit_chargeable,
-    _rate_limit_owed, _rate_limit_lasts, _rate_limit_charge, _rate_limit_count, _rate_limit_wrong_delay,
-    _rate_limit_max_booked, _rate_limit_longest_delay, _rate_limit_most, _rate_limit_ready_after, _rate_limit_reserve,
-    _rate_limit_forgotten, _rate_limit_live_ephemeral, _rate_limit_beside_ephemeral, _rate_limit_fits_after,
-    _rate_limit_earliest_ephemeral, _rate_limit_note_ends_ephemeral, _rate_limit_write_holds_ephemeral,
-    _rate_limit_hold_id, _rate_limit_left_ephemeral, _rate_limit_steps, _rate_limit_take_all_ephemeral,
-    rate_limit_take_all, rate_limit_reset, _rate_limit_read_policy, _rate_limit_ask, rate_limit_allow, rate_limit_peek,
-    rate_limit_charge, rate_limit_reserve, rate_limit_hold, _rate_limit_check_ttl, _rate_limit_unknown_hold,
-    _rate_limit_parts_of_hold, _rate_limit_end_hold, rate_limit_settle, rate_limit_cancel, rate_limit_extend,
-    rate_limit_find_hold, rate_limit_sweep, _rate_limit_check_policy, _rate_limit_note_policy, rate_limit_policies,
-    rate_limit_ban, rate_limit_report, _rate_limit_take_fixed_window_durable, _rate_limit_take_sliding_window_durable,
+    _rate_limit_valid_slots, _rate_limit_concurrent, _rate_limit_wrong_wish, _rate_limit_next_fence,
+    _rate_limit_slots_after_ephemeral, _rate_limit_hand_over_ephemeral, _rate_limit_write_line_ephemeral,
+    _rate_limit_slot_ephemeral, _rate_limit_renew_ephemeral, rate_limit_slots, rate_limit_renew_all, rate_limit_acquire,
+    rate_limit_renew, rate_limit_release, _rate_limit_valid, _rate_limit_step, _rate_limit_wrong_hold,
+    _rate_limit_check, _rate_limit_rows_in_lock_order, _rate_limit_try_to_make, _rate_limit_holder, _rate_limit_look,
+    _rate_limit_earliest_unlocked, rate_limit_all, _rate_limit_fixed_refund, _rate_limit_sliding_refund,
+    _rate_limit_log_refund, _rate_limit_bucket_leases, _rate_limit_bucket_lend, _rate_limit_bucket_refund,
+    _rate_limit_give, _rate_limit_max_owed, _rate_limit_chargeable, _rate_limit_owed, _rate_limit_lasts,
+    _rate_limit_charge, _rate_limit_count, _rate_limit_wrong_delay, _rate_limit_max_booked, _rate_limit_longest_delay,
+    _rate_limit_most, _rate_limit_ready_after, _rate_limit_reserve, _rate_limit_forgotten, _rate_limit_live_ephemeral,
+    _rate_limit_beside_ephemeral, _rate_limit_fits_after, _rate_limit_earliest_ephemeral,
+    _rate_limit_note_ends_ephemeral, _rate_limit_write_holds_ephemeral, _rate_limit_hold_id, _rate_limit_left_ephemeral,
+    _rate_limit_steps, _rate_limit_take_all_ephemeral, rate_limit_take_all, rate_limit_reset, _rate_limit_read_policy,
+    _rate_limit_ask, rate_limit_allow, rate_limit_peek, rate_limit_charge, rate_limit_reserve, rate_limit_hold,
+    _rate_limit_check_ttl, _rate_limit_unknown_hold, _rate_limit_parts_of_hold, _rate_limit_end_hold, rate_limit_settle,
+    rate_limit_cancel, rate_limit_extend, rate_limit_find_hold, rate_limit_sweep, _rate_limit_check_policy,
+    _rate_limit_note_policy, rate_limit_policies, rate_limit_ban, rate_limit_report,
+    _rate_limit_take_fixed_window_durable, _rate_limit_take_sliding_window_durable,
     _rate_limit_take_token_bucket_durable, _rate_limit_left_durable, _rate_limit_take_calendar_window_durable,
-    _rate_limit_renew_durable, _rate_limit_live_durable, _rate_limit_earliest_durable, _rate_limit_known_slot_durable,
-    _rate_limit_slots_durable, _rate_limit_beside_durable, _rate_limit_write_slots_durable,
-    _rate_limit_write_holds_durable, _rate_limit_slots_after_durable, _rate_limit_take_all_durable,
-    _rate_limit_note_ends_durable, _rate_limit_hand_over_durable, _rate_limit_write_line_durable;
+    _rate_limit_slot_durable, _rate_limit_renew_durable, _rate_limit_live_durable, _rate_limit_earliest_durable,
+    _rate_limit_beside_durable, _rate_limit_write_holds_durable, _rate_limit_take_all_durable,
+    _rate_limit_note_ends_durable, _rate_limit_slots_after_durable, _rate_limit_hand_over_durable,
+    _rate_limit_write_line_durable;
 DROP TYPE IF EXISTS rate_limit_row, rate_limit_decision;
 
 DROP FUNCTION IF EXISTS rate_limit_version;

@@ -46,9 +46,9 @@ BEGIN
                 'rate_limit_take_sliding_log', 'rate_limit_take_calendar_window', 'rate_limit_all',
                 'rate_limit_take_all', 'rate_limit_reset', 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_charge',
                 'rate_limit_reserve', 'rate_limit_hold', 'rate_limit_settle', 'rate_limit_cancel', 'rate_limit_extend',
-                'rate_limit_find_hold', 'rate_limit_acquire', 'rate_limit_renew', 'rate_limit_renew_all',
-                'rate_limit_release', 'rate_limit_sweep', 'rate_limit_policies', 'rate_limit_ban',
-                'rate_limit_report'))
+                'rate_limit_find_hold', 'rate_limit_slots', 'rate_limit_acquire', 'rate_limit_renew',
+                'rate_limit_renew_all', 'rate_limit_release', 'rate_limit_sweep', 'rate_limit_policies',
+                'rate_limit_ban', 'rate_limit_report'))
     LOOP
         signature := fn.oid::regprocedure::text;
         -- An earlier migration may have inserted the schema. (A twin has the schema that its original already had.)

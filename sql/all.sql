@@ -53,7 +53,7 @@ $$;
 CREATE FUNCTION _rate_limit_check(
     requests integer[], names text[], keys text[], durables boolean[], algorithms smallint[], limits bigint[],
     spans_us bigint[], refills bigint[], zones text[], costs bigint[], counts bigint[], taken_in bigint[],
-    leased bigint[], charges boolean[], ttls_us bigint[], holds uuid[], delays_us bigint[], slots jsonb[],
+    leased bigint[], charges boolean[], ttls_us bigint[], holds uuid[], delays_us bigint[],
     looks boolean
 ) RETURNS boolean LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
@@ -76,12 +76,12 @@ BEGIN
         cardinality(limits), cardinality(spans_us), cardinality(refills), coalesce(cardinality(costs), n),
         coalesce(cardinality(counts), n), coalesce(cardinality(taken_in), n), coalesce(cardinality(leased), n),
         coalesce(cardinality(charges), n), coalesce(cardinality(ttls_us), n), coalesce(cardinality(holds), n),
-        coalesce(cardinality(delays_us), n), coalesce(cardinality(slots), n)];
+        coalesce(cardinality(delays_us), n)];
     IF (array_ndims(keys) = 1 AND array_lower(keys, 1) = 1 AND n = ALL (lengths)) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: % is not valid', (
                 SELECT coalesce(min(e.name), 'keys')
                 FROM unnest(string_to_array('requests names durables algorithms limits spans_us refills costs counts '
-                    'taken_in leased charges ttls_us holds delays_us slots', ' '), lengths) AS e (name, n)
+                    'taken_in leased charges ttls_us holds delays_us', ' '), lengths) AS e (name, n)
                 WHERE e.n IS DISTINCT FROM n AND array_ndims(keys) = 1 AND array_lower(keys, 1) = 1)
             USING ERRCODE = 'invalid_parameter_value',
                 HINT = 'At least one key is needed, and as many elements of the others as keys. '
@@ -114,13 +114,7 @@ BEGIN
             valid := _rate_limit_valid_slots(max_count, span_us, refill);
         END IF;
         wrong := CASE WHEN valid IS NOT TRUE THEN 'policy' END;
-        IF algorithm = 6 THEN
-            IF _rate_limit_wrong_slot(coalesce(costs[part], 1), charges[part], ttls_us[part], holds[part], slots[part],
-                (requests[part] IN (requests[part - 1], requests[part + 1])) IS NOT TRUE)
-            THEN
-                wrong := 'slot';
-            END IF;
-        ELSIF slots[part] IS NOT NULL THEN
+        IF algorithm = 6 AND (costs[part] = 0 AND holds[part] IS NULL) IS NOT TRUE THEN
             wrong := 'slot';
         END IF;
         IF (algorithm BETWEEN 1 AND 6) IS NOT TRUE THEN
@@ -137,10 +131,8 @@ BEGIN
         IF ttls_us IS NOT NULL OR holds IS NOT NULL THEN
             differs := false;
             IF part > 1 AND requests[part] = requests[part - 1] THEN
-                differs := CASE WHEN 6 IN (algorithm, algorithms[part - 1]) -- a slot stands only beside parts that take
-                    THEN num_nonnulls(holds[part], holds[part - 1]) > 1 OR algorithm = algorithms[part - 1]
-                    ELSE (ttls_us[part], holds[part], ttls_us[part] IS NULL OR costs[part] = 0) IS DISTINCT FROM
-                        (ttls_us[part - 1], holds[part - 1], ttls_us[part] IS NULL OR costs[part - 1] = 0) END;
+                differs := (ttls_us[part], holds[part], ttls_us[part] IS NULL OR costs[part] = 0) IS DISTINCT FROM
+                    (ttls_us[part - 1], holds[part - 1], ttls_us[part] IS NULL OR costs[part - 1] = 0);
             END IF;
             IF _rate_limit_wrong_hold(costs[part], counts[part], charges[part], ttls_us[part], holds[part], differs)
             THEN
@@ -182,10 +174,7 @@ BEGIN
                             'window, 6 concurrency.'
                     WHEN 'hold' THEN 'A hold has an id, a ttl of 1000 to 86400000000 us, and a count of 1. It is '
                         'settled by a charge with its id and without a ttl, and extended by a cost of 0 with both.'
-                    WHEN 'slot' THEN 'Concurrency only has slots: acquire one with a cost, an id, a ttl and a slot, or '
-                        'release it by a charge of 0 with its id and without a ttl. A slot has a holder and a group of '
-                        'at most 256 bytes, a weight from 1 to 1000, and waits only in a request of one part. Other '
-                        'algorithms have no slots.'
+                    WHEN 'slot' THEN 'Concurrency has slots, of which nothing can be taken. Its cost is 0: look.'
                     WHEN 'delay' THEN 'A reservation has a delay of at least 0 us, a cost of at least 1, and a count '
                         'of 1. All its parts are token buckets, and have the same delay.'
                     ELSE 'A name has 1 to 128 bytes, a key 1 to 512, and durable is true or false. Requests ascend. '
@@ -344,10 +333,6 @@ $$;
 --   delays_us           for a reservation, how many microseconds after the decision its tokens may be ready at the
 --                       latest: see reserve.sql. Otherwise NULL. All parts of a reservation are token buckets, and have
 --                       the same delay and a count of 1
---   slots               for a part with algorithm 6 that acquires a slot, an object that may have holder, group, weight
---                       and wait: see concurrency.sql. Otherwise NULL. The part also has a length and a new id in
---                       ttls_us and holds. The other parts of its request take, and have neither. A charge of 0 with
---                       the id of a slot or a ticket, and without a length, releases it
 --
 -- The result has a row for each part. granted is the number of granted requests. retry_after_us is 0 if the part has
 -- room for another request. The parts with another retry_after_us have denied the request, which fits after the longest
@@ -361,11 +346,7 @@ $$;
 -- granted is -3 for a part of which no such hold is known. After an extension, granted is 1, or for all parts -3 if the
 -- hold is not known, or -4 if it is not live. For a reservation with a granted of 1, retry_after_us is the time until
 -- the part's tokens are ready, 0 if they are ready now. The request is ready after the longest of them. For a denied
--- reservation, retry_after_us is the time until the same reservation would be granted. After a request for a slot,
--- granted is 1 if the slot is held, otherwise 0, and log is NULL after a denial, otherwise 1 for a slot or 0 for a
--- ticket, its fence or place in the line, and its end. A request with an id that is known makes and takes nothing, and
--- says what the slot or ticket is now; granted is -4 if it has ended. After a release, granted is 1, or -3 if the slot
--- or ticket is not live.
+-- reservation, retry_after_us is the time until the same reservation would be granted.
 --
 -- The five steps are: make the missing rows, lock all rows, read the clock, decide, and write what was granted.
 --
@@ -390,7 +371,7 @@ CREATE FUNCTION rate_limit_all(
     taken_since bigint[] DEFAULT NULL, taken_in bigint[] DEFAULT NULL, taken_at bigint[] DEFAULT NULL,
     taken_spent bigint[] DEFAULT NULL, skip_held boolean DEFAULT false, zones text[] DEFAULT NULL,
     leased bigint[] DEFAULT NULL, charges boolean[] DEFAULT NULL, ttls_us bigint[] DEFAULT NULL,
-    holds uuid[] DEFAULT NULL, delays_us bigint[] DEFAULT NULL, slots jsonb[] DEFAULT NULL
+    holds uuid[] DEFAULT NULL, delays_us bigint[] DEFAULT NULL
 ) RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -437,8 +418,7 @@ DECLARE
     granted bigint;
     gives boolean;                -- whether the request is a refund or a grant
     charging boolean;             -- whether the request is a charge
-    ends boolean;                 -- whether the request settles or extends a hold, or releases a slot
-    known integer;                -- the part of a slot that the request acquires a second time
+    ends boolean;                 -- whether the request settles or extends a hold
     -- Whether a request is for a hold or a reservation, or a row has holds.
     beside boolean := num_nonnulls(holds, delays_us) > 0;
     was rate_limit_row;
@@ -447,7 +427,7 @@ DECLARE
     writes boolean := false;
 BEGIN
     IF _rate_limit_check(requests, names, keys, durables, algorithms, limits, spans_us, refills, zones,
-        costs, counts, taken_in, leased, charges, ttls_us, holds, delays_us, slots, looks)
+        costs, counts, taken_in, leased, charges, ttls_us, holds, delays_us, looks)
     THEN
         FOR i IN 1 .. parts LOOP
             part_of[i] := i;
@@ -599,16 +579,6 @@ BEGIN
 
             -- Find how many requests fit into each part, and grant as many as fit into all parts.
             most := CASE WHEN gives OR ends OR costs[from_part] <> 0 THEN asked ELSE 0 END;
-            known := NULL;
-            FOR i IN from_part .. CASE WHEN slots IS NOT NULL AND from_part < to_part THEN to_part ELSE 0 END LOOP
-                IF slots[i] IS NOT NULL AND (CASE WHEN durables[i]
-                    THEN _rate_limit_known_slot_durable(names[i], keys[i], holds[i])
-                    ELSE _rate_limit_known_slot_ephemeral(names[i], keys[i], holds[i]) END)
-                THEN
-                    known := i;
-                    most := 0; -- a repetition takes nothing again
-                END IF;
-            END LOOP;
             FOR pass IN 1 .. 2 LOOP
                 granted := most;
                 FOR i IN from_part .. to_part LOOP
@@ -644,16 +614,6 @@ BEGIN
                             _rate_limit_longest_delay(delays_us[i], max_count, span_us, refills[i]));
                         granted := least(granted, s.granted);
                         undecided := undecided OR s.changed AND s.granted = 0;
-                    ELSIF algorithms[i] = 6 AND holds[i] IS NOT NULL THEN
-                        IF durables[i] THEN
-                            s := _rate_limit_slots_durable(s, names[i], keys[i], clock, cost, most, max_count,
-                                ttls_us[i], holds[i], slots[i]);
-                        ELSE
-                            s := _rate_limit_slots_ephemeral(s, names[i], keys[i], clock, cost, most, max_count,
-                                ttls_us[i], holds[i], slots[i]);
-                        END IF;
-                        granted := least(granted, s.granted);
-                        undecided := undecided OR s.changed AND (ends OR s.granted = 0);
                     ELSIF beside AND (s.held IS NOT NULL OR holds[i] IS NOT NULL) THEN
                         IF durables[i] THEN
                             s := _rate_limit_beside_durable(s, names[i], keys[i], algorithms[i], clock, cost, asked,
@@ -679,14 +639,9 @@ BEGIN
                     steps[i] := s;
                     EXIT WHEN granted = 0 AND most > 0 AND from_part < to_part;
                 END LOOP;
-                EXIT WHEN granted = most OR from_part = to_part OR known IS NOT NULL;
+                EXIT WHEN granted = most OR from_part = to_part;
                 most := granted;
             END LOOP;
-            FOR i IN from_part .. CASE WHEN known IS NOT NULL THEN to_part ELSE 0 END LOOP
-                steps[i].granted := (steps[known]).granted;
-                steps[i].changed := false;
-            END LOOP;
-
             IF NOT locking THEN
                 undecided := undecided OR granted > 0 AND NOT gives AND NOT ends
                     OR from_part = to_part AND costs[from_part] BETWEEN 1 AND limits[from_part] AND NOT charging;
@@ -712,15 +667,7 @@ BEGIN
                     writes := true;
                     IF beside AND (was.held IS NOT NULL OR holds[i] IS NOT NULL) THEN
                         max_count := limits[i];
-                        IF algorithms[i] = 6 THEN
-                            IF durables[i] THEN
-                                s := _rate_limit_write_slots_durable(s, was, names[i], keys[i], clock, costs[i],
-                                    max_count, ttls_us[i], holds[i], slots[i]);
-                            ELSE
-                                s := _rate_limit_write_slots_ephemeral(s, was, names[i], keys[i], clock, costs[i],
-                                    max_count, ttls_us[i], holds[i], slots[i]);
-                            END IF;
-                        ELSIF durables[i] THEN
+                        IF durables[i] THEN
                             PERFORM _rate_limit_write_holds_durable(s, was, names[i], keys[i], algorithms[i], clock,
                                 costs[i], max_count, spans_us[i], refills[i], zones[i], ttls_us[i], holds[i]);
                         ELSE
@@ -751,13 +698,7 @@ BEGIN
                 ELSIF algorithms[i] = 3 THEN
                     s := steps[i];
                 END IF;
-                IF beside AND s.retry_after_us = -1 AND slots[i] IS NOT NULL AND locking THEN
-                    cost := costs[i];
-                    max_count := limits[i];
-                    s.retry_after_us := CASE WHEN durables[i]
-                        THEN _rate_limit_slots_after_durable(s, names[i], keys[i], clock, cost, max_count)
-                        ELSE _rate_limit_slots_after_ephemeral(s, names[i], keys[i], clock, cost, max_count) END;
-                ELSIF beside AND s.retry_after_us = -1 THEN
+                IF beside AND s.retry_after_us = -1 THEN
                     cost := CASE WHEN charging OR ends THEN 1 ELSE greatest(costs[i], 1) END;
                     s.retry_after_us := CASE
                         WHEN NOT locking THEN _rate_limit_earliest_unlocked(names[i], keys[i], durables[i],

@@ -4,8 +4,7 @@
 -- reservation that is allowed, retry_after is the time until it is ready. If cost is 0, nothing is taken. counted is
 -- false if the policy mode decided and nothing was counted. If policy is NULL, the row of
 -- rate_limit_policy that is in force for the key decides. With slot, it acquires a slot, and told is the answer: see
--- rate_limit_all. Texts are compared with the tables' collation, not with the
--- caller's.
+-- rate_limit_slots. Texts are compared with the tables' collation, not with the caller's.
 CREATE FUNCTION _rate_limit_ask(
     name text, key text, policy text, cost bigint, durable boolean, charges boolean, ttl_us bigint, hold uuid,
     delay_us bigint, slot jsonb,
@@ -22,6 +21,9 @@ DECLARE
     names text[]; -- the names in the rows of the policy's parts: name, name/2, name/3 and so on
     accepted bigint; -- the largest charge that the rows accept
     refused boolean; -- whether the charge is larger
+    place integer;   -- the part with slots
+    wait_us bigint;
+    reset_us bigint;
 BEGIN
     IF policy IS NULL THEN
         clock := clock_timestamp();
@@ -100,33 +102,47 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
                 HINT = concat('Call rate_limit', '_acquire, and rate_limit', '_release at the end of the work.');
     END IF;
-    SELECT CASE WHEN delay_us IS NULL AND slot IS NULL THEN max(a.retry_after_us) = 0 ELSE min(a.granted) = 1 END,
-        min(a.remaining),
-        max(a.retry_after_us) * interval '1 microsecond', max(a.reset_after_us) * interval '1 microsecond',
-        least((max(a.retry_after_us) + 999999) / 1000000, 2147483647),
-        max(_rate_limit_owed(p.algorithms[a.ord], a.count, a.scale, p.limits[a.ord])),
-        cost > 0 AND bool_or(a.granted = 0),
-        min(CASE WHEN charges THEN _rate_limit_chargeable(p.algorithms[a.ord], a.count, a.credit, a.scale,
-            p.limits[a.ord], p.spans_us[a.ord], p.refills[a.ord]) END),
-        max(CASE WHEN slot IS NOT NULL AND p.algorithms[a.ord] = 6 THEN a.log END)
-    INTO allowed, remaining, retry_after, reset_after, retry_after_seconds, owed, refused, accepted, told
-    FROM rate_limit_all(
-        array_fill(1, ARRAY[n]), names, array_fill(key, ARRAY[n]), array_fill(coalesce(durable, false), ARRAY[n]),
-        p.algorithms, p.limits, p.spans_us, p.refills, array_fill(cost, ARRAY[n]), NULL::bigint[],
-        NULL::integer, NULL::boolean, NULL::timestamptz,
-        NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, p.zones,
-        NULL::bigint[], array_fill(charges, ARRAY[n]),
-        -- Of a policy with slots, only the part with slots has a hold.
-        CASE WHEN hold IS NOT NULL THEN ARRAY(
-            SELECT CASE WHEN slot IS NULL OR e.algorithm = 6 THEN ttl_us END
-            FROM unnest(p.algorithms) WITH ORDINALITY AS e (algorithm, part) ORDER BY e.part) END,
-        CASE WHEN hold IS NOT NULL THEN ARRAY(
-            SELECT CASE WHEN slot IS NULL OR e.algorithm = 6 THEN hold END
-            FROM unnest(p.algorithms) WITH ORDINALITY AS e (algorithm, part) ORDER BY e.part) END,
-        CASE WHEN delay_us IS NOT NULL THEN array_fill(delay_us, ARRAY[n]) END,
-        CASE WHEN slot IS NOT NULL THEN ARRAY(
-            SELECT CASE WHEN e.algorithm = 6 THEN slot END
-            FROM unnest(p.algorithms) WITH ORDINALITY AS e (algorithm, part) ORDER BY e.part) END) AS a;
+    IF slot IS NOT NULL THEN
+        -- The slot comes before the other parts, because every other call takes from them without a slot. If they deny
+        -- the request, the slot is given back.
+        place := array_position(p.algorithms, 6::smallint);
+        SELECT a.granted = 1, a.remaining, a.retry_after_us, a.reset_after_us, a.log
+        INTO allowed, remaining, wait_us, reset_us, told
+        FROM rate_limit_slots(ARRAY[names[place]], ARRAY[key], ARRAY[coalesce(durable, false)], ARRAY[p.limits[place]],
+            ARRAY[cost], ARRAY[ttl_us], ARRAY[hold], ARRAY[slot]) AS a;
+        names := names[:place - 1] || names[place + 1:];
+        p.algorithms := p.algorithms[:place - 1] || p.algorithms[place + 1:];
+        p.limits := p.limits[:place - 1] || p.limits[place + 1:];
+        p.spans_us := p.spans_us[:place - 1] || p.spans_us[place + 1:];
+        p.refills := p.refills[:place - 1] || p.refills[place + 1:];
+        p.zones := p.zones[:place - 1] || p.zones[place + 1:];
+        n := n - 1;
+    END IF;
+    IF slot IS NULL OR allowed AND n > 0 THEN
+        SELECT CASE WHEN delay_us IS NULL AND slot IS NULL THEN max(a.retry_after_us) = 0 ELSE min(a.granted) = 1 END,
+            least(min(a.remaining), remaining), max(a.retry_after_us), greatest(max(a.reset_after_us), reset_us),
+            max(_rate_limit_owed(p.algorithms[a.ord], a.count, a.scale, p.limits[a.ord])),
+            cost > 0 AND bool_or(a.granted = 0),
+            min(CASE WHEN charges THEN _rate_limit_chargeable(p.algorithms[a.ord], a.count, a.credit, a.scale,
+                p.limits[a.ord], p.spans_us[a.ord], p.refills[a.ord]) END)
+        INTO allowed, remaining, wait_us, reset_us, owed, refused, accepted
+        FROM rate_limit_all(
+            array_fill(1, ARRAY[n]), names, array_fill(key, ARRAY[n]), array_fill(coalesce(durable, false), ARRAY[n]),
+            p.algorithms, p.limits, p.spans_us, p.refills, array_fill(cost, ARRAY[n]), NULL::bigint[],
+            NULL::integer, NULL::boolean, NULL::timestamptz,
+            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, p.zones,
+            NULL::bigint[], array_fill(charges, ARRAY[n]),
+            CASE WHEN hold IS NOT NULL AND slot IS NULL THEN array_fill(ttl_us, ARRAY[n]) END,
+            CASE WHEN hold IS NOT NULL AND slot IS NULL THEN array_fill(hold, ARRAY[n]) END,
+            CASE WHEN delay_us IS NOT NULL THEN array_fill(delay_us, ARRAY[n]) END) AS a;
+        IF slot IS NOT NULL AND NOT allowed THEN
+            PERFORM rate_limit_release(hold);
+            told := NULL;
+        END IF;
+    END IF;
+    retry_after := wait_us * interval '1 microsecond';
+    reset_after := reset_us * interval '1 microsecond';
+    retry_after_seconds := least((wait_us + 999999) / 1000000, 2147483647);
     counted := true;
     IF charges AND refused THEN
         RAISE EXCEPTION 'rate_limit: a charge of % is too large, and % would be accepted', cost, accepted
@@ -436,7 +452,7 @@ BEGIN
         array_fill(coalesce(used, 0), ARRAY[n]), NULL::bigint[], NULL::integer, NULL::boolean, NULL::timestamptz,
         NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[],
         array_fill(ttl_us IS NULL, ARRAY[n]), array_fill(ttl_us, ARRAY[n]), array_fill(id, ARRAY[n]),
-        NULL::bigint[], NULL::jsonb[]) AS a;
+        NULL::bigint[]) AS a;
     IF granted = 0 THEN
         RAISE EXCEPTION 'rate_limit: a settlement of % is too large, and % would be accepted', used, accepted
             USING ERRCODE = 'RLS05', DETAIL = accepted::text,

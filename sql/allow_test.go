@@ -380,7 +380,7 @@ func TestHelpersAreOutOfSight(t *testing.T) {
 	want := append([]string{
 		"rate_limit_allow", "rate_limit_peek", "rate_limit_charge", "rate_limit_reserve", "rate_limit_hold", "rate_limit_settle", "rate_limit_cancel",
 		"rate_limit_extend", "rate_limit_find_hold", "rate_limit_sweep", "rate_limit_version", "rate_limit_policies", "rate_limit_ban",
-		"rate_limit_report", "rate_limit_acquire", "rate_limit_renew", "rate_limit_renew_all", "rate_limit_release",
+		"rate_limit_report", "rate_limit_slots", "rate_limit_acquire", "rate_limit_renew", "rate_limit_renew_all", "rate_limit_release",
 	}, algorithm.Functions()...)
 	require.ElementsMatch(t, want, names)
 }

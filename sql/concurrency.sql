@@ -34,23 +34,14 @@ BEGIN
 END
 $$;
 
--- _rate_limit_wrong_slot tells whether the arguments of a part with the algorithm 6 do not go together. A part looks,
--- acquires a slot, or releases one. alone says whether it is the only part of its request.
-CREATE FUNCTION _rate_limit_wrong_slot(
-    cost bigint, charges boolean, ttl_us bigint, hold uuid, slot jsonb, alone boolean
-) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
-    SELECT (CASE
-        WHEN hold IS NULL THEN cost = 0 AND ttl_us IS NULL AND slot IS NULL
-        WHEN ttl_us IS NULL THEN cost = 0 AND charges AND slot IS NULL AND alone
-        ELSE cost >= 1 AND jsonb_typeof(slot) = 'object'
-            AND slot - ARRAY['holder', 'group', 'weight', 'wait'] = jsonb '{}'
-            AND octet_length(coalesce(slot->>'holder', '')) <= 256 AND (slot->>'holder' ~ '[[:cntrl:]]') IS NOT TRUE
-            AND octet_length(coalesce(slot->>'group', '')) <= 256
-            AND coalesce(slot->>'weight', '1') ~ '^[0-9]{1,4}$'
-            AND coalesce(slot->>'weight', '1')::integer BETWEEN 1 AND 1000
-            AND coalesce(slot->>'wait', 'false') IN ('true', 'false')
-            AND (alone OR coalesce(slot->>'wait', 'false') = 'false')
-        END) IS NOT TRUE
+-- _rate_limit_wrong_wish tells whether an object does not describe a slot that is asked for.
+CREATE FUNCTION _rate_limit_wrong_wish(wish jsonb) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT (jsonb_typeof(wish) = 'object' AND wish - ARRAY['holder', 'group', 'weight', 'wait'] = jsonb '{}'
+        AND octet_length(coalesce(wish->>'holder', '')) <= 256 AND (wish->>'holder' ~ '[[:cntrl:]]') IS NOT TRUE
+        AND octet_length(coalesce(wish->>'group', '')) <= 256
+        AND coalesce(wish->>'weight', '1') ~ '^[0-9]{1,4}$'
+        AND coalesce(wish->>'weight', '1')::integer BETWEEN 1 AND 1000
+        AND coalesce(wish->>'wait', 'false') IN ('true', 'false')) IS NOT TRUE
 $$;
 
 -- _rate_limit_next_fence returns the next fence or place. The row of the key must be locked. Both tables share the
@@ -60,76 +51,6 @@ $$;
 CREATE FUNCTION _rate_limit_next_fence() RETURNS bigint LANGUAGE plpgsql AS $$
 BEGIN
     RETURN nextval(pg_get_serial_sequence(pg_typeof(NULL::rate_limit_durable_hold)::text, 'fence')::regclass);
-END
-$$;
-
--- _rate_limit_known_slot_ephemeral tells whether a slot or a ticket was made with this id.
-CREATE FUNCTION _rate_limit_known_slot_ephemeral(name text, key text, hold uuid) RETURNS boolean
-LANGUAGE plpgsql STABLE AS $$
-#variable_conflict use_variable
-BEGIN
-    RETURN EXISTS (
-        SELECT FROM rate_limit_ephemeral_hold AS h
-        WHERE h.id = hold AND h.key = key AND h.prefix = name AND h.fence > 0);
-END
-$$;
-
--- _rate_limit_slots_ephemeral decides a request that acquires or releases a slot. s has the live holds at the time
--- clock. It writes nothing. If s.changed, _rate_limit_write_slots_ephemeral must follow. told_log is the answer if
--- nothing changes: 1 for a slot or 0 for a ticket, its fence or its place, and its end.
-CREATE FUNCTION _rate_limit_slots_ephemeral(
-    s rate_limit_row, name text, key text, clock bigint, cost bigint, most bigint, max_count bigint, ttl_us bigint,
-    hold uuid, slot jsonb
-) RETURNS rate_limit_row
-LANGUAGE plpgsql AS $$
-#variable_conflict use_variable
-DECLARE
-    known boolean;
-    live boolean; -- whether the slot or the ticket is live
-    status smallint;
-    fence bigint;
-    ends bigint;
-    first bigint; -- the first end of a ticket in the line, or NULL if there is no line
-BEGIN
-    s := _rate_limit_concurrent(s, cost, most, max_count);
-    s.remaining := greatest(max_count - coalesce(s.held, 0), 0);
-    s.reset_after_us := greatest(s.held_until - clock, 0);
-    SELECT h.status, h.fence, h.ends_at INTO status, fence, ends
-    FROM rate_limit_ephemeral_hold AS h
-    WHERE h.id = hold AND h.key = key AND h.prefix = name AND h.fence > 0;
-    known := found;
-    live := known AND ends > clock AND (status = 0 AND s.held IS NOT NULL OR status = 3);
-
-    IF ttl_us IS NULL THEN -- release
-        s.granted := CASE WHEN live THEN 1 ELSE -3 END;
-        s.changed := live;
-        s.told_log := CASE WHEN live THEN ARRAY[(status = 0)::int, fence, ends] END;
-        s.retry_after_us := 0;
-        RETURN s;
-    ELSIF cost > max_count THEN
-        RETURN s;
-    ELSIF known THEN -- a repetition makes nothing
-        s.granted := CASE WHEN NOT live THEN -4 WHEN status = 0 THEN 1 ELSE 0 END;
-        s.told_log := CASE WHEN live THEN ARRAY[(status = 0)::int, fence, ends] END;
-        s.changed := live AND status = 3 AND (slot->>'wait')::boolean IS TRUE; -- the limit may have changed
-        s.retry_after_us := CASE WHEN s.granted = 0 THEN -1 ELSE 0 END;
-        RETURN s;
-    END IF;
-    first := (SELECT min(h.ends_at) FROM rate_limit_ephemeral_hold AS h
-        WHERE h.key = key AND h.prefix = name AND h.status = 3 AND h.ends_at > clock AND h.units <= max_count);
-    IF most < 1 THEN -- another part of the request is denied
-        s.granted := 0;
-        s.retry_after_us := CASE WHEN first IS NULL AND cost <= s.remaining THEN 0 ELSE -1 END;
-    ELSIF first IS NULL AND cost <= s.remaining THEN
-        s.granted := 1;
-        s.changed := true;
-        s.retry_after_us := 0;
-    ELSE
-        s.granted := 0;
-        s.changed := (slot->>'wait')::boolean IS TRUE;
-        s.retry_after_us := -1;
-    END IF;
-    RETURN s;
 END
 $$;
 
@@ -220,46 +141,143 @@ BEGIN
 END
 $$;
 
--- _rate_limit_write_slots_ephemeral writes what _rate_limit_slots_ephemeral has decided, and completes the decision.
--- was is the row before.
-CREATE FUNCTION _rate_limit_write_slots_ephemeral(
-    s rate_limit_row, was rate_limit_row, name text, key text, clock bigint, cost bigint, max_count bigint,
-    ttl_us bigint, hold uuid, slot jsonb
-) RETURNS rate_limit_row
+-- _rate_limit_slot_ephemeral acquires a slot, or releases one if ttl_us is NULL. It locks the row of the key. The
+-- result is that of rate_limit_slots.
+CREATE FUNCTION _rate_limit_slot_ephemeral(
+    name text, key text, durable boolean, max_count bigint, cost bigint, ttl_us bigint, slot uuid, wish jsonb,
+    now timestamptz, skip_held boolean
+) RETURNS rate_limit_decision
 LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
-    wait CONSTANT boolean := ttl_us IS NOT NULL AND (slot->>'wait')::boolean IS TRUE;
+    wait CONSTANT boolean := (wish->>'wait')::boolean IS TRUE;
+    told rate_limit_decision;
+    s rate_limit_row;
+    was rate_limit_row;
+    clock bigint;
     units bigint;
     status smallint;
     fence bigint;
     ends bigint;
+    tickets boolean;
+    line boolean := false; -- whether a ticket is in line that can fit
 BEGIN
-    PERFORM _rate_limit_note_ends_ephemeral(was, name, key, clock);
+    -- 1. Lock the row of the key. Make it if it is missing, but not for a release of nothing.
+    FOR attempt IN 1 .. 5 LOOP
+        IF skip_held THEN
+            SELECT d.ctid, d.held, d.held_next, d.held_until INTO s.tid, s.held, s.held_next, s.held_until
+            FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = key FOR UPDATE SKIP LOCKED;
+        ELSE
+            SELECT d.ctid, d.held, d.held_next, d.held_until INTO s.tid, s.held, s.held_next, s.held_until
+            FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = key FOR UPDATE;
+        END IF;
+        EXIT WHEN found;
+        told.decided_at := coalesce(now, clock_timestamp());
+        clock := (extract(epoch FROM told.decided_at) * 1000000)::bigint;
+        told.remaining := CASE WHEN skip_held THEN _rate_limit_holder(name, key, durable) END;
+        IF told.remaining IS NOT NULL THEN
+            told.granted := -2;
+            RETURN told;
+        ELSIF ttl_us IS NULL AND NOT EXISTS (SELECT FROM rate_limit_ephemeral_hold AS h
+            WHERE h.id = slot AND h.key = key AND h.prefix = name AND h.status = 3 AND h.ends_at > clock)
+        THEN
+            told.granted := -3;
+            told.remaining := max_count;
+            told.retry_after_us := 0;
+            told.reset_after_us := 0;
+            told.held := 0;
+            RETURN told;
+        ELSIF NOT skip_held THEN
+            INSERT INTO rate_limit_ephemeral (prefix, key) VALUES (name, key) ON CONFLICT DO NOTHING;
+        ELSIF NOT _rate_limit_try_to_make(name, key, durable) THEN -- another transaction is making it
+            told.granted := -2;
+            told.remaining := 0;
+            RETURN told;
+        END IF;
+    END LOOP;
+    IF s.tid IS NULL THEN
+        RAISE EXCEPTION 'rate_limit: rows were made, and were missing again'
+            USING ERRCODE = 'object_not_in_prerequisite_state',
+                HINT = 'Something deletes rows of this transaction, or keeps them from being made: a trigger?';
+    END IF;
+
+    -- 2. Read the clock after the lock, and see what is live and who is in line.
+    told.decided_at := coalesce(now, clock_timestamp());
+    clock := (extract(epoch FROM told.decided_at) * 1000000)::bigint;
+    was := s;
+    IF s.held_next <= clock THEN
+        s := _rate_limit_live_ephemeral(s, name, key, clock);
+    END IF;
+    tickets := EXISTS (
+        SELECT FROM rate_limit_ephemeral_hold AS h WHERE h.key = key AND h.prefix = name AND h.status = 3);
+    IF tickets AND ttl_us IS NOT NULL THEN
+        line := EXISTS (SELECT FROM rate_limit_ephemeral_hold AS h
+            WHERE h.key = key AND h.prefix = name AND h.status = 3 AND h.ends_at > clock AND h.units <= max_count);
+    END IF;
+
+    -- 3. Decide and write. A denial writes nothing.
+    told.granted := 0;
+    told.retry_after_us := 0;
     IF ttl_us IS NULL THEN
-        DELETE FROM rate_limit_ephemeral_hold AS h WHERE h.id = hold AND h.key = key AND h.prefix = name
-        RETURNING h.units, h.status INTO units, status;
-        s.held := s.held - CASE WHEN status = 0 THEN units ELSE 0 END;
-    ELSIF s.told_log IS NULL THEN -- not a repetition
+        DELETE FROM rate_limit_ephemeral_hold AS h
+        WHERE h.id = slot AND h.key = key AND h.prefix = name AND h.fence > 0 AND h.ends_at > clock
+            AND (h.status = 3 OR h.status = 0 AND s.held IS NOT NULL)
+        RETURNING h.units, h.status, h.fence, h.ends_at INTO units, status, fence, ends;
+        told.granted := CASE WHEN found THEN 1 ELSE -3 END;
+        IF found AND status = 0 THEN
+            s.held := nullif(s.held - units, 0);
+        END IF;
+    ELSIF cost > max_count THEN
+        told.retry_after_us := NULL;
+    ELSIF NOT line AND cost <= max_count - coalesce(s.held, 0) THEN
+        told.granted := 1;
+        status := 0;
+        s.held := coalesce(s.held, 0) + cost;
+    ELSIF wait THEN
+        status := 3;
+    END IF;
+    IF status IS NOT NULL THEN
+        PERFORM _rate_limit_note_ends_ephemeral(was, name, key, clock);
+    END IF;
+    IF ttl_us IS NOT NULL AND status IS NOT NULL THEN
+        fence := _rate_limit_next_fence();
+        ends := clock + ttl_us;
         INSERT INTO rate_limit_ephemeral_hold (
             id, prefix, key, units, ends_at, status, algorithm, max_count, span_us, refill,
             holder, line_group, weight, made_at, fence)
-        VALUES (hold, name, key, cost, clock + ttl_us, CASE WHEN s.granted > 0 THEN 0 ELSE 3 END, 6, max_count, 0, 0,
-            slot->>'holder', coalesce(slot->>'group', ''), coalesce((slot->>'weight')::integer, 1), clock,
-            _rate_limit_next_fence());
-        s.held := CASE WHEN s.granted > 0 THEN coalesce(s.held, 0) + cost ELSE s.held END;
+        VALUES (slot, name, key, cost, ends, status, 6, max_count, 0, 0,
+            wish->>'holder', coalesce(wish->>'group', ''), coalesce((wish->>'weight')::integer, 1), clock, fence);
     END IF;
-    s := _rate_limit_write_line_ephemeral(s, name, key, clock, CASE WHEN wait THEN max_count END);
-    s.remaining := greatest(max_count - coalesce(s.held, 0), 0);
-    s.reset_after_us := greatest(s.held_until - clock, 0);
-    IF ttl_us IS NOT NULL THEN
-        SELECT h.status, h.fence, h.ends_at INTO status, fence, ends
-        FROM rate_limit_ephemeral_hold AS h WHERE h.id = hold AND h.key = key AND h.prefix = name;
-        s.told_log := ARRAY[(status = 0)::int, fence, ends];
-        s.granted := (status = 0)::int;
-        s.retry_after_us := CASE WHEN status = 0 THEN 0 ELSE -1 END;
+    IF status IS NOT NULL THEN
+        IF tickets OR status = 3 OR s.held_until > clock + 86400000000 THEN
+            s := _rate_limit_write_line_ephemeral(s, name, key, clock, CASE WHEN wait THEN max_count END);
+            IF status = 3 AND ttl_us IS NOT NULL THEN
+                SELECT h.status, h.fence INTO status, fence
+                FROM rate_limit_ephemeral_hold AS h WHERE h.id = slot AND h.key = key AND h.prefix = name;
+                told.granted := CASE WHEN status = 0 THEN 1 ELSE 0 END;
+            END IF;
+        ELSIF ttl_us IS NOT NULL THEN
+            s.held_next := least(s.held_next, ends);
+            s.held_until := greatest(s.held_until, ends);
+        ELSIF s.held IS NULL THEN
+            s.held_next := NULL;
+            s.held_until := NULL;
+        ELSIF ends IN (s.held_next, s.held_until) THEN
+            SELECT min(h.ends_at), max(h.ends_at) INTO s.held_next, s.held_until
+            FROM rate_limit_ephemeral_hold AS h
+            WHERE h.key = key AND h.prefix = name AND h.status = 0;
+        END IF;
+        UPDATE rate_limit_ephemeral AS d SET held = s.held, held_next = s.held_next, held_until = s.held_until
+        WHERE d.ctid = s.tid;
+        told.log := ARRAY[(status = 0)::int, fence, ends];
     END IF;
-    RETURN s;
+    told.held := coalesce(s.held, 0);
+    told.remaining := greatest(max_count - told.held, 0);
+    told.reset_after_us := greatest(s.held_until - clock, 0);
+    IF told.granted = 0 AND cost <= max_count THEN
+        told.retry_after_us := _rate_limit_slots_after_ephemeral(s, name, key, clock, cost, max_count);
+    END IF;
+    RETURN told;
 END
 $$;
 
@@ -293,6 +311,99 @@ BEGIN
         AND (d.held, d.held_next, d.held_until) IS DISTINCT FROM (s.held, s.held_next, s.held_until);
 END
 $$;
+
+-- rate_limit_slots acquires and releases slots. All arguments but the last four have an element for each slot.
+--
+--   names, keys, durables
+--                    the limiter, the key and the table
+--   limits           the limit of the policy
+--   costs            how many units the slot has; 0 for a release
+--   ttls_us          how long a new slot lasts unless it is renewed, from 1000 to 86400000000; NULL for a release
+--   slots            the id of the slot. The id of a new slot is random
+--   wishes           for a new slot, an object that may have holder, group, weight and wait. If there is no slot, the
+--                    request is denied, and writes nothing. With wait, it gets a ticket instead
+--   lock_timeout_ms, synchronous_commit, now, skip_held
+--                    as in rate_limit_all
+--
+-- The result has a row for each slot. After a request for a slot, granted is 1 if the slot is held, otherwise 0. Then
+-- retry_after_us is the time until it may be free. log is NULL after a denial. Otherwise it has 1 for a slot or 0 for a
+-- ticket, its fence or its place in the line, and its end. After a release, granted is 1, or -3 if the slot or the
+-- ticket is not live. granted is -2 for a row that skip_held skips: see rate_limit_all.
+CREATE FUNCTION rate_limit_slots(
+    names text[], keys text[], durables boolean[], limits bigint[], costs bigint[], ttls_us bigint[], slots uuid[],
+    wishes jsonb[], lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL,
+    now timestamptz DEFAULT NULL, skip_held boolean DEFAULT false
+) RETURNS SETOF rate_limit_decision
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET plan_cache_mode = force_generic_plan -- otherwise each of a session's first five calls would plan its statements
+SET enable_nestloop = on
+SET enable_seqscan = off -- a plan must not depend on the table's size at planning
+AS $$
+#variable_conflict use_variable
+DECLARE
+    n CONSTANT integer := cardinality(keys);
+    ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
+    told rate_limit_decision;
+    places integer[] := ARRAY[1];
+    i integer;
+BEGIN
+    IF (array_lower(keys, 1) = 1 AND n = ALL (ARRAY[cardinality(names), cardinality(durables), cardinality(limits),
+        cardinality(costs), cardinality(ttls_us), cardinality(slots), cardinality(wishes)])) IS NOT TRUE
+    THEN
+        RAISE EXCEPTION 'rate_limit: the number of elements is not the same for all arguments'
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'At least one key is needed.';
+    END IF;
+    FOR part IN 1 .. n LOOP
+        IF (octet_length(names[part]) BETWEEN 1 AND 128 AND octet_length(keys[part]) BETWEEN 1 AND 512
+            AND durables[part] IS NOT NULL AND slots[part] IS NOT NULL AND limits[part] BETWEEN 1 AND 1000000
+            AND CASE WHEN ttls_us[part] IS NULL THEN costs[part] = 0
+                ELSE costs[part] >= 1 AND ttls_us[part] BETWEEN 1000 AND 86400000000
+                    AND NOT _rate_limit_wrong_wish(wishes[part]) END) IS NOT TRUE
+        THEN
+            RAISE EXCEPTION 'rate_limit: the request for slot % is not valid', part
+                USING ERRCODE = 'invalid_parameter_value',
+                    COLUMN = CASE WHEN octet_length(names[part]) > 128 THEN 'name'
+                        WHEN octet_length(keys[part]) > 512 THEN 'key' ELSE '' END,
+                    HINT = 'A name has 1 to 128 bytes, and a key 1 to 512. A limit is from 1 to 1000000. Acquire a '
+                        'slot with a cost of at least 1, a ttl of 1000 to 86400000000 us, a new id, a holder and a '
+                        'group of at most 256 bytes, and a weight from 1 to 1000. Release it with its id and a cost '
+                        'of 0.';
+        END IF;
+    END LOOP;
+    IF skip_held THEN -- otherwise the call would wait for a locked table beyond its lock_timeout for rows
+        IF false = ANY (durables) THEN
+            LOCK TABLE rate_limit_ephemeral IN ROW EXCLUSIVE MODE;
+        END IF;
+        IF true = ANY (durables) THEN
+            LOCK TABLE rate_limit_durable IN ROW EXCLUSIVE MODE;
+        END IF;
+    END IF;
+    IF n > 1 THEN -- in the lock order of rate_limit_all
+        places := ARRAY(
+            SELECT e.i
+            FROM unnest(names, keys, durables) WITH ORDINALITY AS e (name, key, durable, i)
+            ORDER BY e.durable, -octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C", e.i);
+    END IF;
+    FOREACH i IN ARRAY places LOOP
+        IF durables[i] THEN
+            told := _rate_limit_slot_durable(names[i], keys[i], true, limits[i], costs[i], ttls_us[i], slots[i],
+                wishes[i], now, skip_held);
+        ELSE
+            told := _rate_limit_slot_ephemeral(names[i], keys[i], false, limits[i], costs[i], ttls_us[i], slots[i],
+                wishes[i], now, skip_held);
+        END IF;
+        told.ord := i;
+        RETURN NEXT told;
+    END LOOP;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_slots IS
+    'Acquires and releases many slots at once, as rate_limit_acquire and rate_limit_release do for one. '
+    'sql/concurrency.sql explains the arguments and the result.
+Example: SELECT * FROM rate_limit_slots(ARRAY[''imports''], ARRAY[''tenant:7''], ARRAY[false], ARRAY[5], ARRAY[1],
+    ARRAY[30000000], ARRAY[gen_random_uuid()], ARRAY[''{"holder": "worker 7"}'']::jsonb[])';
 
 -- rate_limit_renew_all makes slots and tickets last for at least ttl_us from now, and hands free units over to the next
 -- tickets of their keys. A process calls it for all its slots at once.
@@ -477,11 +588,8 @@ BEGIN
     END IF;
     granted := (
         SELECT a.granted
-        FROM rate_limit_all(
-            ARRAY[1], ARRAY[h.prefix], ARRAY[h.key], ARRAY[h.durable], ARRAY[6]::smallint[], ARRAY[h.max_count],
-            ARRAY[0]::bigint[], ARRAY[0]::bigint[], ARRAY[0]::bigint[], NULL::bigint[], NULL::integer, NULL::boolean,
-            NULL::timestamptz, NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, NULL::text[],
-            NULL::bigint[], ARRAY[true], NULL::bigint[], ARRAY[slot], NULL::bigint[], NULL::jsonb[]) AS a);
+        FROM rate_limit_slots(ARRAY[h.prefix], ARRAY[h.key], ARRAY[h.durable], ARRAY[h.max_count], ARRAY[0]::bigint[],
+            ARRAY[NULL]::bigint[], ARRAY[slot], ARRAY[NULL]::jsonb[]) AS a);
     RETURN granted = 1;
 END
 $$;

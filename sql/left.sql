@@ -123,7 +123,7 @@ BEGIN
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',
             NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false,
             CASE WHEN algorithm = 5 THEN array_fill(zone, ARRAY[n]) END, NULL::bigint[], NULL::boolean[],
-            NULL::bigint[], NULL::uuid[], NULL::bigint[], NULL::jsonb[]) AS a
+            NULL::bigint[], NULL::uuid[], NULL::bigint[]) AS a
         ORDER BY a.ord);
 END
 $$;

@@ -23,8 +23,8 @@ import (
 )
 
 // TestSlotsEqualTheModel compares random histories of slots and tickets with the model: requests with and without
-// waiting, repetitions, releases, renewals, resets, changes of the policy, and requests that also take from a rate.
-// After each step it compares the list, the fences, and the sum in the row with the list.
+// waiting, releases, renewals, resets, and changes of the policy. After each step it compares the list, the fences, and
+// the sum in the row with the list.
 func TestSlotsEqualTheModel(t *testing.T) {
 	t.Parallel()
 	pool, seed := pgtest.New(t).Pool, limitertest.Seed(t)
@@ -35,25 +35,20 @@ func TestSlotsEqualTheModel(t *testing.T) {
 	}
 	t.Logf("%v", seen)
 	for _, what := range []string{
-		"acquired", "denied", "denied by the line", "queued", "too large", "again", "again, handed over", "again, ended",
+		"acquired", "acquired, handed over", "denied", "denied by the line", "queued", "too large",
 		"released", "released, handed over", "released ticket", "stale release", "renewed", "renewed, handed over", "lost",
 		"ended ticket", "handed over to the group with least", "weighted head blocks", "set back", "far back", "limit",
-		"algorithm", "reset", "peek", "beside a rate", "beside a rate, denied by the rate", "beside a rate, denied by the slot",
-		"beside a rate, again", "never fits any more", "several at once",
+		"algorithm", "reset", "peek", "never fits any more", "several at once",
 	} {
 		require.Positive(t, seen[what], "%s: %v", what, seen)
 	}
 }
 
-// slotKey is a key with slots in the database, and its model. Some requests also take from a rate of the same key.
-type slotKey struct {
-	heldKey
-	rate      model.FixedWindow
-	rateState model.State
-}
+// slotKey is a key with slots in the database, and its model.
+type slotKey struct{ heldKey }
 
 func newSlotKey(pool *pgxpool.Pool, r *rand.Rand, story uint64) *slotKey {
-	k := &slotKey{rate: model.FixedWindow{Limit: 1 + r.Int64N(12), Window: time.Duration(1+r.Int64N(60)) * time.Second}}
+	k := &slotKey{}
 	k.heldKey = heldKey{
 		pool: pool, r: r, name: fmt.Sprint("slots ", story), durable: r.IntN(2) == 0, clock: 1<<50 + r.Int64N(1<<50),
 		fences: map[int64]int64{}, next: int64(story+1) << 16, // a renewal finds slots by their ids only
@@ -139,7 +134,7 @@ func (k *slotKey) anyID() int64 {
 	return modeltest.OneOf(k.r, k.key.Holds).ID
 }
 
-// toldSlot is the answer of rate_limit_all for a slot. Log is the fence of the database.
+// toldSlot is the answer of rate_limit_slots. Log is the fence of the database.
 type toldSlot struct {
 	Granted, Remaining int64
 	RetryAfter         *int64
@@ -167,38 +162,25 @@ func toldOf(d model.Decision, h *model.Hold) toldSlot {
 	return told
 }
 
-// ask sends a request for a slot, with a part for the rate if rated is true. The slot is in the first part.
-func (k *slotKey) askSlot(
-	ctx context.Context, limit, cost int64, charge bool, ttl *int64, id int64, slot any, rated bool, rateCost int64,
-) ([]toldSlot, error) {
+// askSlot acquires a slot, or releases one if ttl is nil.
+func (k *slotKey) askSlot(ctx context.Context, limit, cost int64, ttl *int64, id int64, wish any) (toldSlot, error) {
 	var object *string
-	if slot != nil {
-		text, err := json.Marshal(slot)
+	if wish != nil {
+		text, err := json.Marshal(wish)
 		if err != nil {
-			return nil, err
+			return toldSlot{}, err
 		}
 		object = new(string(text))
 	}
-	requests, names, keys, durables := []int32{1}, []string{k.name}, []string{"key"}, []bool{k.durable}
-	algorithms, limits, spans, refills := []int16{algorithm.Concurrency}, []int64{limit}, []int64{0}, []int64{0}
-	costs, charges, ttls, holds, slots := []int64{cost}, []bool{charge}, []*int64{ttl}, []*string{new(holdID(id))}, []*string{object}
-	if rated {
-		n := k.rate.Numbers()
-		requests, names, keys = append(requests, 1), append(names, k.name+"/rate"), append(keys, "key")
-		durables, algorithms, limits = append(durables, k.durable), append(algorithms, n.Algorithm), append(limits, n.Limit)
-		spans, refills, costs = append(spans, model.Micros(n.Span)), append(refills, 0), append(costs, rateCost)
-		charges, ttls, holds, slots = append(charges, false), append(ttls, nil), append(holds, nil), append(slots, nil)
-	}
 	rows, err := k.pool.Query(ctx, `
-		SELECT coalesce(granted, -1), coalesce(remaining, -1), retry_after_us, coalesce(reset_after_us, -1), coalesce(held, -1), log
-		FROM rate_limit_all($1, $2, $3, $4, $5, $6, $7, $8, costs => $9, now => $10, charges => $11, ttls_us => $12,
-			holds => $13::uuid[], slots => $14::jsonb[]) ORDER BY ord`,
-		requests, names, keys, durables, algorithms, limits, spans, refills, costs, time.UnixMicro(k.clock), charges, ttls,
-		holds, slots)
+		SELECT granted, coalesce(remaining, -1), retry_after_us, coalesce(reset_after_us, -1), coalesce(held, -1), log
+		FROM rate_limit_slots($1, $2, $3, $4, $5, $6, $7::uuid[], $8::jsonb[], now => $9)`,
+		[]string{k.name}, []string{"key"}, []bool{k.durable}, []int64{limit}, []int64{cost}, []*int64{ttl},
+		[]string{holdID(id)}, []*string{object}, time.UnixMicro(k.clock))
 	if err != nil {
-		return nil, err
+		return toldSlot{}, err
 	}
-	return pgx.CollectRows(rows, pgx.RowToStructByPos[toldSlot])
+	return pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[toldSlot])
 }
 
 // compareSlot compares an answer with the model's. next is the key after it.
@@ -260,7 +242,7 @@ func (k *slotKey) slotStep(ctx context.Context, p model.Concurrency, ok bool, se
 		default:
 			what = "released"
 		}
-		got, err := k.askSlot(ctx, p.Limit, 0, true, nil, id, nil, false, 0)
+		got, err := k.askSlot(ctx, p.Limit, 0, nil, id, nil)
 		if err != nil {
 			return what, err
 		}
@@ -270,7 +252,7 @@ func (k *slotKey) slotStep(ctx context.Context, p model.Concurrency, ok bool, se
 		if wrong == nil {
 			k.key, k.exists = next, true
 		}
-		return what, k.compareSlot(got[0], want)
+		return what, k.compareSlot(got, want)
 	case dice < 18:
 		ids := []int64{k.anyID(), k.anyID(), k.anyID()}[:1+k.r.IntN(3)]
 		ttl := 1000 + k.r.Int64N(1e7)
@@ -307,39 +289,14 @@ func (k *slotKey) acquire(ctx context.Context, p model.Concurrency, seen map[str
 		w.TTL = model.Micros(model.MaxHold)
 	case 1:
 		w.Units = 1 + k.r.Int64N(p.Limit+1)
-	case 2, 3:
-		if id := k.anyID(); k.key.Has(id) || id > k.next {
-			w.ID = id
-		}
-	case 4, 5:
-		if i := slices.IndexFunc(k.key.Holds, func(h model.Hold) bool { return h.Status == model.Waiting }); i >= 0 {
-			w.ID, w.Wait = k.key.Holds[i].ID, true
-		}
 	}
-	k.next = max(k.next, w.ID) + 1
-	_, moved := k.rate.Roll(k.rateState, k.clock) // then even a denial writes the row of the rate
-	rated := !w.Wait && !moved && k.r.IntN(3) == 0
-	slot := map[string]any{"holder": "h", "group": w.Group, "weight": w.Weight, "wait": w.Wait}
-	known := k.key.Has(w.ID)
+	k.next++
 	line := slices.ContainsFunc(k.key.Holds, func(h model.Hold) bool { return h.Status == model.Waiting && h.End > k.clock })
-	next, answer, wrong := k.key.Acquire(p, k.clock, w)
+	next, answer := k.key.Acquire(p, k.clock, w)
 	d, h := answer.Decision, answer.Hold
-	want := toldOf(d, h)
-	if wrong != nil {
-		_, d = k.key.Decide(p, k.clock, 0)
-		d.Granted, d.RetryAfter = -4, 0
-		want = toldOf(d, nil)
-	}
-	wrote := keyChanged(k.key, next) || h != nil && !known
 	switch {
-	case wrong != nil:
-		what = "again, ended"
 	case w.Units > p.Limit:
 		what = "too large"
-	case known && h.Status == model.Live && !wrote:
-		what = "again"
-	case known:
-		what = "again, in line"
 	case d.Granted == 1:
 		what = "acquired"
 	case h != nil:
@@ -349,39 +306,10 @@ func (k *slotKey) acquire(ctx context.Context, p model.Concurrency, seen map[str
 	default:
 		what = "denied"
 	}
-	var rateNext model.State
-	var rate toldSlot
-	rateCost := 1 + k.r.Int64N(k.rate.Limit)
-	if rated {
-		what = "beside a rate"
-		var rd model.Decision
-		rateNext, rd = k.rate.Decide(k.rateState, k.clock, rateCost)
-		_, look := k.rate.Decide(k.rateState, k.clock, 0)
-		switch {
-		case known && w.Units <= p.Limit:
-			what, rateNext, rd = "beside a rate, again", k.rateState, look
-		case rd.Granted == 0:
-			what = "beside a rate, denied by the rate"
-		case d.Granted != 1:
-			what, rateNext, rd = "beside a rate, denied by the slot", k.rateState, look
-		}
-		rate.Granted, rate.Remaining = min(d.Granted, 1), rd.Remaining
-		if wrong != nil {
-			rate.Granted = -4
-		}
-		if again := known && w.Units <= p.Limit; rd.Granted == 0 && !again { // all or none
-			rate.Granted, wrote, next = 0, false, k.key
-			_, d = k.key.Decide(p, k.clock, 0)
-			want.Granted, want.Log = 0, nil
-			want.Remaining, want.ResetAfter, want.Held = d.Remaining, d.ResetAfter, d.Held
-		}
-	}
-	got, err := k.askSlot(ctx, p.Limit, w.Units, false, &w.TTL, w.ID, slot, rated, rateCost)
+	got, err := k.askSlot(ctx, p.Limit, w.Units, &w.TTL, w.ID,
+		map[string]any{"holder": "h", "group": w.Group, "weight": w.Weight, "wait": w.Wait})
 	if err != nil {
 		return what, err
-	}
-	if handedOver(k.key, next, k.clock, seen) > 0 && known {
-		seen["again, handed over"]++
 	}
 	if h != nil && h.Status == model.Waiting && next.Held(k.clock) < p.Limit {
 		seen["weighted head blocks"]++
@@ -391,26 +319,18 @@ func (k *slotKey) acquire(ctx context.Context, p model.Concurrency, seen map[str
 			seen["never fits any more"]++
 		}
 	}
-	if wrote {
+	if handedOver(k.key, next, k.clock, seen) > 0 {
+		seen["acquired, handed over"]++
+	}
+	if h != nil {
 		k.key, k.exists = next, true
-	} else if !k.exists { // a request that grants nothing may make an empty row before it knows
+	} else if !k.exists { // a denial may make an empty row before it knows
 		if err := k.pool.QueryRow(ctx, "SELECT EXISTS (SELECT FROM "+pgtest.Table(k.durable)+" WHERE prefix = $1)", k.name).
 			Scan(&k.exists); err != nil {
 			return what, err
 		}
 	}
-	if rated {
-		if k.rateState = rateNext; rate.Granted != got[1].Granted || rate.Remaining != got[1].Remaining {
-			return what, &difference{text: fmt.Sprintf("rate: SQL\n%v\nmodel\n%v", got[1], rate)}
-		}
-		if want.Granted == 0 { // the parts of a denied request are not compared beyond what was decided
-			want.RetryAfter, got[0].RetryAfter = nil, nil
-			if what != "beside a rate, again" {
-				got[0].Remaining, got[0].ResetAfter, got[0].Held = want.Remaining, want.ResetAfter, want.Held
-			}
-		}
-	}
-	return what, k.compareSlot(got[0], want)
+	return what, k.compareSlot(got, toldOf(d, h))
 }
 
 func (k *slotKey) renew(ctx context.Context, ids []int64, ttl int64, seen map[string]int) (what string, err error) {
@@ -472,48 +392,50 @@ func TestMistakesInSlotsDifferFromTheModel(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
 	const (
-		decide, write, line = "_rate_limit_slots_ephemeral", "_rate_limit_write_slots_ephemeral", "_rate_limit_write_line_ephemeral"
-		handOver, renew     = "_rate_limit_hand_over_ephemeral", "_rate_limit_renew_ephemeral"
-		after, all          = "_rate_limit_slots_after_ephemeral", "rate_limit_all"
+		one, line       = "_rate_limit_slot_ephemeral", "_rate_limit_write_line_ephemeral"
+		handOver, renew = "_rate_limit_hand_over_ephemeral", "_rate_limit_renew_ephemeral"
+		after           = "_rate_limit_slots_after_ephemeral"
 	)
 	for _, c := range []struct {
 		function     string
 		right, wrong string
 	}{
 		// More units are live than the limit.
-		{decide, "first IS NULL AND cost <= s.remaining THEN\n        s.granted := 1;", "first IS NULL THEN\n        s.granted := 1;"},
+		{one, "NOT line AND cost <= max_count - coalesce(s.held, 0)", "NOT line"},
 		{handOver, "EXIT WHEN NOT found OR units > room;", "EXIT WHEN NOT found OR room < 1;"},
-		{write, "s.held := CASE WHEN s.granted > 0 THEN coalesce(s.held, 0) + cost ELSE s.held END;", ""},
+		{one, "s.held := coalesce(s.held, 0) + cost;", ""},
 		{handOver, "s.held := coalesce(s.held, 0) + units;", ""},
-		{write, "s.held := s.held - CASE WHEN status = 0 THEN units ELSE 0 END;", "s.held := s.held - units;"},
+		{one, "IF found AND status = 0 THEN", "IF found THEN"},
 		{line, "coalesce(max_count, h.max_count)", "h.max_count"},
 		// A slot or a ticket that has ended is live again.
 		{renew, "AND h.ends_at > clock AND h.ends_at < clock + ttl_us", "AND h.ends_at < clock + ttl_us"},
 		{renew, "(was, name, key, clock);", "(s, name, key, clock);"},
-		{write, "(was, name, key, clock);", "(s, name, key, clock);"},
+		{one, "(was, name, key, clock);", "(s, name, key, clock);"},
 		{renew, "AND h.ends_at > clock AND", "AND h.ends_at >= clock AND"},
 		{line, "h.status = 3 AND h.ends_at <= clock;", "h.status = 3 AND h.ends_at < clock;"},
 		{line, "SET ends_at = least(h.ends_at, longest),", "SET ends_at = h.ends_at,"},
-		{decide, "ends > clock AND (status", "ends >= clock AND (status"},
-		{decide, "status = 0 AND s.held IS NOT NULL", "status IN (0, 1) AND s.held IS NOT NULL"},
+		{one, "h.fence > 0 AND h.ends_at > clock", "h.fence > 0 AND h.ends_at >= clock"},
+		{one, "h.status = 0 AND s.held IS NOT NULL", "h.status IN (0, 1) AND s.held IS NOT NULL"},
 		// A renewal shortens a slot, or forgets a ticket.
 		{renew, "AND h.ends_at < clock + ttl_us;", ";"},
 		{renew, "h.status IN (0, 3)", "h.status = 0"},
 		// The fences do not ascend, or a place is not one.
 		{handOver, "SET status = 0, fence =", "SET status = 0, fence = h.fence + 0 *"},
 		// The line is not fair, or stands still.
-		{decide, "ELSIF first IS NULL AND cost <= s.remaining THEN\n        s.granted := 1;", "ELSIF cost <= s.remaining THEN\n        s.granted := 1;"},
+		{one, "IF tickets AND ttl_us IS NOT NULL THEN", "IF false THEN"},
+		{one, "IF tickets OR status = 3 OR", "IF status = 3 OR"},
 		{handOver, "h.line_group = w.line_group", "false"},
 		{handOver, "::float8 / w.weight, w.fence", "::float8, w.fence"},
 		{handOver, "ORDER BY h.line_group, h.fence", "ORDER BY h.line_group, h.fence DESC"},
 		{handOver, "h.units <= h.max_count", "true"},
-		{decide, "AND h.units <= max_count);", ");"},
+		{one, "AND h.ends_at > clock AND h.units <= max_count", "AND h.ends_at > clock"},
 		{handOver, "EXIT WHEN NOT found OR units > room;", "EXIT;"},
 		{renew, "SET held = s.held,", "SET held = d.held,"},
-		// A repetition makes or takes something.
-		{decide, "s.changed := live AND status = 3 AND (slot->>'wait')::boolean IS TRUE;", "s.changed := false;"},
-		{all, "most := 0; -- a repetition takes nothing again", ""},
-		{all, "known := i;", ""},
+		// The ends of the slots in the row are not those of the list.
+		{one, "s.held_next := least(s.held_next, ends);", "s.held_next := coalesce(s.held_next, ends);"},
+		{one, "s.held_until := greatest(s.held_until, ends);", "s.held_until := ends;"},
+		{one, "ends IN (s.held_next, s.held_until)", "ends = s.held_until"},
+		{one, "OR s.held_until > clock + 86400000000 THEN", "THEN"},
 		// A settlement or a reset does not know slots.
 		{"rate_limit_reset", "AND h.status = 3;", "AND h.status = 3 AND false;"},
 		{"_rate_limit_beside_ephemeral", "AND h.fence = 0", ""},
@@ -524,7 +446,7 @@ func TestMistakesInSlotsDifferFromTheModel(t *testing.T) {
 		t.Run(fmt.Sprintf("%s: %s, not %s", c.function, c.wrong, c.right), func(t *testing.T) {
 			t.Parallel()
 			db, seed := pgtest.New(t), limitertest.Seed(t)
-			if c.function == all || c.function == "rate_limit_reset" {
+			if c.function == "rate_limit_reset" {
 				pgtest.Rewrite(t, db.Pool, c.function, c.right, c.wrong)
 			} else {
 				pgtest.RewriteTwins(t, db.Pool, c.function, c.right, c.wrong)

@@ -244,7 +244,12 @@ func TestSQLSlotsRefuseBadInput(t *testing.T) {
 		"rate_limit_reserve('n', 'k', 'concurrent 5')":                                                                "policy",
 		"rate_limit_all('{1}', '{n}', '{k}', '{f}', '{6}', '{5}', '{0}', '{0}')":                                      "",
 		"rate_limit_all('{1}', '{n}', '{k}', '{f}', '{6}', '{5}', '{0}', '{0}', '{-1}')":                              "",
-		"rate_limit_all('{1}', '{n}', '{k}', '{f}', '{1}', '{5}', '{9}', '{0}', slots => '{\"{}\"}')":                 "",
+		"rate_limit_slots('{n}', '{k}', '{f}', '{5}', '{1}', '{NULL}', ARRAY[gen_random_uuid()], ARRAY['{}'::jsonb])": "",
+		"rate_limit_slots('{n}', '{k}', '{f}', '{5}', '{0}', '{1000}', ARRAY[gen_random_uuid()], '{NULL}')":           "",
+		"rate_limit_slots('{n}', '{k}', '{f}', '{0}', '{0}', '{NULL}', ARRAY[gen_random_uuid()], '{NULL}')":           "",
+		"rate_limit_slots('{n}', '{k}', '{f}', '{5}', '{0}', '{NULL}', '{NULL}', '{NULL}')":                           "",
+		"rate_limit_slots('{n}', '{}', '{f}', '{5}', '{0}', '{NULL}', ARRAY[gen_random_uuid()], '{NULL}')":            "",
+		"rate_limit_slots('{n,n}', '{k}', '{f}', '{5}', '{0}', '{NULL}', ARRAY[gen_random_uuid()], '{NULL}')":         "",
 		"rate_limit_take_all('{n}', '{k}', false, '{6}', '{5}', '{0}', '{0}', NULL, '{1}', '{1}', '{1}', NULL, NULL)": "",
 	} {
 		_, err := db.Pool.Exec(t.Context(), "SELECT "+sql)
@@ -253,8 +258,8 @@ func TestSQLSlotsRefuseBadInput(t *testing.T) {
 	}
 	for _, slot := range []string{`{"wait": 7}`, `{"weight": 0}`, `{"weight": 1001}`, `{"weight": "x"}`, `{"who": "x"}`, `[]`, `7`,
 		`{"holder": "a\u0007b"}`, `{"group": "` + string(make([]byte, 0)) + fmt.Sprintf("%0257d", 1) + `"}`} {
-		_, err := db.Pool.Exec(t.Context(), `SELECT rate_limit_all('{1}', '{n}', '{k}', '{f}', '{6}', '{5}', '{0}', '{0}', '{1}',
-			ttls_us => '{1000}', holds => ARRAY[gen_random_uuid()], slots => ARRAY[$1::jsonb])`, slot)
+		_, err := db.Pool.Exec(t.Context(), `SELECT rate_limit_slots('{n}', '{k}', '{f}', '{5}', '{1}', '{1000}', ARRAY[gen_random_uuid()],
+			ARRAY[$1::jsonb])`, slot)
 		require.Error(t, err, slot)
 		refusedWith(t, err, "22023", "")
 	}

@@ -160,7 +160,7 @@ BEGIN
             limits, spans_us, refills, costs, counts, lock_timeout_ms, synchronous_commit,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second' + now_us % 1000000 * interval '1 microsecond',
             NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[],
-            NULL::boolean[], NULL::bigint[], NULL::uuid[], NULL::bigint[], NULL::jsonb[]) AS a);
+            NULL::boolean[], NULL::bigint[], NULL::uuid[], NULL::bigint[]) AS a);
 END
 $$;
 

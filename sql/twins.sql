@@ -23,9 +23,8 @@ BEGIN
                 'rate_limit_take_calendar_window', '_rate_limit_left_ephemeral', '_rate_limit_take_all_ephemeral',
                 '_rate_limit_live_ephemeral', '_rate_limit_beside_ephemeral', '_rate_limit_earliest_ephemeral',
                 '_rate_limit_note_ends_ephemeral', '_rate_limit_write_holds_ephemeral',
-                '_rate_limit_known_slot_ephemeral', '_rate_limit_slots_ephemeral', '_rate_limit_slots_after_ephemeral',
-                '_rate_limit_hand_over_ephemeral', '_rate_limit_write_line_ephemeral',
-                '_rate_limit_write_slots_ephemeral', '_rate_limit_renew_ephemeral'));
+                '_rate_limit_slots_after_ephemeral', '_rate_limit_hand_over_ephemeral',
+                '_rate_limit_write_line_ephemeral', '_rate_limit_slot_ephemeral', '_rate_limit_renew_ephemeral'));
     PERFORM pg_catalog.set_config('search_path', path, true);
     FOR i IN 1 .. pg_catalog.cardinality(texts) LOOP
         EXECUTE texts[i];

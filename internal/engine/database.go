@@ -28,24 +28,25 @@ type Database struct {
 	// ShadowWait is how many milliseconds a shadow waits for a locked row. After that, the shadow stays undecided.
 	ShadowWait int32
 	attempts   attempts         // how the calls of rate_limit_take_all have ended
-	statements map[int16]string // the key is an algorithm's code, ofAll or takesOfAll
+	statements map[int16]string // the key is an algorithm's code, ofAll, takesOfAll or ofSlots
 }
 
 // NewDatabase returns a Database, and sends no statement.
 func NewDatabase(db pg.DB, schema string, clock func() time.Time) *Database {
 	d := &Database{DB: db, Turn: turn.Of(db), schema: schema, clock: clock, ManyParts: 6, ShadowWait: 5}
 	d.memory, _ = db.(*memdb.DB)
-	d.statements = map[int16]string{ofAll: Text("all", schema), takesOfAll: Text("takeall", schema)}
+	d.statements = map[int16]string{ofAll: Text("all", schema), takesOfAll: Text("takeall", schema), ofSlots: Text("slots", schema)}
 	for _, a := range algorithm.All() {
 		d.statements[a.Code] = Text(a.File, schema)
 	}
 	return d
 }
 
-// ofAll and takesOfAll stand for rate_limit_all and rate_limit_take_all in place of an algorithm's code.
+// These numbers stand for other functions in place of an algorithm's code.
 const (
 	ofAll      int16 = 0
 	takesOfAll int16 = -1
+	ofSlots    int16 = -2
 )
 
 // pooled returns whether several goroutines can use the database at once, as with a pool.

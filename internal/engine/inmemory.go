@@ -56,14 +56,11 @@ func (d *Database) memoryNow() time.Time {
 // decideIn decides a request and the requests merged with it. Each request takes from all of its rows, or from none.
 func (r *Request) decideIn(db *memdb.DB, clock int64) {
 	switch {
-	case r.endsHold() && r.Parts[0].Rules.Numbers().HasSlots():
-		r.Parts[0].releaseIn(db, clock)
+	case r.ofSlot():
+		r.Parts[0].slotIn(db, clock)
 		return
 	case r.endsHold():
 		r.endHoldIn(db, clock)
-		return
-	case r.ofHold() && slices.ContainsFunc(r.Parts, func(p Part) bool { return p.Slot != "" }):
-		r.acquireIn(db, clock)
 		return
 	}
 	before := make([]model.Key, len(r.Parts))
@@ -154,56 +151,33 @@ func (r *Request) endHoldIn(db *memdb.DB, clock int64) {
 	}
 }
 
-// acquireIn acquires a slot and takes from the other rows, or does neither.
-func (r *Request) acquireIn(db *memdb.DB, clock int64) {
-	changed, granted := make([]model.Key, len(r.Parts)), int64(1)
-	for i := range r.Parts {
-		p := &r.Parts[i]
-		if p.Slot == "" {
-			changed[i], p.Decision = p.decide(p.load(db), clock, p.Cost)
-		} else {
-			changed[i], p.Decision = p.acquire(p.load(db), clock)
+// slotIn acquires the slot of the part, or releases it.
+func (p *Part) slotIn(db *memdb.DB, clock int64) {
+	k := p.load(db)
+	if p.TTL == 0 {
+		next, _, err := k.Release(clock, holdNumber(p.Slot))
+		p.store(db, next)
+		p.Decision = model.Decision{Granted: 1, DecidedAt: time.UnixMicro(clock)}
+		if err != nil {
+			p.Decision.Granted = UnknownHold
 		}
-		granted = min(granted, p.Decision.Granted)
+		return
 	}
-	for i := range r.Parts {
-		p := &r.Parts[i]
-		if granted == 1 || len(r.Parts) == 1 { // the only part may have got a place in line
-			p.store(db, changed[i])
-		} else if p.Decision.Granted == 1 {
-			_, p.Decision = p.load(db).Decide(p.Rules, clock, 0)
-			p.Decision.RetryAfter = 0
-		}
-		p.Decision.Granted, p.Decision.DecidedAt = granted, time.UnixMicro(clock)
-	}
-}
-
-// acquire returns the key with the slot of the part, or with its place in line.
-func (p *Part) acquire(k model.Key, clock int64) (model.Key, model.Decision) {
 	rules, _ := p.Rules.(model.Concurrency) // no other rules have slots
 	var wish SlotWish
-	_ = json.Unmarshal([]byte(p.Slot), &wish) // Acquire has made it
-	next, a, err := k.Acquire(rules, clock, model.Want{
-		ID: holdNumber(p.Hold), Units: p.Cost, TTL: p.TTL,
+	_ = json.Unmarshal([]byte(p.Wish), &wish) // Acquire has made it
+	next, a := k.Acquire(rules, clock, model.Want{
+		ID: holdNumber(p.Slot), Units: p.Cost, TTL: p.TTL,
 		Group: wish.Group, Weight: int64(max(wish.Weight, 1)), Wait: wish.Wait,
 	})
-	d := a.Decision
-	if h := a.Hold; err == nil && h != nil {
-		d.State.Log = model.NewEntries([]int64{0, h.Fence, h.End})
-		if h.Status == model.Live {
-			d.State.Log = model.NewEntries([]int64{1, h.Fence, h.End})
-		}
-	}
-	return next, d
-}
-
-// releaseIn frees the slot of the part.
-func (p *Part) releaseIn(db *memdb.DB, clock int64) {
-	next, _, err := p.load(db).Release(clock, holdNumber(p.Hold))
 	p.store(db, next)
-	p.Decision = model.Decision{Granted: 1, DecidedAt: time.UnixMicro(clock)}
-	if err != nil {
-		p.Decision.Granted = UnknownHold
+	p.Decision, p.Decision.DecidedAt = a.Decision, time.UnixMicro(clock)
+	if h := a.Hold; h != nil {
+		live := int64(0)
+		if h.Status == model.Live {
+			live = 1
+		}
+		p.Decision.State.Log = model.NewEntries([]int64{live, h.Fence, h.End})
 	}
 }
 

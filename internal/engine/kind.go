@@ -11,11 +11,12 @@ const (
 	KindDurable                 // rate_limit_durable
 	kindFlushing                // rate_limit_durable, with a commit that waits for the WAL
 	kindSeveral                 // AllowAll for keys of several kinds
+	kindSlots                   // slots in both tables, with commits that wait for the WAL
 	kindCount     = iota        // how many kinds there are
 )
 
 func (k kind) String() string {
-	return [kindCount]string{"ephemeral", "durable", "synchronous", "several"}[k]
+	return [kindCount]string{"ephemeral", "durable", "synchronous", "several", "slots"}[k]
 }
 
 // kind returns the kind of requests for keys of s.
@@ -31,6 +32,9 @@ func (s *Space) kind() kind {
 }
 
 func (r *Request) kind() kind {
+	if r.ofSlot() {
+		return kindSlots
+	}
 	k := r.Parts[0].Space.kind()
 	for i := range r.Parts[1:] {
 		if r.Parts[i+1].Space.kind() != k {

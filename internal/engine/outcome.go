@@ -48,7 +48,7 @@ func (r *Request) outcomeOf(first, last int, policy *model.Policy) Outcome {
 		}
 		o = outcomeOfAll(each)
 	}
-	if p := &r.Parts[first]; p.Cost > 0 && !r.ofHold() && r.place <= p.Decision.Granted {
+	if p := &r.Parts[first]; p.Cost > 0 && p.Hold == "" && p.Slot == "" && r.place <= p.Decision.Granted {
 		receipt := NewReceipt(p.Space, policy, p.Key, p.Cost)
 		for i := range receipt.Parts {
 			part := &r.Parts[first+i]
@@ -85,7 +85,7 @@ func (p *Part) Outcome(place int64) Outcome {
 		ResetAfter: model.Duration(d.ResetAfter),
 		DecidedAt:  d.DecidedAt,
 	}
-	if p.Cost == 0 || p.Hold != "" {
+	if p.Cost == 0 || p.Hold != "" || p.Slot != "" {
 		o.Held = d.Held
 	}
 	switch {

@@ -61,11 +61,12 @@ type Part struct {
 	Charge bool   // count Cost whether it fits or not
 	Delay  *int64 // for a reservation, how many microseconds later it may be ready; otherwise nil
 	Refund *model.Take
-	// Hold is the id of the hold that the request makes, settles or extends, or of the slot that it acquires or
-	// releases. It is "" for other requests. A settlement or release is a Charge, and an extension has a Cost of 0.
+	// Hold is the id of the hold that the request makes, settles or extends. It is "" for other requests. A settlement
+	// is a Charge, and an extension has a Cost of 0.
 	Hold     string
-	TTL      int64  // how long the hold shall last from now on, in microseconds; 0 for a settlement
-	Slot     string // for a request that acquires a slot, its details as an object in JSON; otherwise ""
+	Slot     string // the id of the slot that the request acquires, or releases if TTL is 0; "" for other requests
+	Wish     string // for a slot that is acquired, a SlotWish in JSON
+	TTL      int64  // how long the hold or slot shall last from now on, in microseconds; 0 for a settlement or a release
 	Decision model.Decision
 }
 
@@ -118,7 +119,7 @@ func (p *requestPool) put(r *Request) {
 }
 
 // Looks returns whether the request has a cost of 0, so that it locks no row.
-func (r *Request) Looks() bool { return r.Parts[0].Cost == 0 && !r.ofHold() }
+func (r *Request) Looks() bool { return r.Parts[0].Cost == 0 && !r.ofHold() && !r.ofSlot() }
 
 // gives returns whether the request gives units back or grants units.
 func (r *Request) gives() bool { return r.Parts[0].Cost < 0 }
@@ -126,17 +127,13 @@ func (r *Request) gives() bool { return r.Parts[0].Cost < 0 }
 // charges returns whether the request counts its costs whether they fit or not.
 func (r *Request) charges() bool { return r.Parts[0].Charge }
 
-// ofHold returns whether the request makes, settles or extends a hold, or acquires or releases a slot.
-func (r *Request) ofHold() bool {
-	for i := range r.Parts { // a request for a slot may have other parts, which take
-		if r.Parts[i].Hold != "" {
-			return true
-		}
-	}
-	return false
-}
+// ofHold returns whether the request makes, settles or extends a hold.
+func (r *Request) ofHold() bool { return r.Parts[0].Hold != "" && r.Parts[0].Slot == "" }
 
-// endsHold returns whether the request settles or extends a hold, or releases a slot.
+// ofSlot returns whether the request acquires or releases a slot.
+func (r *Request) ofSlot() bool { return r.Parts[0].Slot != "" }
+
+// endsHold returns whether the request settles or extends a hold.
 func (r *Request) endsHold() bool { return r.ofHold() && (r.Parts[0].Charge || r.Parts[0].Cost == 0) }
 
 // leased returns how many units of a token bucket the request leases, or how many units its lease no longer holds. For
@@ -165,7 +162,7 @@ func (r *Request) asksAnyway() bool {
 // joins returns whether a request can be merged with another request of its group.
 func (r *Request) joins(other *Request) bool {
 	return r.Policy != nil && !r.gives() && !r.charges() && !other.charges() && !r.ofHold() && !other.ofHold() &&
-		!r.reserves() && !other.reserves() &&
+		!r.ofSlot() && !other.ofSlot() && !r.reserves() && !other.reserves() &&
 		r.Parts[0].Key == other.Parts[0].Key && r.Parts[0].Cost == other.Parts[0].Cost &&
 		r.Shadow.policy().Is(other.Shadow.policy())
 }

@@ -39,60 +39,50 @@ type Acquired struct {
 }
 
 // Acquire asks for a slot of the cost of an ask, which lasts for ttl microseconds. The id must be new. One rule of the
-// ask's policy has slots. From the others, Acquire takes the cost as well, or nothing at all. If the request shall
-// stand in line, Acquire does not ask the others: see TakeRates.
-func (e *Engine) Acquire(
-	ctx context.Context, a *Ask, id string, ttl int64, wish SlotWish,
-) (acquired Acquired, err error) {
+// ask's policy has slots. TakeRates takes from the others.
+func (e *Engine) Acquire(ctx context.Context, a *Ask, id string, ttl int64, wish SlotWish) (acquired Acquired, err error) {
 	details, err := json.Marshal(wish)
 	if err != nil {
 		return Acquired{}, err
 	}
 	r := e.Request(a)
-	if wish.Wait {
-		r.Parts = slices.DeleteFunc(r.Parts, func(p Part) bool { return !p.Rules.Numbers().HasSlots() })
-	}
-	for i := range r.Parts {
-		if p := &r.Parts[i]; p.Rules.Numbers().HasSlots() {
-			p.Hold, p.TTL, p.Slot = id, ttl, string(details)
-			acquired.Place = SlotPlace{p.Space, p.Rules, p.Name, p.Key}
-		}
-	}
+	r.Parts = slices.DeleteFunc(r.Parts, func(p Part) bool { return !p.Rules.Numbers().HasSlots() })
+	p := &r.Parts[0]
+	p.Slot, p.TTL, p.Wish = id, ttl, string(details)
+	acquired.Place = SlotPlace{p.Space, p.Rules, p.Name, p.Key}
 	if err := e.submit(ctx, nil, r); err != nil {
 		return acquired, err
 	}
-	acquired.Outcome = r.Outcome()
-	for i := range r.Parts {
-		p := &r.Parts[i]
-		if log := p.Decision.State.Log; p.Slot != "" && len(log) == 8*3 && (acquired.Allowed || wish.Wait) {
-			acquired.Told = keeper.Told{ID: id, Waiting: log.Entry(0) == 0, Fence: log.Entry(1)}
-		}
+	acquired.Outcome = p.Outcome(r.place)
+	if log := p.Decision.State.Log; len(log) == 8*3 {
+		acquired.Told = keeper.Told{ID: id, Waiting: log.Entry(0) == 0, Fence: log.Entry(1)}
 	}
 	e.Requests.put(r)
 	return acquired, nil
 }
 
-// TakeRates takes the cost of an ask from the rules of its policy that have no slots. If they deny it, retryAfter is
-// above 0.
-func (e *Engine) TakeRates(ctx context.Context, a *Ask) (allowed bool, retryAfter time.Duration, err error) {
+// TakeRates takes the cost of an ask from the rules of its policy that have no slots, or from none of them. slot is the
+// outcome of the rule with slots. The result is the outcome of all rules.
+func (e *Engine) TakeRates(ctx context.Context, a *Ask, slot Outcome) (Outcome, error) {
 	r := e.Request(a)
 	r.Parts = slices.DeleteFunc(r.Parts, func(p Part) bool { return p.Rules.Numbers().HasSlots() })
 	if err := e.submit(ctx, nil, r); err != nil {
-		return false, 0, err
+		return Outcome{}, err
 	}
-	allowed = r.place <= r.Parts[0].Decision.Granted
-	for i := range r.Parts {
-		retryAfter = max(retryAfter, model.Duration(r.Parts[i].Decision.RetryAfter))
+	each, rates := make([]Outcome, len(a.Policy.Rules)), r.Parts
+	for i, rules := range a.Policy.Rules {
+		if each[i] = slot; !rules.Numbers().HasSlots() {
+			each[i], rates = rates[0].Outcome(r.place), rates[1:]
+		}
 	}
 	e.Requests.put(r)
-	return allowed, retryAfter, nil
+	return outcomeOfAll(each), nil
 }
 
 // Release frees a slot, or leaves the line. It returns false if the database has it no more.
 func (e *Engine) Release(ctx context.Context, at SlotPlace, id string) (known bool, err error) {
 	r := e.Requests.Get(at.Space, nil)
-	part := Part{Space: at.Space, Rules: at.Rules, Name: at.Name, Key: at.Key, Charge: true, Hold: id}
-	r.Parts = append(r.Parts, part)
+	r.Parts = append(r.Parts, Part{Space: at.Space, Rules: at.Rules, Name: at.Name, Key: at.Key, Slot: id})
 	if err := e.submit(ctx, nil, r); err != nil {
 		return false, err
 	}

@@ -57,7 +57,10 @@ type Call struct {
 
 // Call returns the statement that decides the requests.
 func (d *Database) Call(requests []*Request, tx Transaction) Call {
-	if tx.SkipHeld || !ofOneFunction(requests) {
+	switch {
+	case requests[0].ofSlot(): // then all are
+		return d.callSlots(requests, tx)
+	case tx.SkipHeld || !ofOneFunction(requests):
 		return d.callAll(requests, tx)
 	}
 	return d.callOne(requests, tx)
@@ -143,7 +146,6 @@ func (d *Database) callAll(requests []*Request, tx Transaction) Call {
 	var ttls []*int64  // nil if no request is for a hold
 	var holds []*string
 	var delays []*int64 // nil if no request is a reservation
-	var slots []*string // nil if no request acquires a slot
 	var refunds RefundArguments
 	durable := false
 	for i, p := range into {
@@ -174,25 +176,36 @@ func (d *Database) callAll(requests []*Request, tx Transaction) Call {
 			}
 			delays[i] = p.Delay
 		}
-		if p.Slot != "" {
-			if slots == nil {
-				slots = make([]*string, n)
-			}
-			slots[i] = &p.Slot
-		}
 		refunds.Set(i, n, p.Refund)
 		durable = durable || p.Space.Durable
-		// If a crash forgot a slot, somebody else would get it while its holder believes in it. If a crash forgot a
-		// fence, the fence would come twice, even for an ephemeral limiter: the fences are logged.
-		if p.Hold != "" && p.Rules.Numbers().HasSlots() {
-			durable, rows.flush = true, true
-		}
 	}
 	return Call{SQL: d.statements[ofAll], Into: into, Args: []any{
 		owners, rows.names, rows.keys, durables, rows.algorithms, rows.limits, rows.spans, rows.refills, costs, counts,
 		tx.LockTimeout, d.synchronousCommit(tx, durable, rows.flush), d.now(),
 		refunds.Since, refunds.In, refunds.At, refunds.Spent, tx.SkipHeld, rows.zones, leased, charges,
-		ttls, holds, delays, slots,
+		ttls, holds, delays,
+	}}
+}
+
+// callSlots returns the call of rate_limit_slots. Its commit waits for the WAL, also for an ephemeral limiter: if a
+// crash forgot a slot, somebody else would get it while its holder believes in it, and if a crash forgot a fence, the
+// fence would come twice.
+func (d *Database) callSlots(requests []*Request, tx Transaction) Call {
+	n := len(requests)
+	into, names, keys, durables := make([]*Part, n), make([]string, n), make([]string, n), make([]bool, n)
+	limits, costs, ttls := make([]int64, n), make([]int64, n), make([]*int64, n)
+	slots, wishes := make([]string, n), make([]*string, n)
+	for i, r := range requests {
+		p := &r.Parts[0]
+		into[i], names[i], keys[i], durables[i] = p, p.Name, p.Key, p.Space.Durable
+		limits[i], costs[i], slots[i] = p.Rules.Numbers().Limit, p.Cost, p.Slot
+		if p.TTL > 0 {
+			ttls[i], wishes[i] = &p.TTL, &p.Wish
+		}
+	}
+	return Call{SQL: d.statements[ofSlots], Into: into, Args: []any{
+		names, keys, durables, limits, costs, ttls, slots, wishes,
+		tx.LockTimeout, d.synchronousCommit(tx, true, true), d.now(), tx.SkipHeld,
 	}}
 }
 

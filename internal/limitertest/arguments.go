@@ -55,7 +55,7 @@ func AllArrays(requests []modeltest.Request) []any {
 
 // AllArguments appends the arguments of rate_limit_all that are missing in args, for a statement that has all of them.
 func AllArguments(args ...any) []any {
-	defaults := make([]any, 25)
+	defaults := make([]any, 24)
 	defaults[17] = false // skip_held
 	return append(args, defaults[len(args):]...)
 }

@@ -2,7 +2,6 @@ package model
 
 import (
 	"cmp"
-	"errors"
 	"slices"
 )
 
@@ -15,9 +14,6 @@ import (
 //   - tickets of the same group become slots in the order in which they were made;
 //   - a ticket that has ended, or that can never fit, holds nobody up.
 
-// ErrSlotEnded is the error of an Acquire with the id of a slot or a ticket that is not live any more.
-var ErrSlotEnded = errors.New("the slot has ended")
-
 // Ticket says who stands in line. Slots have it too. A plain hold has a zero Ticket.
 type Ticket struct {
 	Fence  int64 // the fence of a slot; the place in the line of a ticket
@@ -28,7 +24,7 @@ type Ticket struct {
 
 // Want is a request for a slot.
 type Want struct {
-	ID, Units, TTL int64 // the ID is new, or that of an earlier request whose outcome is unknown
+	ID, Units, TTL int64 // the ID is new
 	Group          string
 	Weight         int64
 	Wait           bool // stand in line if the slot is not free
@@ -41,29 +37,21 @@ type Acquired struct {
 }
 
 // Acquire makes a slot if its units fit and nobody stands in line. Otherwise it makes a ticket, if the request waits.
-// RetryAfter says when the units may fit: when
-// they fit beside the live holds, and if there is a line, not before the next hold ends.
-//
-// If there is a slot or a ticket with the id, Acquire makes nothing, and returns it.
+// RetryAfter says when the units may fit: when they fit beside the live holds, and if there is a line, not before the
+// next hold ends.
 //
 // For example, of a Limit of 3, one slot holds 2, and the next request wants 2. It waits, and gets the first place in
 // the line. A request for 1 would fit, but it gets the second place, so that small requests do not keep out a big one.
-func (k Key) Acquire(m Concurrency, clock int64, w Want) (Key, Acquired, error) {
+func (k Key) Acquire(m Concurrency, clock int64, w Want) (Key, Acquired) {
 	_, held := k.live(clock)
-	i := k.findSlot(w.ID)
+	free := k.lineEnd(m, clock) == 0 && w.Units <= m.Limit-held
 	switch {
 	case w.Units > m.Limit:
 		_, d := k.Decide(m, clock, w.Units)
-		return k, Acquired{d, nil}, nil
-	case i >= 0 && !k.Holds[i].lives(clock):
-		return k, Acquired{}, ErrSlotEnded
-	case i >= 0 && (k.Holds[i].Status == Live || !w.Wait):
-		h := k.Holds[i]
-		return k, k.acquired(m, clock, w.Units, &h), nil
-	case i < 0 && !w.Wait && (k.lineEnd(m, clock) > 0 || w.Units > m.Limit-held):
-		return k, k.acquired(m, clock, w.Units, nil), nil
+		return k, Acquired{d, nil}
+	case !free && !w.Wait:
+		return k, k.acquired(m, clock, w.Units, nil)
 	}
-	free := k.lineEnd(m, clock) == 0 && w.Units <= m.Limit-held
 	next, _ := k.write(m, clock)
 	if w.Wait {
 		for i := range next.Holds {
@@ -72,20 +60,18 @@ func (k Key) Acquire(m Concurrency, clock int64, w Want) (Key, Acquired, error) 
 			}
 		}
 	}
-	if i < 0 {
-		next.Fence++
-		h := Hold{
-			ID: w.ID, Units: w.Units, End: clock + w.TTL, Status: Waiting,
-			Ticket: Ticket{Fence: next.Fence, Group: w.Group, Weight: w.Weight, Limit: m.Limit},
-		}
-		if free {
-			h.Status = Live
-		}
-		next.Holds = append(next.Holds, h)
+	next.Fence++
+	h := Hold{
+		ID: w.ID, Units: w.Units, End: clock + w.TTL, Status: Waiting,
+		Ticket: Ticket{Fence: next.Fence, Group: w.Group, Weight: w.Weight, Limit: m.Limit},
 	}
+	if free {
+		h.Status = Live
+	}
+	next.Holds = append(next.Holds, h)
 	next = next.handOver(clock)
-	h := next.Holds[next.findSlot(w.ID)]
-	return next, next.acquired(m, clock, w.Units, &h), nil
+	h = next.Holds[next.findSlot(w.ID)]
+	return next, next.acquired(m, clock, w.Units, &h)
 }
 
 // findSlot returns the index of a slot or a ticket, or -1.

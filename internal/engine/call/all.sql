@@ -7,5 +7,4 @@ FROM rate_limit_all(
     $6::bigint[], $7::bigint[], $8::bigint[],
     $9::bigint[], $10::bigint[], $11::integer, $12::boolean, $13::pg_catalog.timestamptz,
     $14::bigint[], $15::bigint[], $16::bigint[], $17::bigint[], $18::boolean, $19::pg_catalog.text[],
-    $20::bigint[], $21::boolean[], $22::bigint[], $23::pg_catalog.text[]::pg_catalog.uuid[], $24::bigint[],
-    $25::pg_catalog.text[]::pg_catalog.jsonb[])
+    $20::bigint[], $21::boolean[], $22::bigint[], $23::pg_catalog.text[]::pg_catalog.uuid[], $24::bigint[])

@@ -96,7 +96,7 @@ WHERE (p.proname, oidvectortypes(p.proargtypes)) IN (
         ('rate_limit_all',
             'integer[], text[], text[], boolean[], smallint[], bigint[], bigint[], bigint[], bigint[], bigint[], '
             'integer, boolean, timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean, text[], '
-            'bigint[], boolean[], bigint[], uuid[], bigint[], jsonb[]'),
+            'bigint[], boolean[], bigint[], uuid[], bigint[]'),
         ('rate_limit_take_all',
             'text[], text[], boolean, smallint[], bigint[], bigint[], bigint[], text[], bigint[], integer[], '
             'integer[], bigint[], bigint[], integer, boolean, bigint'),
@@ -104,6 +104,9 @@ WHERE (p.proname, oidvectortypes(p.proargtypes)) IN (
         ('rate_limit_find_hold', 'text, timestamp with time zone'),
         ('rate_limit_settle', 'text, bigint, text'),
         ('rate_limit_extend', 'text, interval'),
+        ('rate_limit_slots',
+            'text[], text[], boolean[], bigint[], bigint[], bigint[], uuid[], jsonb[], integer, boolean, '
+            'timestamp with time zone, boolean'),
         ('rate_limit_acquire', 'text, text, text, bigint, interval, boolean, text, boolean'),
         ('rate_limit_renew_all', 'uuid[], bigint, integer, boolean, bigint'),
         ('rate_limit_renew', 'uuid, interval'),
