@@ -183,7 +183,7 @@ func TestExamplesInCommentsWork(t *testing.T) {
 	type function struct{ Name, Comment string }
 	functions, err := pgx.CollectRows(rows, pgx.RowToStructByPos[function])
 	require.NoError(t, err)
-	require.Len(t, functions, 25)
+	require.Len(t, functions, 26)
 
 	for _, f := range functions {
 		_, example, found := strings.Cut(f.Comment, "Example: ")
