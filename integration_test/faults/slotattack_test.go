@@ -123,8 +123,8 @@ func TestObserverOfSlotsCatches(t *testing.T) {
 	pgtest.NotThroughProxy(t, "the rows of one database")
 
 	const (
-		write, renew = "_rate_limit_write_slots_ephemeral", "_rate_limit_renew_ephemeral"
-		all, fence   = "rate_limit_renew_all", "_rate_limit_next_fence"
+		one, renew = "_rate_limit_slot_ephemeral", "_rate_limit_renew_ephemeral"
+		all, fence = "rate_limit_renew_all", "_rate_limit_next_fence"
 	)
 	type rewrite struct{ function, old, mistake string }
 	random := random(t)
@@ -133,16 +133,15 @@ func TestObserverOfSlotsCatches(t *testing.T) {
 		finds    string
 	}{
 		"a release that frees another's slot": {[]rewrite{{
-			write, "WHERE h.id = hold AND h.key = key AND h.prefix = name\n        RETURNING",
+			one, "WHERE h.id = slot AND h.key = key AND h.prefix = name AND h.fence > 0",
 			"WHERE h.id = (SELECT o.id FROM public.rate_limit_ephemeral_hold AS o WHERE o.key = key AND o.prefix = name " +
-				"AND o.status = 0 ORDER BY o.id = hold LIMIT 1)\n        RETURNING",
+				"AND o.status = 0 ORDER BY o.id = slot LIMIT 1)",
 		}}, "a slot that somebody else has freed"},
 		"a counter that drifts": {[]rewrite{{
-			write, "s.held := s.held - CASE WHEN status = 0 THEN units ELSE 0 END;",
-			"s.held := s.held - CASE WHEN status = 0 THEN 1 ELSE 0 END;",
+			one, "s.held := nullif(s.held - units, 0);", "s.held := nullif(s.held - 1, 0);",
 		}}, "and the list"},
 		"a counter that is too small": {[]rewrite{{
-			write, "s.held := CASE WHEN s.granted > 0 THEN coalesce(s.held, 0) + cost", "s.held := CASE WHEN s.granted > 0 THEN cost",
+			one, "s.held := coalesce(s.held, 0) + cost;", "s.held := cost;",
 		}}, "are "},
 		"a renewal that revives a slot": {[]rewrite{
 			{renew, "SET ends_at = clock + ttl_us", "SET ends_at = clock + ttl_us, status = CASE h.status WHEN 1 THEN 0 ELSE h.status END"},
@@ -164,7 +163,7 @@ func TestObserverOfSlotsCatches(t *testing.T) {
 			work := slotWork{SQL: true, Callers: 4, SQLTTL: 80 * time.Millisecond}
 			o := newSlotObserver(t, db.OwnerPool(t, nil), work.SQLTTL)
 			for _, r := range c.rewrites {
-				if r.function == renew || r.function == write {
+				if r.function == renew || r.function == one {
 					pgtest.RewriteTwins(t, db.Pool, r.function, r.old, r.mistake)
 				} else {
 					pgtest.Rewrite(t, db.Pool, r.function, r.old, r.mistake)

@@ -35,7 +35,9 @@ type Database struct {
 func NewDatabase(db pg.DB, schema string, clock func() time.Time) *Database {
 	d := &Database{DB: db, Turn: turn.Of(db), schema: schema, clock: clock, ManyParts: 6, ShadowWait: 5}
 	d.memory, _ = db.(*memdb.DB)
-	d.statements = map[int16]string{ofAll: Text("all", schema), takesOfAll: Text("takeall", schema), ofSlots: Text("slots", schema)}
+	d.statements = map[int16]string{
+		ofAll: Text("all", schema), takesOfAll: Text("takeall", schema), ofSlots: Text("slots", schema),
+	}
 	for _, a := range algorithm.All() {
 		d.statements[a.Code] = Text(a.File, schema)
 	}

@@ -66,7 +66,7 @@ type Part struct {
 	Hold     string
 	Slot     string // the id of the slot that the request acquires, or releases if TTL is 0; "" for other requests
 	Wish     string // for a slot that is acquired, a SlotWish in JSON
-	TTL      int64  // how long the hold or slot shall last from now on, in microseconds; 0 for a settlement or a release
+	TTL      int64  // how long the hold or slot shall last from now on, in microseconds; 0 ends it
 	Decision model.Decision
 }
 

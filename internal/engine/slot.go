@@ -40,7 +40,9 @@ type Acquired struct {
 
 // Acquire asks for a slot of the cost of an ask, which lasts for ttl microseconds. The id must be new. One rule of the
 // ask's policy has slots. TakeRates takes from the others.
-func (e *Engine) Acquire(ctx context.Context, a *Ask, id string, ttl int64, wish SlotWish) (acquired Acquired, err error) {
+func (e *Engine) Acquire(
+	ctx context.Context, a *Ask, id string, ttl int64, wish SlotWish,
+) (acquired Acquired, err error) {
 	details, err := json.Marshal(wish)
 	if err != nil {
 		return Acquired{}, err

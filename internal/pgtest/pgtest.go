@@ -137,7 +137,8 @@ func (db *DB) NewPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Po
 	db.granting.Do(func() {
 		functions := strings.Join(append(algorithm.Functions(),
 			"rate_limit_find_hold", "rate_limit_slots", "rate_limit_acquire", "rate_limit_renew",
-			"rate_limit_renew_all", "rate_limit_release", "rate_limit_policies", "rate_limit_ban", "rate_limit_report"), ", ")
+			"rate_limit_renew_all", "rate_limit_release", "rate_limit_policies", "rate_limit_ban",
+			"rate_limit_report"), ", ")
 		Exec(t, db.Pool, "GRANT EXECUTE ON FUNCTION "+functions+" TO "+quote(db.application))
 	})
 	return db.OwnerPool(t, func(config *pgxpool.Config) {
