@@ -12,4 +12,4 @@ CROSS JOIN LATERAL rate_limit_all(
     array_fill(0::bigint, n), NULL::bigint[], NULL::integer, NULL::boolean, $8::timestamptz,
     NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, array_fill($9::text, n),
     NULL::bigint[], NULL::boolean[], NULL::bigint[], NULL::uuid[],
-    NULL::bigint[], NULL::jsonb[]) AS a
+    NULL::bigint[]) AS a
