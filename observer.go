@@ -75,10 +75,12 @@ type LeaseEvent struct {
 
 // BreakerEvent says that a circuit breaker has opened or closed.
 type BreakerEvent struct {
-	Limits string // "ephemeral", "durable", "synchronous" (SynchronousCommit), or "several" (an AllowAll over these)
-	Shard  int    // the shard behind a proxy, counted from 0
-	Open   bool   // true while OnFailure answers, and only one call at a time asks Postgres
-	Err    error  // the cause, if Open; with an ErrPoolExhausted, Postgres may work
+	// Limits is "ephemeral", "durable", "synchronous" (SynchronousCommit), "several" (an AllowAll over these), or
+	// "slots" (of all limiters).
+	Limits string
+	Shard  int   // the shard behind a proxy, counted from 0
+	Open   bool  // true while OnFailure answers, and only one call at a time asks Postgres
+	Err    error // the cause, if Open; with an ErrPoolExhausted, Postgres may work
 }
 
 // RenewalEvent is a statement that has renewed slots and places in line. A renewal that has failed is repeated.
