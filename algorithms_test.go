@@ -60,7 +60,7 @@ func TestEveryAlgorithmIsComplete(t *testing.T) {
 		require.Equal(t, read("internal/engine/call/"+a.File+".sql"), statement)
 		require.Contains(t, statement, "SELECT "+a.Function+"(\n")
 		require.Contains(t, read("sql/"+a.File+".sql"), "CREATE FUNCTION "+a.Function+"(")
-		require.Contains(t, read("sql/all.sql"), fmt.Sprintf("WHEN %d THEN _rate_limit_", a.Code))
+		require.Contains(t, read("sql/all.sql"), fmt.Sprintf("algorithm = %d THEN\n        RETURN _rate_limit_", a.Code))
 		require.Contains(t, read("sql/policy.sql"), "words[1] = '"+a.Word+"'")
 		require.Contains(t, read("sql/policy.sql"), `"`+a.Example+`"`)
 		require.Contains(t, read("sql/install.sql"), `\ir `+a.File+".sql\n")

@@ -247,9 +247,14 @@ func (w *slotWish) acquire(ctx context.Context, wait bool) (SlotResult, error) {
 			return SlotResult{}, gaveUp(ctx.Err())
 		}
 	}
-	if slot != nil && len(policy.Rules) > 1 {
-		question := w.limiter.question(policy, w.key, w.n)
-		if o, err = w.limiter.client.engine.TakeRates(ctx, &question, o); err != nil || !o.Allowed {
+	if len(policy.Rules) > 1 {
+		n := w.n
+		if slot == nil {
+			n = 0 // look, to tell what is left
+		}
+		question := w.limiter.question(policy, w.key, n)
+		o, err = w.limiter.client.engine.TakeRates(ctx, &question, o)
+		if slot != nil && (err != nil || !o.Allowed) {
 			slot.kept.Drop(keeper.ErrReleased)
 			slot.leave()
 			slot = nil

@@ -284,6 +284,8 @@ func TestSlotsBesideARate(t *testing.T) {
 		first, second := acquire(t, l, ratelimit.SlotOptions{}), acquire(t, l, ratelimit.SlotOptions{})
 		denied := tryAcquire(t, l, ratelimit.SlotOptions{})
 		require.Equal(t, 30*time.Second, denied.RetryAfter)
+		require.EqualValues(t, 1, denied.Each()[0].Remaining)
+		require.True(t, denied.Each()[0].Allowed)
 		waiting := testkit.Later(func() (*ratelimit.Slot, error) { return l.Acquire(t.Context(), "k", ratelimit.SlotOptions{}) })
 		synctest.Wait()
 		release(t, first)

@@ -370,6 +370,9 @@ func asking() [][]string {
 	}
 }
 
+// releases returns whether a command of asking releases a slot. There is no slot to release.
+func releases(args []string) bool { return args[0] == "slots" && args[1] == "release" }
+
 func TestNoDatabase(t *testing.T) {
 	t.Parallel()
 

@@ -64,12 +64,16 @@ func (e *Engine) Acquire(
 }
 
 // TakeRates takes the cost of an ask from the rules of its policy that have no slots, or from none of them. slot is the
-// outcome of the rule with slots. The result is the outcome of all rules.
+// outcome of the rule with slots. The result is the outcome of all rules. A Cost of 0 looks.
 func (e *Engine) TakeRates(ctx context.Context, a *Ask, slot Outcome) (Outcome, error) {
 	r := e.Request(a)
 	r.Parts = slices.DeleteFunc(r.Parts, func(p Part) bool { return p.Rules.Numbers().HasSlots() })
 	if err := e.submit(ctx, nil, r); err != nil {
 		return Outcome{}, err
+	}
+	if r.place > r.Parts[0].Decision.Granted { // then the caller gives the slot back
+		slot.Remaining += a.Cost
+		slot.Held -= a.Cost
 	}
 	each, rates := make([]Outcome, len(a.Policy.Rules)), r.Parts
 	for i, rules := range a.Policy.Rules {
