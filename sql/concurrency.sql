@@ -507,7 +507,7 @@ BEGIN
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable, false,
         (extract(epoch FROM ttl) * 1000000)::bigint, id, NULL::bigint,
         jsonb_strip_nulls(jsonb_build_object('holder', holder, 'wait', coalesce(wait, false)))) AS a;
-    slot := CASE WHEN told IS NOT NULL THEN id END;
+    slot := CASE WHEN told IS NOT NULL THEN id WHEN allowed THEN '00000000-0000-0000-0000-000000000000' END;
     fence := CASE WHEN told[1] = 1 THEN told[2] END;
 END
 $$;
@@ -521,8 +521,9 @@ Example: SELECT * FROM rate_limit_acquire(''imports'', ''tenant:7'', ''concurren
   wait         whether to stand in line if no slot is free. Not for a policy with commas
 See rate_limit_allow for the other parameters. It returns
   allowed      whether the slot is held now
-  slot         the slot, for rate_limit_renew and rate_limit_release. NULL if denied, and in the policy mode off, which
-               counts nothing. With wait, it is the place in the line: renew it until allowed is true
+  slot         the slot, for rate_limit_renew and rate_limit_release. NULL if denied. With wait, it is the place in the
+               line: renew it until allowed is true. The policy mode off, which counts nothing, gives the slot
+               00000000-0000-0000-0000-000000000000, which never ends
   fence        a number that is larger than that of each earlier slot of the key. The resource behind the limit can
                refuse a smaller one. NULL if allowed is false
   retry_after  when a slot may be free, if no holder renews or releases. 0 if allowed
@@ -539,7 +540,7 @@ AS $$
 #variable_conflict use_variable
 BEGIN
     PERFORM _rate_limit_check_ttl(ttl);
-    IF slot IS NULL THEN -- made by the policy mode off
+    IF slot = '00000000-0000-0000-0000-000000000000' THEN -- made by the policy mode off
         allowed := true;
         ends_at := 'infinity';
         RETURN;
@@ -559,8 +560,7 @@ It returns
   allowed      whether the slot is held now
   fence        the fence of the slot. NULL if allowed is false
   ends_at      the end of the slot or of the place in the line. NULL if it is lost: it had ended, or was released. Then
-               somebody else may have it, so stop
-NULL is the slot of the policy mode off. It never ends.';
+               somebody else may have it, so stop';
 
 CREATE FUNCTION rate_limit_release(slot uuid) RETURNS boolean
 LANGUAGE plpgsql
@@ -572,7 +572,7 @@ DECLARE
     h record;
     granted bigint;
 BEGIN
-    IF slot IS NULL THEN -- made by the policy mode off
+    IF slot = '00000000-0000-0000-0000-000000000000' THEN -- made by the policy mode off
         RETURN true;
     END IF;
     -- Every call uses the tables of keys before those of holds: see _rate_limit_end_hold.

@@ -268,13 +268,16 @@ func TestSQLSlotsRefuseBadInput(t *testing.T) {
 	require.Equal(t, stored, pgtest.StoredRows(t, db.Pool, false))
 	require.NoError(t, sumsDiffer(t.Context(), db.Pool, false, "n"))
 
-	// The policy mode off gives a slot that is NULL, and the mode deny denies.
+	// The policy mode off gives a slot that never ends. The mode deny gives none: a worker that renews NULL must not run.
 	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, mode, policy, comment) VALUES
 		('off', 'off', NULL, 'why'), ('deny', 'deny', NULL, 'why'), ('on', 'enforce', 'concurrent 1', 'why')`)
-	require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT allowed AND slot IS NULL FROM rate_limit_acquire('off', 'key')"))
-	require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT allowed FROM rate_limit_renew(NULL)"))
-	require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT rate_limit_release(NULL)"))
-	require.False(t, pgtest.Scalar[bool](t, db.Pool, "SELECT allowed FROM rate_limit_acquire('deny', 'key')"))
+	off := pgtest.Scalar[string](t, db.Pool, "SELECT slot::text FROM rate_limit_acquire('off', 'key') WHERE allowed")
+	require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT allowed FROM rate_limit_renew($1::uuid)", off))
+	require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT rate_limit_release($1::uuid)", off))
+	require.True(t, pgtest.Scalar[bool](t, db.Pool,
+		"SELECT NOT allowed AND slot IS NULL FROM rate_limit_acquire('deny', 'key', wait => true)"))
+	require.False(t, pgtest.Scalar[bool](t, db.Pool, "SELECT allowed FROM rate_limit_renew(NULL)"))
+	require.False(t, pgtest.Scalar[bool](t, db.Pool, "SELECT rate_limit_release(NULL)"))
 	require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT allowed FROM rate_limit_acquire('on', 'key')"))
 	require.False(t, pgtest.Scalar[bool](t, db.Pool, "SELECT allowed FROM rate_limit_acquire('on', 'key')"))
 }
