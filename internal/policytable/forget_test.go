@@ -65,7 +65,7 @@ func TestDenialsAreForgottenWhenListeningBegins(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{})
+	p := limitertest.RunningPolicies(t, db.NewPool(t, nil), ratelimit.PoliciesConfig{})
 	l := limitertest.New(t, db.Pool, ratelimit.Config{
 		Name: "api", Policy: ratelimit.FixedWindow{Limit: 1, Window: time.Hour}, Policies: p,
 	}, ratelimit.ClientConfig{DenialMaxAge: time.Hour})

@@ -24,7 +24,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// endListeners ends the connections on which Policies listen, and returns how many there were.
+// endListeners ends the connections on which Policies listen, and returns how many there were. It may also end
+// connections of the pool by which they read the table, so a test needs another pool for its own statements.
 const endListeners = `SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 	WHERE datname = current_database() AND pid <> pg_backend_pid()
 		AND (query = 'LISTEN rate_limit' OR query LIKE '%rate_limit_policies%')`
@@ -155,7 +156,7 @@ func TestPoliciesAreReadAnew(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{})
+	p := limitertest.RunningPolicies(t, db.NewPool(t, nil), ratelimit.PoliciesConfig{})
 	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "a", "", "deny", "")
 	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "b", "", "deny", "")
 	limitertest.WaitUntilKnown(t, p, db.Pool)
@@ -287,7 +288,7 @@ func TestListeningAnewReadsWhatHasChanged(t *testing.T) {
 
 	db := pgtest.New(t)
 	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "first", "", "deny", "")
-	p, err := ratelimit.NewPolicies(db.Pool, ratelimit.PoliciesConfig{})
+	p, err := ratelimit.NewPolicies(db.NewPool(t, nil), ratelimit.PoliciesConfig{})
 	require.NoError(t, err)
 	limitertest.Table(p).PerRow = time.Hour
 	limitertest.Run(t, p)
