@@ -6,6 +6,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -22,20 +23,18 @@ import (
 type faultyDB struct {
 	ratelimit.DBTX
 
-	failures int
-	late     chan struct{} // if not nil, the next answer comes when the channel is closed
+	failures atomic.Int64
+	late     atomic.Pointer[chan struct{}] // if not nil, the next answer comes when the channel is closed
 }
 
 var errAway = errors.New("the connection is closed")
 
 func (d *faultyDB) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
-	if d.failures > 0 {
-		d.failures--
+	if d.failures.Load() > 0 && d.failures.Add(-1) >= 0 {
 		return nil, errAway
 	}
-	if late := d.late; late != nil {
-		d.late = nil
-		<-late
+	if late := d.late.Swap(nil); late != nil {
+		<-*late
 	}
 	return d.DBTX.Query(ctx, sql, args...)
 }
@@ -159,7 +158,7 @@ func TestSettleFails(t *testing.T) {
 	handler := limited(t, limiter, Config{
 		Cost: func(*http.Request) int64 { return 40 }, HoldFor: time.Minute,
 	}, func(_ http.ResponseWriter, r *http.Request) {
-		db.failures = 1
+		db.failures.Store(1)
 		_, err := Settle(r.Context(), 7)
 		if !errors.Is(err, errAway) {
 			t.Error(err)
@@ -179,7 +178,7 @@ func TestSettlementIsSlow(t *testing.T) {
 	handler := limited(t, limiter, Config{
 		Cost: func(*http.Request) int64 { return 40 }, HoldFor: time.Minute,
 	}, func(_ http.ResponseWriter, r *http.Request) {
-		db.late = late
+		db.late.Store(&late)
 		hold, _ = r.Context().Value(heldKey{}).(*held)
 	})
 	ctx, leave := context.WithCancel(t.Context())
@@ -199,7 +198,7 @@ func TestHoldForWhilePostgresIsAway(t *testing.T) {
 		ratelimit.ReturnError(): 503,
 	} {
 		limiter, db := tokens(t, mode)
-		db.failures = 1
+		db.failures.Store(1)
 		handler := limited(t, limiter, Config{HoldFor: time.Minute}, func(w http.ResponseWriter, r *http.Request) {
 			_, err := Settle(r.Context(), 7)
 			if err := errors.Join(err, Extend(r.Context(), time.Minute)); err != nil {

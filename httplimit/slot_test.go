@@ -260,7 +260,7 @@ func TestReleaseFails(t *testing.T) {
 	for range 2 {
 		result, err := limiter.TryAcquire(t.Context(), "192.0.2.1", ratelimit.SlotOptions{})
 		require.NoError(t, err)
-		db.failures = 1
+		db.failures.Store(1)
 		m.release(t.Context(), result.Slot)
 	}
 	require.Len(t, log.Lines(), 1)
