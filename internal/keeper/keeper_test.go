@@ -311,20 +311,19 @@ func TestSlotThatIsAPlaceAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDatabase()
 		c := d.config(true)
-		handsOver := false
+		var handsOver atomic.Bool
 		c.Renew = func(ctx context.Context, ids []string, ttl time.Duration) ([]keeper.Told, error) {
 			told, err := d.renew(ctx, ids, ttl)
 			<-time.After(time.Millisecond)
-			if handsOver {
+			if handsOver.CompareAndSwap(true, false) {
 				d.handOver("a", 9)
-				handsOver = false
 				<-time.After(time.Millisecond)
 			}
 			return told, err
 		}
 		s := d.make(keeper.New(c), "a", 0, false)
 		<-time.After(time.Second)
-		handsOver = true
+		handsOver.Store(true)
 		<-time.After(ttl / 3)
 		synctest.Wait()
 		require.True(t, gotten(s))
