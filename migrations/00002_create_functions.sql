@@ -1504,6 +1504,7 @@ AS $$
 DECLARE
     n CONSTANT integer := cardinality(keys);
     ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
+    began CONSTANT bigint := _rate_limit_now(NULL::bigint);
     told rate_limit_decision;
     places integer[] := ARRAY[1];
     i integer;
@@ -1555,6 +1556,9 @@ BEGIN
         END IF;
         told.ord := i;
         RETURN NEXT told;
+        IF n > 1 AND NOT skip_held THEN
+            PERFORM _rate_limit_give_up(began, lock_timeout_ms, NULL::bigint);
+        END IF;
     END LOOP;
 END
 $$;

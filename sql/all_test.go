@@ -234,7 +234,7 @@ func randomRequest(
 			p.Cost = -max(cost, 1)
 		}
 		if request.Charge && r.IntN(4) == 0 {
-			p.Cost = p.Policy.Numbers().Limit + model.MaxOwed(p.Policy) + r.Int64N(3) - 1
+			p.Cost = max(p.Policy.Numbers().Limit+model.MaxOwed(p.Policy)+r.Int64N(3)-1, 1)
 		}
 		if p.Cost < 0 && !grants {
 			p.Cost, _, p.Refund = modeltest.RandomRefund(r, p.Policy, takes[p.ID], p.Cost, 1)

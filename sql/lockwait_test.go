@@ -71,9 +71,11 @@ func TestCallsWithoutALockTimeoutWait(t *testing.T) {
 	const sets = "rate_limit_take_all('{n,n,n,n}', '{held,a,b,c}', false, '{1,1,1,1}', '{9,9,9,9}', " +
 		"'{1000000000000,1000000000000,1000000000000,1000000000000}', '{0,0,0,0}', NULL, '{1,1,1,1}', '{1,1,1,1}', '{1,2,3,4}', " +
 		"'{1,1,1,1}', '{1,1,1,1}', lock_timeout_ms => %s)"
+	const slots = "rate_limit_slots('{n,n,n,n}', '{held,a,b,c}', '{f,f,f,f}', '{9,9,9,9}', '{1,1,1,1}', array_fill(60000000::bigint, '{4}'), " +
+		"ARRAY(SELECT gen_random_uuid() FROM generate_series(1, 4)), array_fill('{}'::jsonb, '{4}'), lock_timeout_ms => %s)"
 	for _, call := range []string{
 		"rate_limit_take_fixed_window('n', '{held}', 9, 1000000000000, lock_timeout_ms => %s)",
-		"rate_limit_take_fixed_window('n', '{held,a,b,c}', 9, 1000000000000, lock_timeout_ms => %s)", sets,
+		"rate_limit_take_fixed_window('n', '{held,a,b,c}', 9, 1000000000000, lock_timeout_ms => %s)", sets, slots,
 	} {
 		for _, lockTimeout := range []string{"NULL", "-1", "0", "60000", "59999"} {
 			db := pgtest.New(t)
@@ -97,7 +99,7 @@ func TestCallsWithoutALockTimeoutWait(t *testing.T) {
 				continue
 			}
 			require.NoError(t, err, call)
-			require.Equal(t, []int64{2}, pgtest.Scalar[[]int64](t, db.Pool, "SELECT array_agg(DISTINCT count) FROM rate_limit_ephemeral"), call)
+			require.Equal(t, []int64{2}, pgtest.Scalar[[]int64](t, db.Pool, "SELECT array_agg(DISTINCT coalesce(held, count)) FROM rate_limit_ephemeral"), call)
 		}
 	}
 }

@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// SlotWish describes a slot that is asked for. Its JSON is an argument of rate_limit_all.
+// SlotWish describes a slot that is asked for. Its JSON is an argument of rate_limit_slots.
 type SlotWish struct {
 	Holder string `json:"holder,omitempty"`
 	Group  string `json:"group,omitempty"`
@@ -136,32 +136,19 @@ func (e *Engine) renewUnlocked(
 // briefly is how long a renewal waits for a row beside rows that are locked for longer.
 const briefly = 3 * time.Millisecond
 
+// renew is renewSlots in one statement, on a pool or in memory: other clients have no slots.
 func (d *Database) renew(
 	ctx context.Context, ids []string, ttl time.Duration, lockTimeout *int32,
 ) (told []keeper.Told, err error) {
 	if d.memory != nil {
 		return d.renewInMemory(ids, ttl), nil
 	}
-	if !d.pooled() {
-		if err := d.Turn.Take(ctx); err != nil {
-			return nil, GaveUp(err)
-		}
-		defer d.Turn.Pass()
-		lockTimeout = callersTransaction(d.DB).LockTimeout
-	}
-	var now *int64
-	if at := d.now(); at != nil {
-		now = new(at.UnixMicro())
-	}
-	var flush *bool // a renewal that a crash loses would end a slot while its holder believes in it
-	if d.pooled() {
-		flush = new(true)
-	}
+	const flush = true // a renewal that a crash loses would end a slot while its holder believes in it
 	var t keeper.Told
-	err = whileSplit(ctx, d.pooled(), func() error {
+	err = whileSplit(ctx, true, func() error {
 		told = nil
-		return pg.Query(ctx, d.DB, d.pooled(), Text("renew", d.schema),
-			[]any{ids, model.Micros(ttl), lockTimeout, flush, now},
+		return pg.Query(ctx, d.DB, true, Text("renew", d.schema),
+			[]any{ids, model.Micros(ttl), lockTimeout, flush, microsOf(d.now())},
 			[]any{&t.ID, &t.Waiting, &t.Fence}, func() error {
 				told = append(told, t)
 				return nil

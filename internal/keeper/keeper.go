@@ -292,13 +292,13 @@ func (k *Keeper) apply(g *group, ids []string, told []Told, sent time.Time, err 
 			s.drop(errors.Join(ErrLost, err))
 		}
 	}
-	if renewal.Failures = g.fails; err == nil {
-		g.fails = 0
+	if err == nil {
+		renewal.Failures, g.fails = g.fails, 0
 		return renewal
 	}
 	g.fails++
-	renewal.Failures = g.fails
 	g.next = time.Now().Add(g.ttl / 30) // try again soon
+	renewal.Failures = g.fails
 	return renewal
 }
 
