@@ -1763,7 +1763,7 @@ COMMENT ON FUNCTION rate_limit_release IS
 Example: SELECT rate_limit_release(
     (SELECT slot FROM rate_limit_acquire(''imports'', ''tenant:7'', ''concurrent 5'')))';
 
--- The functions for all algorithms. rate_limit_all can decide every kind of request.
+-- The functions for all algorithms. rate_limit_all can decide every kind of request, except for slots.
 
 -- _rate_limit_valid tells whether a policy's numbers are in the range of exact arithmetic. The result is NULL for an
 -- unknown algorithm.
@@ -2059,9 +2059,9 @@ BEGIN
 END
 $$;
 
--- rate_limit_all decides every kind of request. A request can have several parts, such as a limit for an address, a
--- limit for a user, and a limit for all users. A request takes from all of its parts or from none. The parts can have
--- different limiters, keys, algorithms, costs and tables.
+-- rate_limit_all decides every kind of request, except for slots: see concurrency.sql. A request can have several
+-- parts, such as a limit for an address, a limit for a user, and a limit for all users. A request takes from all of its
+-- parts or from none. The parts can have different limiters, keys, algorithms, costs and tables.
 --
 --   requests            the request of each part, in ascending order
 --   names, keys         the limiter and the key of each part. All parts of a request must have different rows
@@ -3718,9 +3718,9 @@ $$;
 
 -- _rate_limit_ask decides a request, charges cost, makes a hold, or makes a reservation if delay_us is not NULL. For a
 -- reservation that is allowed, retry_after is the time until it is ready. If cost is 0, nothing is taken. counted is
--- false if the policy mode decided and nothing was counted. If policy is NULL, the row of
--- rate_limit_policy that is in force for the key decides. With slot, it acquires a slot, and told is the answer: see
--- rate_limit_slots. Texts are compared with the tables' collation, not with the caller's.
+-- false if the policy mode decided and nothing was counted. If policy is NULL, the row of rate_limit_policy that is in
+-- force for the key decides. With slot, it acquires a slot, and told is the answer: see rate_limit_slots. Texts are
+-- compared with the tables' collation, not with the caller's.
 CREATE FUNCTION _rate_limit_ask(
     name text, key text, policy text, cost bigint, durable boolean, charges boolean, ttl_us bigint, hold uuid,
     delay_us bigint, slot jsonb,

@@ -1,4 +1,4 @@
--- The functions for all algorithms. rate_limit_all can decide every kind of request.
+-- The functions for all algorithms. rate_limit_all can decide every kind of request, except for slots.
 
 -- _rate_limit_valid tells whether a policy's numbers are in the range of exact arithmetic. The result is NULL for an
 -- unknown algorithm.
@@ -294,9 +294,9 @@ BEGIN
 END
 $$;
 
--- rate_limit_all decides every kind of request. A request can have several parts, such as a limit for an address, a
--- limit for a user, and a limit for all users. A request takes from all of its parts or from none. The parts can have
--- different limiters, keys, algorithms, costs and tables.
+-- rate_limit_all decides every kind of request, except for slots: see concurrency.sql. A request can have several
+-- parts, such as a limit for an address, a limit for a user, and a limit for all users. A request takes from all of its
+-- parts or from none. The parts can have different limiters, keys, algorithms, costs and tables.
 --
 --   requests            the request of each part, in ascending order
 --   names, keys         the limiter and the key of each part. All parts of a request must have different rows

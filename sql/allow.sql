@@ -2,9 +2,9 @@
 
 -- _rate_limit_ask decides a request, charges cost, makes a hold, or makes a reservation if delay_us is not NULL. For a
 -- reservation that is allowed, retry_after is the time until it is ready. If cost is 0, nothing is taken. counted is
--- false if the policy mode decided and nothing was counted. If policy is NULL, the row of
--- rate_limit_policy that is in force for the key decides. With slot, it acquires a slot, and told is the answer: see
--- rate_limit_slots. Texts are compared with the tables' collation, not with the caller's.
+-- false if the policy mode decided and nothing was counted. If policy is NULL, the row of rate_limit_policy that is in
+-- force for the key decides. With slot, it acquires a slot, and told is the answer: see rate_limit_slots. Texts are
+-- compared with the tables' collation, not with the caller's.
 CREATE FUNCTION _rate_limit_ask(
     name text, key text, policy text, cost bigint, durable boolean, charges boolean, ttl_us bigint, hold uuid,
     delay_us bigint, slot jsonb,
