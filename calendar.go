@@ -94,6 +94,9 @@ func isZone(zone string) bool {
 func isLetter(r rune) bool { return 'A' <= r && r <= 'Z' || 'a' <= r && r <= 'z' }
 
 func calendarOf(n algorithm.Numbers) single {
+	if n.Zone == algorithm.Epoch {
+		return FixedWindow{Limit: n.Limit, Window: n.Span, Align: true}
+	}
 	p := CalendarWindow{Limit: n.Limit, Unit: Unit(algorithm.UnitName(n.Span)), Zone: n.Zone}
 	if p.Zone == utcName {
 		p.Zone = ""

@@ -85,7 +85,7 @@ func policyFrom(m *model.Policy) Policy {
 func policyOf(n algorithm.Numbers) single {
 	switch n.Algorithm {
 	case algorithm.FixedWindow:
-		return FixedWindow{n.Limit, n.Span}
+		return FixedWindow{Limit: n.Limit, Window: n.Span}
 	case algorithm.SlidingWindow:
 		return SlidingWindow{n.Limit, n.Span}
 	case algorithm.TokenBucket:
@@ -194,10 +194,11 @@ func validatePolicy(policy Policy) error {
 //	sliding 100/1m    SlidingWindow{Limit: 100, Window: time.Minute}
 //	log 100/1m        SlidingLog{Limit: 100, Window: time.Minute}
 //	bucket 20 5/10s   TokenBucket{Capacity: 20, Refill: 5, Every: 10 * time.Second}
+//	every 100/1m      FixedWindow{Limit: 100, Window: time.Minute, Align: true}
 //	every 1000/month  CalendarWindow{Limit: 1000, Unit: CalendarMonth}
 //	concurrent 5      Concurrency{Limit: 5}
 //
-// A time zone may follow: every 1000/month Europe/Berlin. A comma makes [All]: sliding 10/1s, sliding 3000/10m.
+// A time zone may follow a unit of the calendar: every 1000/month Europe/Berlin. A comma makes [All]: sliding 10/1s, sliding 3000/10m.
 // [time.ParseDuration] reads the durations, which may begin with days of 24 hours: 1d12h. Errors: a [*PolicyError],
 // also for a policy that [New] would refuse.
 func ParsePolicy(text string) (Policy, error) {

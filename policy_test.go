@@ -70,7 +70,10 @@ func TestPolicyOutsideTheExactRangeIsRefused(t *testing.T) {
 		},
 	}
 	for _, test := range windows {
-		for _, p := range []single{FixedWindow{test.limit, test.window}, SlidingWindow{test.limit, test.window}} {
+		for _, p := range []single{
+			FixedWindow{test.limit, test.window, false}, FixedWindow{test.limit, test.window, true},
+			SlidingWindow{test.limit, test.window},
+		} {
 			requireRefused(t, p, test.name, test.field, test.allowed)
 		}
 	}
@@ -123,7 +126,8 @@ func TestPolicyAtTheEdgeOfTheExactRangeIsAccepted(t *testing.T) {
 	t.Parallel()
 	const longest = model.MaxSpan * time.Microsecond
 	for _, p := range []single{
-		FixedWindow{1, time.Microsecond}, FixedWindow{model.MaxProduct, time.Microsecond}, FixedWindow{2048, longest},
+		FixedWindow{1, time.Microsecond, false}, FixedWindow{model.MaxProduct, time.Microsecond, false},
+		FixedWindow{2048, longest, false}, FixedWindow{1, time.Microsecond, true}, FixedWindow{2048, longest, true},
 		SlidingWindow{1, time.Microsecond}, SlidingWindow{model.MaxProduct, time.Microsecond}, SlidingWindow{2048, longest},
 		CalendarWindow{1, CalendarMinute, ""}, CalendarWindow{model.MaxProduct, CalendarMonth, "Pacific/Chatham"},
 		SlidingLog{1, time.Microsecond}, SlidingLog{1000, time.Microsecond}, SlidingLog{1000, longest},
@@ -149,7 +153,7 @@ func FuzzPolicyValidate(f *testing.F) {
 	f.Fuzz(func(t *testing.T, limit, refill, nanoseconds int64) {
 		span := time.Duration(nanoseconds)
 		for _, p := range []single{
-			FixedWindow{limit, span}, SlidingWindow{limit, span}, SlidingLog{limit, span}, TokenBucket{limit, refill, span},
+			FixedWindow{limit, span, false}, FixedWindow{limit, span, true}, SlidingWindow{limit, span}, SlidingLog{limit, span}, TokenBucket{limit, refill, span},
 			CalendarWindow{limit, Unit(algorithm.UnitName(span)), ""},
 		} {
 			err := validatePolicy(p)

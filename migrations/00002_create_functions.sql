@@ -947,14 +947,17 @@ Example: SELECT rate_limit_take_sliding_log(''login'', ARRAY[''user:123''], 10, 
 -- internal/model/calendar.go.
 
 -- _rate_limit_valid_calendar tells whether the numbers of a calendar window are in the range of exact arithmetic, and
--- whether zone looks like a time zone.
+-- whether zone looks like a time zone. The zone epoch stands for windows of any length that are aligned to 1970 in UTC.
 CREATE FUNCTION _rate_limit_valid_calendar(max_count bigint, window_us bigint, zone text)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
-    SELECT max_count BETWEEN 1 AND 4611686018427387904
+    SELECT CASE WHEN zone = 'epoch'
+        THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+            AND max_count <= 4611686018427387904 / window_us
+        ELSE max_count BETWEEN 1 AND 4611686018427387904
         AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
         AND octet_length(zone) <= 64
         AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
-        AND zone COLLATE "C" !~* '^(right|posix)/'
+        AND zone COLLATE "C" !~* '^(right|posix)/' END
 $$;
 
 -- _rate_limit_window_end returns the end of the calendar window at the time clock, by date_trunc. The time is cut to
@@ -965,15 +968,21 @@ RETURNS bigint LANGUAGE plpgsql STABLE AS $$
 DECLARE
     unit CONSTANT text := CASE window_us WHEN 60000000 THEN 'minute' WHEN 3600000000 THEN 'hour'
         WHEN 86400000000 THEN 'day' WHEN 604800000000 THEN 'week' ELSE 'month' END;
-    instant CONSTANT timestamptz := timestamptz 'epoch' + clock / 1000000 * interval '1 second';
-    begins CONSTANT timestamptz := date_trunc(unit, instant, zone);
+    instant timestamptz;
+    begins timestamptz;
+    later timestamptz;
+    ends timestamptz;
+BEGIN
+    IF zone = 'epoch' THEN
+        RETURN clock - clock % window_us + window_us;
+    END IF;
+    instant := timestamptz 'epoch' + clock / 1000000 * interval '1 second';
+    begins := date_trunc(unit, instant, zone);
     -- date_trunc of a time in the next window is the end of this window. Windows of days and more differ in length by
     -- less than half a window. A minute or an hour ends early only if the offset changes.
-    later CONSTANT timestamptz := begins
-        + CASE WHEN window_us < 86400000000 THEN window_us - 1000000 ELSE window_us / 2 * 3 END
-            * interval '1 microsecond';
-    ends timestamptz := date_trunc(unit, later, zone);
-BEGIN
+    later := begins + CASE WHEN window_us < 86400000000 THEN window_us - 1000000 ELSE window_us / 2 * 3 END
+        * interval '1 microsecond';
+    ends := date_trunc(unit, later, zone);
     IF begins > instant THEN -- midnight occurs twice, or is skipped
         ends := begins;
     ELSIF ends <= instant THEN
@@ -1063,7 +1072,8 @@ $$;
 --   max_count  the limit, in units of cost, at most 2^62
 --   window_us  60000000 for windows of a minute, 3600000000 for an hour, 86400000000 for a day, 604800000000 for a
 --              week, 2678400000000 for a month
---   zone       the time zone: UTC, or a name with a slash, such as Europe/Berlin
+--   zone       the time zone: UTC, or a name with a slash, such as Europe/Berlin. With epoch, window_us is any number
+--              from 1 to 2^51, and windows begin at multiples of it since 1970 in UTC
 CREATE FUNCTION rate_limit_take_calendar_window(
     name text, keys text[], max_count bigint, window_us bigint, zone text,
     costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
@@ -1863,7 +1873,7 @@ BEGIN
         refill := refills[part];
         IF zones IS NOT NULL THEN
             zone := zones[part];
-            IF algorithm = 5 AND _rate_limit_valid_calendar(1::bigint, 60000000::bigint, zone) THEN
+            IF algorithm = 5 AND zone <> 'epoch' AND _rate_limit_valid_calendar(1::bigint, 60000000::bigint, zone) THEN
                 PERFORM timestamptz 'epoch' AT TIME ZONE zone; -- raises an error if the server does not know the zone
             END IF;
         END IF;
@@ -1932,8 +1942,8 @@ BEGIN
                         'limit * span at most 2^62, and for a bucket, divided by refill, at most 2^51. A log has a '
                         'limit of at most 1000. A calendar window has a span of 60000000 (a minute), 3600000000 '
                         '(an hour), 86400000000 (a day), 604800000000 (a week) or 2678400000000 (a month), and a zone '
-                        'like UTC or Europe/Berlin. Concurrency has a limit of 1 to 1000000, a span of 0 and a refill '
-                        'of 0.'
+                        'like UTC or Europe/Berlin. For any other span, the zone is epoch. Concurrency has a '
+                        'limit of 1 to 1000000, a span of 0 and a refill of 0.'
                     WHEN 'algorithm'
                         THEN 'Write 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar '
                             'window, 6 concurrency.'
@@ -3617,6 +3627,7 @@ DECLARE
     concurrent text; -- the limit of "concurrent 5"
     words text[];   -- words of one policy: algorithm, capacity of a bucket, amount, duration or unit, time zone
     parts text[];   -- parts of the duration: days, and the rest
+    of_unit text;   -- the duration of a unit of the calendar
     term text[];    -- one term of the duration: whole number, fraction, unit
     unit bigint;    -- nanoseconds
     span numeric;   -- nanoseconds
@@ -3648,9 +3659,14 @@ BEGIN
         END;
         zone := NULL;
         IF algorithm = 5 THEN
-            zone := coalesce(words[5], 'UTC');
-            words[4] := CASE words[4] WHEN 'minute' THEN '1m' WHEN 'hour' THEN '1h' WHEN 'day' THEN '1d'
+            of_unit := CASE words[4] WHEN 'minute' THEN '1m' WHEN 'hour' THEN '1h' WHEN 'day' THEN '1d'
                 WHEN 'week' THEN '7d' WHEN 'month' THEN '31d' END;
+            IF of_unit IS NULL AND words[5] IS NULL THEN -- windows that are aligned to the epoch
+                zone := 'epoch';
+            ELSE
+                zone := coalesce(words[5], 'UTC');
+                words[4] := CASE WHEN zone <> 'epoch' THEN of_unit END;
+            END IF;
         END IF;
         IF concurrent IS NOT NULL THEN
             algorithm := 6;
@@ -3666,8 +3682,8 @@ BEGIN
             RAISE EXCEPTION 'rate_limit: policy cannot be read'
                 USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
                     HINT = 'Write "fixed 100/1m", "sliding 100/1m", "bucket 20 5/10s", "log 100/1m", '
-                        '"every 1000/month Europe/Berlin", "concurrent 5", or several of these with commas between '
-                        'them. '
+                        '"every 1000/month Europe/Berlin", "every 100/1m", "concurrent 5", or several of these with '
+                        'commas between them. '
                         'A duration has units: 10s, 1m, 1h30m, 30d. '
                         'A window of the calendar is a minute, hour, day, week or month.';
         END IF;
@@ -3891,7 +3907,8 @@ Example: SELECT * FROM rate_limit_allow(''login'', ''user:123'', ''sliding 10/1m
   key          who is limited
   policy       fixed 100/1m, sliding 100/1m, bucket 20 5/10s, log 100/1m, every 1000/month Europe/Berlin -
                or several of these with commas, which must all fit. Durations: 10s, 1m, 1h30m, 30d.
-               Calendar windows: minute, hour, day, week, month. The default time zone is UTC.
+               Calendar windows: minute, hour, day, week, month. The default time zone is UTC. With a duration
+               instead, such as every 100/1m, windows begin at multiples of it since 1970.
                NULL (the default) is the policy in rate_limit_policy that is in force for the key
   durable      whether to keep the limit in rate_limit_durable, which survives a crash
 It returns
@@ -4606,7 +4623,8 @@ BEGIN
                         'they are at most 128.';
         END IF;
         BEGIN
-            PERFORM timestamptz 'epoch' AT TIME ZONE z.zone FROM unnest(parts.zones) AS z (zone);
+            PERFORM timestamptz 'epoch' AT TIME ZONE z.zone FROM unnest(parts.zones) AS z (zone)
+            WHERE z.zone <> 'epoch';
         EXCEPTION WHEN invalid_parameter_value THEN
             RAISE EXCEPTION 'rate_limit: the server does not know the time zone of the policy'
                 USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',

@@ -98,7 +98,7 @@ BEGIN
         refill := refills[part];
         IF zones IS NOT NULL THEN
             zone := zones[part];
-            IF algorithm = 5 AND _rate_limit_valid_calendar(1::bigint, 60000000::bigint, zone) THEN
+            IF algorithm = 5 AND zone <> 'epoch' AND _rate_limit_valid_calendar(1::bigint, 60000000::bigint, zone) THEN
                 PERFORM timestamptz 'epoch' AT TIME ZONE zone; -- raises an error if the server does not know the zone
             END IF;
         END IF;
@@ -167,8 +167,8 @@ BEGIN
                         'limit * span at most 2^62, and for a bucket, divided by refill, at most 2^51. A log has a '
                         'limit of at most 1000. A calendar window has a span of 60000000 (a minute), 3600000000 '
                         '(an hour), 86400000000 (a day), 604800000000 (a week) or 2678400000000 (a month), and a zone '
-                        'like UTC or Europe/Berlin. Concurrency has a limit of 1 to 1000000, a span of 0 and a refill '
-                        'of 0.'
+                        'like UTC or Europe/Berlin. For any other span, the zone is epoch. Concurrency has a '
+                        'limit of 1 to 1000000, a span of 0 and a refill of 0.'
                     WHEN 'algorithm'
                         THEN 'Write 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar '
                             'window, 6 concurrency.'

@@ -175,7 +175,8 @@ Example: SELECT * FROM rate_limit_allow(''login'', ''user:123'', ''sliding 10/1m
   key          who is limited
   policy       fixed 100/1m, sliding 100/1m, bucket 20 5/10s, log 100/1m, every 1000/month Europe/Berlin -
                or several of these with commas, which must all fit. Durations: 10s, 1m, 1h30m, 30d.
-               Calendar windows: minute, hour, day, week, month. The default time zone is UTC.
+               Calendar windows: minute, hour, day, week, month. The default time zone is UTC. With a duration
+               instead, such as every 100/1m, windows begin at multiples of it since 1970.
                NULL (the default) is the policy in rate_limit_policy that is in force for the key
   durable      whether to keep the limit in rate_limit_durable, which survives a crash
 It returns

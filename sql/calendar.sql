@@ -2,14 +2,17 @@
 -- internal/model/calendar.go.
 
 -- _rate_limit_valid_calendar tells whether the numbers of a calendar window are in the range of exact arithmetic, and
--- whether zone looks like a time zone.
+-- whether zone looks like a time zone. The zone epoch stands for windows of any length that are aligned to 1970 in UTC.
 CREATE FUNCTION _rate_limit_valid_calendar(max_count bigint, window_us bigint, zone text)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
-    SELECT max_count BETWEEN 1 AND 4611686018427387904
+    SELECT CASE WHEN zone = 'epoch'
+        THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+            AND max_count <= 4611686018427387904 / window_us
+        ELSE max_count BETWEEN 1 AND 4611686018427387904
         AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
         AND octet_length(zone) <= 64
         AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
-        AND zone COLLATE "C" !~* '^(right|posix)/'
+        AND zone COLLATE "C" !~* '^(right|posix)/' END
 $$;
 
 -- _rate_limit_window_end returns the end of the calendar window at the time clock, by date_trunc. The time is cut to
@@ -20,15 +23,21 @@ RETURNS bigint LANGUAGE plpgsql STABLE AS $$
 DECLARE
     unit CONSTANT text := CASE window_us WHEN 60000000 THEN 'minute' WHEN 3600000000 THEN 'hour'
         WHEN 86400000000 THEN 'day' WHEN 604800000000 THEN 'week' ELSE 'month' END;
-    instant CONSTANT timestamptz := timestamptz 'epoch' + clock / 1000000 * interval '1 second';
-    begins CONSTANT timestamptz := date_trunc(unit, instant, zone);
+    instant timestamptz;
+    begins timestamptz;
+    later timestamptz;
+    ends timestamptz;
+BEGIN
+    IF zone = 'epoch' THEN
+        RETURN clock - clock % window_us + window_us;
+    END IF;
+    instant := timestamptz 'epoch' + clock / 1000000 * interval '1 second';
+    begins := date_trunc(unit, instant, zone);
     -- date_trunc of a time in the next window is the end of this window. Windows of days and more differ in length by
     -- less than half a window. A minute or an hour ends early only if the offset changes.
-    later CONSTANT timestamptz := begins
-        + CASE WHEN window_us < 86400000000 THEN window_us - 1000000 ELSE window_us / 2 * 3 END
-            * interval '1 microsecond';
-    ends timestamptz := date_trunc(unit, later, zone);
-BEGIN
+    later := begins + CASE WHEN window_us < 86400000000 THEN window_us - 1000000 ELSE window_us / 2 * 3 END
+        * interval '1 microsecond';
+    ends := date_trunc(unit, later, zone);
     IF begins > instant THEN -- midnight occurs twice, or is skipped
         ends := begins;
     ELSIF ends <= instant THEN
@@ -118,7 +127,8 @@ $$;
 --   max_count  the limit, in units of cost, at most 2^62
 --   window_us  60000000 for windows of a minute, 3600000000 for an hour, 86400000000 for a day, 604800000000 for a
 --              week, 2678400000000 for a month
---   zone       the time zone: UTC, or a name with a slash, such as Europe/Berlin
+--   zone       the time zone: UTC, or a name with a slash, such as Europe/Berlin. With epoch, window_us is any number
+--              from 1 to 2^51, and windows begin at multiples of it since 1970 in UTC
 CREATE FUNCTION rate_limit_take_calendar_window(
     name text, keys text[], max_count bigint, window_us bigint, zone text,
     costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,

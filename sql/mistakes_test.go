@@ -154,6 +154,8 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{algorithm: calendar, function: "_rate_limit_calendar", right: "_rate_limit_window_end(t, window_us, zone) - t", wrong: "_rate_limit_window_end(t, window_us, 'UTC') - t"},
 		{algorithm: calendar, function: "_rate_limit_calendar", right: "ends := least(s.window_start + s.scale,", wrong: "ends := least(s.window_start + window_us,"},
 		{algorithm: calendar, function: "_rate_limit_calendar", right: "t + 2 * window_us", wrong: "t + window_us"},
+		{algorithm: calendar, function: "_rate_limit_window_end", right: "clock - clock % window_us + window_us", wrong: "clock + window_us"},
+		{algorithm: calendar, function: "_rate_limit_valid_calendar", right: "zone = 'epoch'", wrong: "false"},
 		{algorithm: calendar, function: "_rate_limit_calendar", right: "OR (moved AND", wrong: "OR (false AND"},
 		{algorithm: calendar, function: "rate_limit_all", right: "s.scale, s.expires_at, s.told_log", wrong: "NULL::bigint, s.expires_at, s.told_log"},
 		{algorithm: all, function: "rate_limit_all", right: "granted := least(granted, s.granted)", wrong: "granted := least(granted + 1, s.granted + 1)"},

@@ -65,7 +65,8 @@ BEGIN
                         'they are at most 128.';
         END IF;
         BEGIN
-            PERFORM timestamptz 'epoch' AT TIME ZONE z.zone FROM unnest(parts.zones) AS z (zone);
+            PERFORM timestamptz 'epoch' AT TIME ZONE z.zone FROM unnest(parts.zones) AS z (zone)
+            WHERE z.zone <> 'epoch';
         EXCEPTION WHEN invalid_parameter_value THEN
             RAISE EXCEPTION 'rate_limit: the server does not know the time zone of the policy'
                 USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',

@@ -15,6 +15,7 @@ DECLARE
     concurrent text; -- the limit of "concurrent 5"
     words text[];   -- words of one policy: algorithm, capacity of a bucket, amount, duration or unit, time zone
     parts text[];   -- parts of the duration: days, and the rest
+    of_unit text;   -- the duration of a unit of the calendar
     term text[];    -- one term of the duration: whole number, fraction, unit
     unit bigint;    -- nanoseconds
     span numeric;   -- nanoseconds
@@ -46,9 +47,14 @@ BEGIN
         END;
         zone := NULL;
         IF algorithm = 5 THEN
-            zone := coalesce(words[5], 'UTC');
-            words[4] := CASE words[4] WHEN 'minute' THEN '1m' WHEN 'hour' THEN '1h' WHEN 'day' THEN '1d'
+            of_unit := CASE words[4] WHEN 'minute' THEN '1m' WHEN 'hour' THEN '1h' WHEN 'day' THEN '1d'
                 WHEN 'week' THEN '7d' WHEN 'month' THEN '31d' END;
+            IF of_unit IS NULL AND words[5] IS NULL THEN -- windows that are aligned to the epoch
+                zone := 'epoch';
+            ELSE
+                zone := coalesce(words[5], 'UTC');
+                words[4] := CASE WHEN zone <> 'epoch' THEN of_unit END;
+            END IF;
         END IF;
         IF concurrent IS NOT NULL THEN
             algorithm := 6;
@@ -64,8 +70,8 @@ BEGIN
             RAISE EXCEPTION 'rate_limit: policy cannot be read'
                 USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
                     HINT = 'Write "fixed 100/1m", "sliding 100/1m", "bucket 20 5/10s", "log 100/1m", '
-                        '"every 1000/month Europe/Berlin", "concurrent 5", or several of these with commas between '
-                        'them. '
+                        '"every 1000/month Europe/Berlin", "every 100/1m", "concurrent 5", or several of these with '
+                        'commas between them. '
                         'A duration has units: 10s, 1m, 1h30m, 30d. '
                         'A window of the calendar is a minute, hour, day, week or month.';
         END IF;

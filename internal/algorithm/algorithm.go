@@ -99,8 +99,12 @@ type Numbers struct {
 	// Concurrency has no Span.
 	Span   time.Duration
 	Refill int64  // a token bucket's refill; 0 for all other algorithms
-	Zone   string // a calendar window's time zone; "" for all other algorithms
+	Zone   string // a calendar window's time zone, or Epoch; "" for all other algorithms
 }
+
+// Epoch stands in place of a time zone for windows that are aligned to the beginning of 1970 in UTC. Their Span is any
+// duration, and not a unit of the calendar.
+const Epoch = "epoch"
 
 // Refills tells whether the policy has a refill.
 func (n Numbers) Refills() bool { return table[n.Algorithm-1].Refills() }

@@ -30,6 +30,8 @@ func (n Numbers) String() string {
 		return fmt.Sprintf("%s %d", a.Word, n.Limit)
 	case a.Refills():
 		return fmt.Sprintf("%s %d %d/%s", a.Word, n.Limit, n.Refill, spanText(n.Span))
+	case a.Zoned() && n.Zone == Epoch:
+		return fmt.Sprintf("%s %d/%s", a.Word, n.Limit, spanText(n.Span))
 	case a.Zoned() && n.Zone == utc:
 		return fmt.Sprintf("%s %d/%s", a.Word, n.Limit, UnitName(n.Span))
 	case a.Zoned():
@@ -76,7 +78,8 @@ func parse(words []string) (Numbers, error) {
 // utc is the time zone of a calendar window whose text names no time zone.
 const utc = "UTC"
 
-// parseZoned parses words such as "1000/month" and "Europe/Berlin". Without a second word, the time zone is UTC.
+// parseZoned parses words such as "1000/month" and "Europe/Berlin", or "100/30s" for windows that are aligned to the
+// epoch. Without a second word, the time zone of a month is UTC.
 func parseZoned(a *Algorithm, words []string) (Numbers, error) {
 	if len(words) != 1 && len(words) != 2 {
 		return Numbers{}, fmt.Errorf("has %d words after %q, and needs 1 or 2", len(words), a.Word)
@@ -86,10 +89,17 @@ func parseZoned(a *Algorithm, words []string) (Numbers, error) {
 		return Numbers{}, err
 	}
 	n := Numbers{Algorithm: a.Code, Limit: amount, Span: UnitSpan(unit), Zone: utc}
-	if n.Span == 0 {
-		return Numbers{}, fmt.Errorf("%q is not %s", unit, UnitNames())
-	}
-	if len(words) == 2 {
+	switch {
+	case len(words) == 2 && words[1] == Epoch:
+		return Numbers{}, fmt.Errorf("%q is no time zone; for windows since the epoch, write 10s or 30d", words[1])
+	case n.Span == 0 && len(words) == 2:
+		return Numbers{}, fmt.Errorf("%q is not %s, and only these have a time zone", unit, UnitNames())
+	case n.Span == 0:
+		if n.Span, err = parseSpan(unit); err != nil {
+			return Numbers{}, fmt.Errorf("%q is not %s, and no duration like 10s or 30d", unit, UnitNames())
+		}
+		n.Zone = Epoch
+	case len(words) == 2:
 		n.Zone = words[1]
 	}
 	return n, nil

@@ -310,7 +310,7 @@ func TestScaledPolicies(t *testing.T) {
 	require.Equal(
 		t,
 		ratelimit.SlidingWindow{Limit: 20, Window: time.Hour},
-		limitertest.Policy(engine.Scaled(limitertest.Rule(ratelimit.SlidingWindow(limitertest.Hourly)).Numbers(), 0.2)),
+		limitertest.Policy(engine.Scaled(limitertest.Rule(ratelimit.SlidingWindow{Limit: limitertest.Hourly.Limit, Window: time.Hour}).Numbers(), 0.2)),
 	)
 	require.Equal(
 		t,

@@ -33,6 +33,9 @@ func PolicyTexts() map[string]ratelimit.Policy {
 		"every 4611686018427387904/hour Pacific/Chatham": ratelimit.CalendarWindow{Limit: model.MaxProduct, Unit: ratelimit.CalendarHour, Zone: "Pacific/Chatham"},
 		"concurrent 5":                                   ratelimit.Concurrency{Limit: 5},
 		"concurrent 1000000":                             ratelimit.Concurrency{Limit: model.MaxSlots},
+		"every 100/1m":                                   ratelimit.FixedWindow{Limit: 100, Window: time.Minute, Align: true},
+		"every 5/30d":                                    ratelimit.FixedWindow{Limit: 5, Window: 30 * 24 * time.Hour, Align: true},
+		"every 4611686018427387904/1µs":                  ratelimit.FixedWindow{Limit: model.MaxProduct, Window: time.Microsecond, Align: true},
 		"every 1/minute Etc/UTC":                         ratelimit.CalendarWindow{Limit: 1, Unit: ratelimit.CalendarMinute, Zone: "Etc/UTC"},
 	}
 }
@@ -48,6 +51,7 @@ func OtherPolicyTexts() map[string]string {
 		"fixed 1/24h":            "fixed 1/1d",
 		"every 5/day UTC":        "every 5/day",
 		" every  05/week\tUTC ":  "every 5/week",
+		" every  05/24h0m ":      "every 5/1d",
 		" concurrent \t +05 ":    "concurrent 5",
 	}
 }
@@ -90,8 +94,11 @@ func UnreadablePolicyTexts() map[string]string {
 		"every 5/day Europe/Berlin x":  "has 3 words",
 		"every 5":                      "no slash",
 		"every x/day":                  `"x" is not a whole number`,
-		"every 5/1d":                   `"1d" is not "minute", "hour", "day", "week" or "month"`,
+		"every 5/1d UTC":               `"1d" is not "minute", "hour", "day", "week" or "month", and only these have`,
+		"every 5/1d epoch":             `"epoch" is no time zone`,
+		"every 5/day epoch":            `"epoch" is no time zone`,
 		"every 5/Day":                  `"Day" is not "minute"`,
+		"every 5/60":                   "and no duration like 10s",
 		"every day":                    "no slash",
 		"fixed 5/day":                  `is not a duration`,
 		"fixed 5/1d UTC":               "has 2 words",
@@ -112,6 +119,11 @@ func ImpossiblePolicyTexts() map[string]string {
 		"bucket 0 5/10s":                 "Policy.Capacity",
 		"bucket 20 0/10s":                "Policy.Refill",
 		"every 0/day":                    "Policy.Limit",
+		"every 0/1d":                     "Policy.Limit",
+		"every 5/0s":                     "Policy.Window",
+		"every 5/1ns":                    "Policy.Window",
+		"every 5/30000d":                 "Policy.Window",
+		"every 4611686018427387904/1s":   "Policy.Limit",
 		"concurrent 0":                   "Policy.Limit",
 		"concurrent 1000001":             "Policy.Limit",
 		"every 4611686018427387905/day":  "Policy.Limit",
@@ -130,7 +142,8 @@ func ImpossiblePolicyTexts() map[string]string {
 func FuzzedPolicyTexts() []string {
 	return []string{
 		"fixed 100/1m", "sliding 100/1h30m", "log 1000/1h30m", "bucket 20 5/10s", "fixed 1/30d", "fixed 1/1d12h", "sliding 1/1.000001s", "concurrent 5",
-		"fixed 1/.5s", "every 1000/month Europe/Berlin", "every 5/day", "every 5/hour America/Port-au-Prince", "every 1/minute UTC",
+		"fixed 1/.5s", "every 1000/month Europe/Berlin", "every 5/day", "every 5/hour America/Port-au-Prince", "every 5/90s", "every 5/1d epoch",
+		"every 1/minute UTC",
 		"", "bucket", "fixed /", "fixed 1/d", "fixed 100/106751d23h47m16.854775807s", "fixed -1/-1s",
 		"fixed 4611686018427387904/1µs",
 	}

@@ -7,10 +7,11 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// CalendarWindow has the rules of ratelimit.CalendarWindow.
+// CalendarWindow has the rules of ratelimit.CalendarWindow. With the Zone algorithm.Epoch, it has the rules of a
+// ratelimit.FixedWindow that is aligned to the epoch.
 type CalendarWindow struct {
 	Limit int64
-	Span  time.Duration // a minute, an hour, a day, a week, or 31 days for a month
+	Span  time.Duration // a minute, an hour, a day, a week, or 31 days for a month; with Epoch any duration
 	Zone  string
 }
 
@@ -111,6 +112,9 @@ func (p CalendarWindow) Decide(s State, clock, n int64) (State, Decision) {
 // End returns the end of the window at the time clock. It computes the same as _rate_limit_window_end in
 // sql/calendar.sql.
 func (p CalendarWindow) End(clock int64) int64 {
+	if span := p.SpanMicros(); p.Zone == algorithm.Epoch {
+		return clock - clock%span + span
+	}
 	zone, err := Location(p.Zone)
 	if err != nil {
 		zone = time.UTC
@@ -170,8 +174,12 @@ func (p CalendarWindow) begins(at int64, zone *time.Location) int64 {
 
 var locations sync.Map //nolint:gochecknoglobals // a cache: time.LoadLocation reads a file each time
 
-// Location returns the time zone with this name, from this process's time zone data.
+// Location returns the time zone with this name, from this process's time zone data. Windows that are aligned to the
+// epoch need none, so it returns UTC.
 func Location(name string) (*time.Location, error) {
+	if name == algorithm.Epoch {
+		return time.UTC, nil
+	}
 	if known, ok := locations.Load(name); ok {
 		return known.(*time.Location), nil //nolint:forcetypeassert // only *time.Location values are stored
 	}

@@ -8,6 +8,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
@@ -119,6 +120,16 @@ func TestCalendarWindow(t *testing.T) {
 			{clockAt("2026-07-06T00:00:00-04:00"), 1, granted(9, 7*day)},
 			{clockAt("2026-10-26T00:00:00-04:00"), 1, granted(9, 7*day+hour)},
 			{clockAt("2026-12-28T00:00:00-05:00"), 1, granted(9, 7*day)}, // the week reaches into the next year
+		}},
+		{"windows of 30 seconds since the epoch", in(30*time.Second, algorithm.Epoch), []modelStep{
+			{at("12:00:20"), 10, granted(0, 10*second)},
+			{at("12:00:29.999999"), 1, denied(0, 1, 1)},
+			{at("12:00:30"), 10, granted(0, 30*second)},
+			{at("12:01:30"), 1, granted(9, 30*second)},
+		}},
+		{"a week since the epoch begins on Thursday", in(7*daily, algorithm.Epoch), []modelStep{
+			{clockAt("2026-07-01T23:59:59Z"), 10, granted(0, second)},
+			{clockAt("2026-07-02T00:00:00Z"), 1, granted(9, 7*day)},
 		}},
 		{"costs", in(minutely, "UTC"), []modelStep{
 			{at("12:00:10"), 0, free(10, 0)},
@@ -255,7 +266,7 @@ func TestCalendarWindowProperties(t *testing.T) {
 }
 
 // slowCalendarModel finds the end of a window from the time that clocks show. It needs a zone whose clock changes are
-// at least one hour.
+// at least one hour. Without a zone, windows are aligned to the epoch.
 type slowCalendarModel struct {
 	limit int64
 	unit  time.Duration
@@ -266,6 +277,9 @@ type slowCalendarModel struct {
 
 // shows returns a time as a calendar and a clock show it, down to the unit.
 func (m *slowCalendarModel) shows(t int64) string {
+	if m.zone == nil {
+		return fmt.Sprint(t / model.Micros(m.unit))
+	}
 	local := time.UnixMicro(t).In(m.zone)
 	switch m.unit {
 	case minutely:
@@ -282,7 +296,10 @@ func (m *slowCalendarModel) shows(t int64) string {
 }
 
 func (m *slowCalendarModel) end(t int64) int64 {
-	const longest = 32 * 24 * hour
+	longest := int64(32 * 24 * hour)
+	if m.zone == nil {
+		longest = model.Micros(m.unit)
+	}
 	return search(t+1, t+longest, func(u int64) bool { return m.shows(u) != m.shows(t) })
 }
 
@@ -312,6 +329,9 @@ func TestCalendarWindowEqualsWhatTheClocksShow(t *testing.T) {
 	t.Parallel()
 	testAgainstSlowModel(t, func(d modeltest.Dice) (model.Rules, slowModel) {
 		p := d.Calendar()
+		if p.Zone == algorithm.Epoch {
+			return p, &slowCalendarModel{limit: p.Limit, unit: p.Span}
+		}
 		p.Zone = []string{"UTC", "Europe/Berlin", "America/New_York", "Asia/Tokyo"}[d(4)]
 		zone, err := time.LoadLocation(p.Zone)
 		require.NoError(t, err)
@@ -350,7 +370,10 @@ func TestCalendarWindowNeverGrantsMoreThanTheClockGives(t *testing.T) {
 		c.Limit = min(c.Limit, 1<<50)
 		// Almost all windows last nine tenths of SpanMicros or more. The first window and an hour with a clock change
 		// may be shorter.
-		return c, 3 * c.Limit, c.Limit, c.SpanMicros() / 10 * 9, true
+		if span = c.SpanMicros(); c.Zone != algorithm.Epoch {
+			span = span / 10 * 9
+		}
+		return c, 3 * c.Limit, c.Limit, span, true
 	})
 }
 
@@ -359,7 +382,7 @@ func FuzzCalendarWindow(f *testing.F) {
 	f.Add(int64(model.MaxProduct), byte(2), byte(4), int64(1), byte(1), byte(3), []byte("\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8"))
 	f.Fuzz(func(t *testing.T, limit int64, unit, zone byte, limit2 int64, unit2, zone2 byte, steps []byte) {
 		draw := func(limit int64, unit, zone byte) model.Rules {
-			units, zones := modeltest.Units(), modeltest.SteadyZones()
+			units, zones := modeltest.Units(), append(modeltest.SteadyZones(), algorithm.Epoch)
 			return model.CalendarWindow{limit, units[int(unit)%len(units)], zones[int(zone)%len(zones)]}
 		}
 		fuzzModel(t, steps, draw(limit, unit, zone), draw(limit2, unit2, zone2))

@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
@@ -121,6 +122,9 @@ func slowKind(d modeltest.Dice, kind int64) (model.Rules, slowModel) {
 		return p, &slowBucket{TokenBucket: p}
 	}
 	p := d.Calendar()
+	if p.Zone == algorithm.Epoch {
+		return p, &slowCalendarModel{limit: p.Limit, unit: p.Span}
+	}
 	p.Zone = "UTC"
 	return p, &slowCalendarModel{limit: p.Limit, unit: p.Span, zone: time.UTC}
 }

@@ -74,8 +74,12 @@ func (d Dice) Bucket() model.TokenBucket {
 	}
 }
 
-// Calendar draws a CalendarWindow.
+// Calendar draws a CalendarWindow. One in three is aligned to the epoch.
 func (d Dice) Calendar() model.CalendarWindow {
+	if d(3) == 0 {
+		limit, window := d.Window()
+		return model.CalendarWindow{Limit: limit, Span: window, Zone: algorithm.Epoch}
+	}
 	limit := 1 + d(20)
 	if d(3) == 0 {
 		limit = d.Magnitude(1, model.MaxProduct)

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math/big"
 
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
@@ -130,7 +131,7 @@ func (d Dice) DrawFor(kind int64) func() model.Rules {
 	window := 1_000_000 + d.Magnitude(0, 1<<40)
 	capacity := 1 + d(20)
 	refill := model.CeilDiv(capacity*window, model.MaxSpan) + d(20)
-	unit, zone := Units()[d(5)], SteadyZones()[d(int64(len(SteadyZones())))]
+	unit, zone := Units()[d(5)], append(SteadyZones(), algorithm.Epoch)[d(int64(len(SteadyZones()))+1)]
 	return func() model.Rules {
 		limit, span := 1+d(20), model.Duration(window)
 		return []model.Rules{

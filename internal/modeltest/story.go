@@ -158,7 +158,9 @@ func RandomPolicy(r *rand.Rand) model.Rules {
 	case algorithm.SlidingLog:
 		n.Limit = min(limit, model.MaxLogLimit)
 	case algorithm.CalendarWindow:
-		n.Span, n.Zone = OneOf(r, Units()), OneOf(r, SteadyZones())
+		if n.Zone = algorithm.Epoch; r.IntN(3) > 0 {
+			n.Span, n.Zone = OneOf(r, Units()), OneOf(r, SteadyZones())
+		}
 	}
 	if !n.Refills() {
 		return model.Of(n)
@@ -205,11 +207,12 @@ func ChangedPolicy(r *rand.Rand, p model.Rules) model.Rules {
 		p.Capacity, p.Refill, p.Every = vary(p.Capacity), vary(p.Refill), length(p.Every)
 		changed = p
 	case model.CalendarWindow:
-		if p.Limit = vary(p.Limit); r.IntN(3) == 0 {
-			p.Span = OneOf(r, Units())
+		p.Limit = vary(p.Limit)
+		if p.Zone == algorithm.Epoch {
+			p.Span = length(p.Span)
 		}
 		if r.IntN(3) == 0 {
-			p.Zone = OneOf(r, SteadyZones())
+			p.Span, p.Zone = OneOf(r, Units()), OneOf(r, append(SteadyZones(), algorithm.Epoch))
 		}
 		if changed = p; r.IntN(6) == 0 {
 			changed = model.FixedWindow{Limit: p.Limit, Window: p.Span}
