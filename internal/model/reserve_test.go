@@ -123,7 +123,7 @@ func TestReserveProperties(t *testing.T) {
 			case 0:
 				k, _ = k.Hold(p, clock, id, n, d.Magnitude(1, min(modeltest.Reach(p), model.Micros(model.MaxHold))))
 			case 1:
-				k, _ = k.Grant(p, clock, n)
+				k, _ = k.Grant(p, clock, min(n, model.MaxCredit)) // callers may not grant more
 			}
 			took, asTake := k.Decide(p, clock, n)
 			asBooking, got, readyAfter := k.Reserve(p, clock, n, 0)
