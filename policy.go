@@ -198,9 +198,9 @@ func validatePolicy(policy Policy) error {
 //	every 1000/month  CalendarWindow{Limit: 1000, Unit: CalendarMonth}
 //	concurrent 5      Concurrency{Limit: 5}
 //
-// A time zone may follow a unit of the calendar: every 1000/month Europe/Berlin. A comma makes [All]: sliding 10/1s, sliding 3000/10m.
-// [time.ParseDuration] reads the durations, which may begin with days of 24 hours: 1d12h. Errors: a [*PolicyError],
-// also for a policy that [New] would refuse.
+// A time zone may follow a unit of the calendar: every 1000/month Europe/Berlin. A comma makes [All]: sliding 10/1s,
+// sliding 3000/10m. [time.ParseDuration] reads the durations, which may begin with days of 24 hours: 1d12h. Errors: a
+// [*PolicyError], also for a policy that [New] would refuse.
 func ParsePolicy(text string) (Policy, error) {
 	numbers, err := algorithm.Parse(text)
 	if err != nil {

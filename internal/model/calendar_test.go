@@ -296,7 +296,7 @@ func (m *slowCalendarModel) shows(t int64) string {
 }
 
 func (m *slowCalendarModel) end(t int64) int64 {
-	longest := int64(32 * 24 * hour)
+	longest := 32 * 24 * hour
 	if m.zone == nil {
 		longest = model.Micros(m.unit)
 	}
