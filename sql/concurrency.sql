@@ -282,34 +282,86 @@ BEGIN
 END
 $$;
 
--- _rate_limit_renew_ephemeral makes those slots and tickets of a key last for at least ttl_us that are live, and hands
--- over. It makes the row of the key if it is missing, because the row expires while only tickets are left.
-CREATE FUNCTION _rate_limit_renew_ephemeral(name text, key text, slots uuid[], ttl_us bigint, now_us bigint)
-RETURNS void
+-- _rate_limit_renew_ephemeral makes those slots and tickets last for at least ttl_us that are live, and hands over. It
+-- makes a key's row that is missing, because the row expires while only tickets are left.
+CREATE FUNCTION _rate_limit_renew_ephemeral(slots uuid[], ttl_us bigint, now_us bigint) RETURNS void
 LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
-    s rate_limit_row;
+    ids uuid[]; -- the slots and tickets that exist
+    names_of text[]; -- of each of them
+    keys_of text[];
+    names text[]; -- each key once, in the lock order of rate_limit_all
+    keys text[];
+    one record;
     was rate_limit_row;
+    s rate_limit_row;
     clock bigint;
 BEGIN
-    FOR attempt IN 1 .. 5 LOOP
-        SELECT d.ctid, d.held, d.held_next, d.held_until INTO s.tid, s.held, s.held_next, s.held_until
-        FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = key FOR UPDATE;
-        EXIT WHEN found;
-        INSERT INTO rate_limit_ephemeral (prefix, key) VALUES (name, key) ON CONFLICT DO NOTHING;
-    END LOOP;
-    clock := _rate_limit_now(now_us); -- after the lock
-    was := s;
-    s := _rate_limit_live_ephemeral(s, name, key, clock);
-    PERFORM _rate_limit_note_ends_ephemeral(was, name, key, clock);
+    -- A slot never moves to another key, so this locks no row.
+    SELECT array_agg(h.id), array_agg(h.prefix), array_agg(h.key) INTO ids, names_of, keys_of
+    FROM rate_limit_ephemeral_hold AS h
+    WHERE h.id = ANY (slots) AND h.status IN (0, 3) AND h.fence > 0;
+    IF ids IS NULL THEN
+        RETURN;
+    END IF;
+    SELECT array_agg(e.name), array_agg(e.key) INTO names, keys
+    FROM (
+        SELECT DISTINCT -octet_length(e.key), e.key COLLATE "C" AS key, e.name COLLATE "C" AS name
+        FROM unnest(names_of, keys_of) AS e (name, key)
+        ORDER BY 1, 2, 3
+    ) AS e;
+
+    -- This statement makes missing rows and locks the others, one after the other, in the given order.
+    INSERT INTO rate_limit_ephemeral AS d (prefix, key)
+    SELECT e.name, e.key
+    FROM unnest(names, keys) AS e (name, key)
+    ON CONFLICT (prefix, key) DO UPDATE SET held = d.held WHERE false;
+    clock := _rate_limit_now(now_us); -- after the locks
+
+    -- LATERAL with OFFSET 0 searches for each row by its key, however large Postgres believes the tables to be.
     UPDATE rate_limit_ephemeral_hold AS h SET ends_at = clock + ttl_us
-    WHERE h.id = ANY (slots) AND h.key = key AND h.prefix = name AND h.status IN (0, 3) AND h.fence > 0
-        AND h.ends_at > clock AND h.ends_at < clock + ttl_us;
-    s := _rate_limit_write_line_ephemeral(s, name, key, clock, NULL::bigint);
-    UPDATE rate_limit_ephemeral AS d SET held = s.held, held_next = s.held_next, held_until = s.held_until
-    WHERE d.ctid = s.tid
-        AND (d.held, d.held_next, d.held_until) IS DISTINCT FROM (s.held, s.held_next, s.held_until);
+    FROM unnest(ids, names_of, keys_of) AS e (id, name, key)
+    CROSS JOIN LATERAL (
+        SELECT h.ctid FROM rate_limit_ephemeral_hold AS h
+        WHERE h.id = e.id AND h.key = e.key AND h.prefix = e.name AND h.status IN (0, 3)
+            AND h.ends_at > clock AND h.ends_at < clock + ttl_us
+        OFFSET 0
+    ) AS n
+    WHERE h.ctid = n.ctid;
+
+    -- In most keys, nobody stands in line, and nothing has ended. The other keys follow one by one.
+    FOR one IN
+        SELECT e.name, e.key, d.ctid AS tid, d.held, d.held_next, d.held_until
+        FROM unnest(names, keys) AS e (name, key)
+        CROSS JOIN LATERAL (
+            SELECT d.ctid, d.held, d.held_next, d.held_until
+            FROM rate_limit_ephemeral AS d
+            WHERE d.prefix = e.name AND d.key = e.key
+                AND (d.held IS NULL OR d.held_next <= clock OR d.held_until > clock + 86400000000
+                    OR EXISTS (SELECT FROM rate_limit_ephemeral_hold AS h
+                        WHERE h.key = e.key AND h.prefix = e.name AND h.status = 3))
+            OFFSET 0
+        ) AS d
+    LOOP
+        was := _rate_limit_no_row(one.tid, 6::smallint, one.held, one.held_next, one.held_until);
+        s := _rate_limit_live_ephemeral(was, one.name, one.key, clock);
+        PERFORM _rate_limit_note_ends_ephemeral(was, one.name, one.key, clock);
+        s := _rate_limit_write_line_ephemeral(s, one.name, one.key, clock, NULL::bigint);
+        UPDATE rate_limit_ephemeral AS d SET held = s.held WHERE d.ctid = s.tid AND d.held IS DISTINCT FROM s.held;
+    END LOOP;
+
+    -- The ends in the rows follow those in the list.
+    UPDATE rate_limit_ephemeral AS d SET held_next = n.first, held_until = n.last
+    FROM unnest(names, keys) AS e (name, key)
+    CROSS JOIN LATERAL (
+        SELECT d.ctid FROM rate_limit_ephemeral AS d WHERE d.prefix = e.name AND d.key = e.key OFFSET 0
+    ) AS tid
+    CROSS JOIN LATERAL (
+        SELECT min(h.ends_at) AS first, max(h.ends_at) AS last
+        FROM rate_limit_ephemeral_hold AS h WHERE h.key = e.key AND h.prefix = e.name AND h.status = 0
+    ) AS n
+    WHERE d.ctid = tid.ctid AND (d.held_next, d.held_until) IS DISTINCT FROM (n.first, n.last);
 END
 $$;
 
@@ -435,9 +487,6 @@ AS $$
 #variable_conflict use_variable
 DECLARE
     ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
-    names text[];
-    keys text[];
-    durables boolean[];
 BEGIN
     IF (ttl_us BETWEEN 1000 AND 86400000000) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: ttl_us is %', coalesce(ttl_us::text, 'NULL')
@@ -446,27 +495,8 @@ BEGIN
     END IF;
     -- Every call uses the tables of keys before those of holds: see _rate_limit_end_hold.
     LOCK TABLE rate_limit_ephemeral, rate_limit_durable IN ROW EXCLUSIVE MODE;
-    -- A slot never moves to another key, so this locks no row. The order is that of rate_limit_all.
-    SELECT array_agg(k.prefix ORDER BY k.durable, -octet_length(k.key), k.key, k.prefix),
-        array_agg(k.key ORDER BY k.durable, -octet_length(k.key), k.key, k.prefix),
-        array_agg(k.durable ORDER BY k.durable, -octet_length(k.key), k.key, k.prefix)
-    INTO names, keys, durables
-    FROM (
-        SELECT DISTINCT false AS durable, h.prefix, h.key
-        FROM rate_limit_ephemeral_hold AS h
-        WHERE h.id = ANY (slots) AND h.status IN (0, 3) AND h.fence > 0
-        UNION ALL
-        SELECT DISTINCT true, h.prefix, h.key
-        FROM rate_limit_durable_hold AS h
-        WHERE h.id = ANY (slots) AND h.status IN (0, 3) AND h.fence > 0
-    ) AS k;
-    FOR i IN 1 .. coalesce(cardinality(keys), 0) LOOP
-        IF durables[i] THEN
-            PERFORM _rate_limit_renew_durable(names[i], keys[i], slots, ttl_us, now_us);
-        ELSE
-            PERFORM _rate_limit_renew_ephemeral(names[i], keys[i], slots, ttl_us, now_us);
-        END IF;
-    END LOOP;
+    PERFORM _rate_limit_renew_ephemeral(slots, ttl_us, now_us);
+    PERFORM _rate_limit_renew_durable(slots, ttl_us, now_us);
     clock_us := _rate_limit_now(now_us);
     RETURN QUERY
         SELECT h.id, h.status = 3, h.fence, h.ends_at, clock_us

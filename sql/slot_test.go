@@ -409,7 +409,7 @@ func TestMistakesInSlotsDifferFromTheModel(t *testing.T) {
 		{line, "coalesce(max_count, h.max_count)", "h.max_count"},
 		// A slot or a ticket that has ended is live again.
 		{renew, "AND h.ends_at > clock AND h.ends_at < clock + ttl_us", "AND h.ends_at < clock + ttl_us"},
-		{renew, "(was, name, key, clock);", "(s, name, key, clock);"},
+		{renew, "(was, one.name, one.key, clock);", "(s, one.name, one.key, clock);"},
 		{one, "(was, name, key, clock);", "(s, name, key, clock);"},
 		{renew, "AND h.ends_at > clock AND", "AND h.ends_at >= clock AND"},
 		{line, "h.status = 3 AND h.ends_at <= clock;", "h.status = 3 AND h.ends_at < clock;"},
@@ -417,8 +417,11 @@ func TestMistakesInSlotsDifferFromTheModel(t *testing.T) {
 		{one, "h.fence > 0 AND h.ends_at > clock", "h.fence > 0 AND h.ends_at >= clock"},
 		{one, "h.status = 0 AND s.held IS NOT NULL", "h.status IN (0, 1) AND s.held IS NOT NULL"},
 		// A renewal shortens a slot, or forgets a ticket.
-		{renew, "AND h.ends_at < clock + ttl_us;", ";"},
+		{renew, "AND h.ends_at < clock + ttl_us", ""},
 		{renew, "h.status IN (0, 3)", "h.status = 0"},
+		{renew, "OR EXISTS (", "OR false AND EXISTS ("},
+		{renew, "d.held_next <= clock OR", ""},
+		{renew, "OR d.held_until > clock + 86400000000", ""},
 		// The fences do not ascend, or a place is not one.
 		{handOver, "SET status = 0, fence =", "SET status = 0, fence = h.fence + 0 *"},
 		// The line is not fair, or stands still.
@@ -430,11 +433,13 @@ func TestMistakesInSlotsDifferFromTheModel(t *testing.T) {
 		{handOver, "h.units <= h.max_count", "true"},
 		{one, "AND h.ends_at > clock AND h.units <= max_count", "AND h.ends_at > clock"},
 		{handOver, "EXIT WHEN NOT found OR units > room;", "EXIT;"},
-		{renew, "SET held = s.held,", "SET held = d.held,"},
+		{renew, "SET held = s.held", "SET held = d.held"},
 		// The ends of the slots in the row are not those of the list.
 		{one, "s.held_next := least(s.held_next, ends);", "s.held_next := coalesce(s.held_next, ends);"},
 		{one, "s.held_until := greatest(s.held_until, ends);", "s.held_until := ends;"},
 		{one, "ends IN (s.held_next, s.held_until)", "ends = s.held_until"},
+		{renew, "SET held_next = n.first,", "SET held_next = d.held_next,"},
+		{renew, "held_until = n.last", "held_until = d.held_until"},
 		{one, "OR s.held_until > clock + 86400000000 THEN", "THEN"},
 		// A settlement or a reset does not know slots.
 		{"rate_limit_reset", "AND h.status = 3;", "AND h.status = 3 AND false;"},

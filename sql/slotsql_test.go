@@ -281,3 +281,93 @@ func TestSQLSlotsRefuseBadInput(t *testing.T) {
 	require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT allowed FROM rate_limit_acquire('on', 'key')"))
 	require.False(t, pgtest.Scalar[bool](t, db.Pool, "SELECT allowed FROM rate_limit_acquire('on', 'key')"))
 }
+
+// A renewal locks the keys one after the other in the lock order, also if it has to make rows. It reads the clock after
+// the locks, so a slot that ends meanwhile is lost. If somebody has deleted the row of a key, its slots are lost too.
+func TestRenewalsLockKeysInOrder(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
+	const renew, makes = "_rate_limit_renew_ephemeral", "DO UPDATE SET held = d.held WHERE false"
+	for _, c := range []struct {
+		missing, durable bool
+		right, wrong     string
+		free             []string // the keys that nobody has locked while the renewal waits for "b"
+		live             []string // the keys whose slots are renewed
+	}{
+		{false, false, "", "", []string{"c"}, []string{"b", "c", "dd"}},
+		{false, true, "", "", []string{"c"}, []string{"b", "c", "dd"}},
+		{true, false, "", "", []string{"c"}, []string{"c", "dd"}},
+		{true, true, "", "", []string{"c"}, []string{"c", "dd"}},
+		{false, false, "ORDER BY 1, 2, 3", "ORDER BY 2, 3", []string{"c", "dd"}, []string{"b", "c", "dd"}},
+		{false, false, "ORDER BY 1, 2, 3", "ORDER BY 1, 2 DESC", []string{"a"}, []string{"b", "c", "dd"}},
+		{true, true, "ORDER BY 1, 2, 3", "ORDER BY 1, 2 DESC", []string{"a"}, []string{"c", "dd"}},
+		{false, false, makes, "DO NOTHING", []string{"c"}, []string{"a", "b", "c", "dd"}}, // the clock is read before
+	} {
+		t.Run(fmt.Sprintf("%+v", c), func(t *testing.T) {
+			t.Parallel()
+			db, table := pgtest.New(t), pgtest.Table(c.durable)
+			if c.right != "" {
+				pgtest.RewriteTwins(t, db.Pool, renew, c.right, c.wrong)
+			}
+			ids := []string{}
+			for key, ttl := range map[string]string{"a": "2 seconds", "b": "1 hour", "c": "3 hours", "dd": "1 hour"} {
+				ids = append(ids, pgtest.Scalar[string](t, db.Pool, `SELECT slot::text FROM rate_limit_acquire(
+					'n', $1, 'concurrent 1', ttl => $2::interval, durable => $3)`,
+					key, ttl, c.durable))
+			}
+			holder := pgtest.Begin(t, db)
+			if c.missing {
+				pgtest.Exec(t, db.Pool, "DELETE FROM "+table+" WHERE key = 'b'")
+				pgtest.Exec(t, holder, "INSERT INTO "+table+" (prefix, key) VALUES ('n', 'b')")
+			} else {
+				pgtest.Exec(t, holder, "SELECT FROM "+table+" WHERE key = 'b' FOR UPDATE")
+			}
+			renewed := testkit.Later(func() (live []string, err error) {
+				err = db.Pool.QueryRow(t.Context(), `SELECT array_agg(h.key ORDER BY h.key)
+					FROM rate_limit_renew_all($1::text[]::uuid[], 7200000000) AS r, `+table+"_hold AS h WHERE h.id = r.slot",
+					ids).Scan(&live)
+				return live, err
+			})
+			pgtest.WaitUntilBlocked(t, db.Pool, 1)
+			looker := pgtest.Begin(t, db)
+			require.Equal(t, c.free, pgtest.Scalar[[]string](t, looker,
+				"SELECT array_agg(d.key ORDER BY d.key) FROM (SELECT key FROM "+table+" FOR UPDATE SKIP LOCKED) AS d"))
+			require.NoError(t, looker.Rollback(t.Context()))
+			testkit.WaitUntil(t, func() bool {
+				return pgtest.Scalar[bool](t, db.Pool, "SELECT clock_timestamp() > to_timestamp(ends_at / 1e6) FROM "+
+					table+"_hold WHERE key = 'a'")
+			})
+			require.NoError(t, holder.Commit(t.Context()))
+			live, err := renewed()
+			require.NoError(t, err)
+			require.Equal(t, c.live, live)
+			require.NoError(t, sumsDiffer(t.Context(), db.Pool, c.durable, "n"))
+		})
+	}
+}
+
+// A session plans a renewal while the tables are almost empty. It keeps the plans while they grow.
+func TestPlansOfRenewalsDependOnNoStatistics(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "pages, plans and settings of the session")
+	for _, durable := range []bool{false, true} {
+		for _, table := range []string{pgtest.Table(durable), pgtest.Table(durable) + "_hold"} {
+			t.Run(table, func(t *testing.T) {
+				t.Parallel()
+				conn := pgtest.Connect(t, pgtest.New(t))
+				acquire := func(from, to int) {
+					pgtest.Exec(t, conn, `SELECT rate_limit_acquire('n', concat('key ', i), 'concurrent 1', durable => $3, wait => j = 1)
+						FROM generate_series($1::int, $2) AS i, generate_series(0, 1) AS j`, from, to, durable)
+				}
+				renew := func() {
+					pgtest.Exec(t, conn, `SELECT count(*) FROM rate_limit_renew_all(ARRAY(
+						SELECT id FROM `+pgtest.Table(durable)+`_hold WHERE key IN ('key 1', 'key 2')), 60000000)`)
+				}
+				acquire(1, 2)
+				scans := pgtest.ScansOfAGrownTable(t, conn, table, "auto", renew, func() { acquire(3, 2_000) }, renew)
+				require.LessOrEqual(t, scans.Sequential, int64(1), "the test's own scan of the list")
+				require.Less(t, scans.IndexRows, int64(500))
+			})
+		}
+	}
+}
