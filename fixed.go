@@ -1,6 +1,7 @@
 package ratelimit
 
 import (
+	"fmt"
 	"time"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
@@ -18,7 +19,9 @@ import (
 // again at 12:01:00. Other limiters work like this, for example Envoy's reference service. A Window of 7 days begins on
 // a Thursday, as 1970 did; a [CalendarWindow] has weeks that begin on Monday, months, and time zones.
 type FixedWindow struct {
-	Limit  int64         // in units of cost: at least 1, and Limit × Window in microseconds at most 2^62
+	// Limit is in units of cost. It is at least 1. Without Align, Limit × Window in microseconds is at most 2^62. With
+	// Align, Limit is at most 2^62.
+	Limit  int64
 	Window time.Duration // whole microseconds, from 1 µs to 2^51 µs (71 years)
 	Align  bool          // for policies, another kind than without Align
 }
@@ -33,4 +36,14 @@ func (p FixedWindow) one() model.Rules {
 }
 
 func (p FixedWindow) rules() []model.Rules { return []model.Rules{p.one()} }
-func (p FixedWindow) validate() error      { return validateWindow(p.Limit, p.Window) }
+
+func (p FixedWindow) validate() error {
+	if !p.Align {
+		return validateWindow(p.Limit, p.Window)
+	}
+	if p.Limit < 1 || p.Limit > model.MaxProduct {
+		return &ConfigError{Field: "Config.Policy.Limit", Reason: fmt.Sprintf(
+			"is %d, and must be at least 1 and at most 2^62", p.Limit)}
+	}
+	return validateSpan("Config.Policy.Window", p.Window)
+}

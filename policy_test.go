@@ -71,12 +71,15 @@ func TestPolicyOutsideTheExactRangeIsRefused(t *testing.T) {
 	}
 	for _, test := range windows {
 		for _, p := range []single{
-			FixedWindow{test.limit, test.window, false}, FixedWindow{test.limit, test.window, true},
-			SlidingWindow{test.limit, test.window},
+			FixedWindow{test.limit, test.window, false}, SlidingWindow{test.limit, test.window},
 		} {
 			requireRefused(t, p, test.name, test.field, test.allowed)
 		}
 	}
+	for _, test := range windows[:8] { // the last three are products, which do not matter with Align
+		requireRefused(t, FixedWindow{test.limit, test.window, true}, test.name, test.field, test.allowed)
+	}
+	requireRefused(t, FixedWindow{model.MaxProduct + 1, time.Second, true}, "a limit beyond 2^62", "Policy.Limit", "at most 2^62")
 	requireRefused(
 		t,
 		SlidingLog{1001, time.Microsecond},
@@ -127,7 +130,7 @@ func TestPolicyAtTheEdgeOfTheExactRangeIsAccepted(t *testing.T) {
 	const longest = model.MaxSpan * time.Microsecond
 	for _, p := range []single{
 		FixedWindow{1, time.Microsecond, false}, FixedWindow{model.MaxProduct, time.Microsecond, false},
-		FixedWindow{2048, longest, false}, FixedWindow{1, time.Microsecond, true}, FixedWindow{2048, longest, true},
+		FixedWindow{2048, longest, false}, FixedWindow{1, time.Microsecond, true}, FixedWindow{model.MaxProduct, longest, true},
 		SlidingWindow{1, time.Microsecond}, SlidingWindow{model.MaxProduct, time.Microsecond}, SlidingWindow{2048, longest},
 		CalendarWindow{1, CalendarMinute, ""}, CalendarWindow{model.MaxProduct, CalendarMonth, "Pacific/Chatham"},
 		SlidingLog{1, time.Microsecond}, SlidingLog{1000, time.Microsecond}, SlidingLog{1000, longest},

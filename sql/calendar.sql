@@ -5,14 +5,13 @@
 -- whether zone looks like a time zone. The zone epoch stands for windows of any length that are aligned to 1970 in UTC.
 CREATE FUNCTION _rate_limit_valid_calendar(max_count bigint, window_us bigint, zone text)
 RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
-    SELECT CASE WHEN zone = 'epoch'
-        THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
-            AND max_count <= 4611686018427387904 / window_us
-        ELSE max_count BETWEEN 1 AND 4611686018427387904
-        AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
-        AND octet_length(zone) <= 64
-        AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
-        AND zone COLLATE "C" !~* '^(right|posix)/' END
+    SELECT max_count BETWEEN 1 AND 4611686018427387904
+        AND CASE WHEN zone = 'epoch'
+            THEN window_us BETWEEN 1 AND 2251799813685248
+            ELSE window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
+                AND octet_length(zone) <= 64
+                AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
+                AND zone COLLATE "C" !~* '^(right|posix)/' END
 $$;
 
 -- _rate_limit_window_end returns the end of the calendar window at the time clock, by date_trunc. The time is cut to

@@ -123,7 +123,7 @@ func ImpossiblePolicyTexts() map[string]string {
 		"every 5/0s":                     "Policy.Window",
 		"every 5/1ns":                    "Policy.Window",
 		"every 5/30000d":                 "Policy.Window",
-		"every 4611686018427387904/1s":   "Policy.Limit",
+		"every 4611686018427387905/1s":   "Policy.Limit",
 		"concurrent 0":                   "Policy.Limit",
 		"concurrent 1000001":             "Policy.Limit",
 		"every 4611686018427387905/day":  "Policy.Limit",

@@ -19,8 +19,8 @@ func InRange(p model.Rules) bool {
 	switch {
 	case n.Limit < 1, n.Span%time.Microsecond != 0, n.Span < time.Microsecond, n.Span > model.MaxSpan*time.Microsecond:
 		return false
-	case n.Algorithm == algorithm.CalendarWindow && n.Zone != algorithm.Epoch:
-		return n.Limit <= model.MaxProduct && slices.Contains(Units(), n.Span)
+	case n.Algorithm == algorithm.CalendarWindow:
+		return n.Limit <= model.MaxProduct && (n.Zone == algorithm.Epoch || slices.Contains(Units(), n.Span))
 	case n.Algorithm == algorithm.SlidingLog && n.Limit > model.MaxLogLimit:
 		return false
 	case n.Refills() && (n.Refill < 1 || !within(n.Refill)):
