@@ -7,7 +7,7 @@ help: ## Print this list
 
 # The tests use the server at RATELIMIT_TEST_DATABASE_URL, or else throwaway servers. They ignore DATABASE_URL.
 # RATELIMIT_TEST_ROUNDS=20 makes random tests run twenty times as many rounds.
-test: ## Run the tests of the library, its command, OpenTelemetry and gRPC, or of the modules MODULE=". grpclimit"
+test: ## Run the tests of the library, its command, OpenTelemetry, gRPC and the service, or of the modules MODULE=". grpclimit"
 	@go run ./internal/runtests $(MODULE)
 
 test/race: ## Run the tests of the library and its service modules under the race detector; needs a C compiler

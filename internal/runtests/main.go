@@ -58,7 +58,7 @@ func run(ctx context.Context, out io.Writer, modules []string) (err error) {
 	defer func() { err = errors.Join(err, server.Close()) }()
 	fmt.Fprintln(out, server.Describe())
 	if len(modules) == 0 {
-		modules = []string{".", "cmd/pgratelimit", "otelratelimit", "grpclimit"}
+		modules = []string{".", "cmd/pgratelimit", "otelratelimit", "grpclimit", "service"}
 		fmt.Fprintln(out, "This takes some minutes, and more when the tests are built first.")
 	}
 
