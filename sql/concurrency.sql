@@ -65,9 +65,15 @@ DECLARE
     first CONSTANT bigint := (SELECT min(h.ends_at) FROM rate_limit_ephemeral_hold AS h
         WHERE h.key = key AND h.prefix = name AND h.status = 3 AND h.ends_at > clock);
 BEGIN
-    RETURN greatest(
-        _rate_limit_earliest_ephemeral(s, name, key, 6::smallint, clock, cost, max_count, 0::bigint, 0::bigint,
-            NULL::text, NULL::bigint),
+    RETURN greatest(0, (
+            SELECT e.ends_at - clock -- then free units have ended, at least as many as are missing
+            FROM (
+                SELECT h.ends_at, sum(h.units) OVER (ORDER BY h.ends_at ROWS UNBOUNDED PRECEDING) AS free
+                FROM rate_limit_ephemeral_hold AS h
+                WHERE h.key = key AND h.prefix = name AND h.status = 0 AND h.ends_at > clock
+            ) AS e
+            WHERE e.free >= s.held + cost - max_count
+            ORDER BY e.ends_at LIMIT 1),
         CASE WHEN first IS NOT NULL THEN coalesce(s.held_next, first) - clock END);
 END
 $$;
@@ -124,14 +130,25 @@ LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
     longest CONSTANT bigint := clock + 86400000000;
+    first bigint; -- the first and the last end of a ticket
+    last bigint;
+    most bigint; -- the largest limit of a ticket; while so much is held, nothing can be handed over
+    differs boolean;
 BEGIN
-    IF EXISTS (SELECT FROM rate_limit_ephemeral_hold AS h WHERE h.key = key AND h.prefix = name AND h.status = 3) THEN
+    SELECT min(h.ends_at), max(h.ends_at), max(h.max_count), bool_or(h.max_count <> max_count)
+    INTO first, last, most, differs
+    FROM rate_limit_ephemeral_hold AS h
+    WHERE h.key = key AND h.prefix = name AND h.status = 3;
+    IF first <= clock THEN
         DELETE FROM rate_limit_ephemeral_hold AS h
         WHERE h.key = key AND h.prefix = name AND h.status = 3 AND h.ends_at <= clock;
+    END IF;
+    IF differs OR last > longest THEN -- longest: the clock was set back
         UPDATE rate_limit_ephemeral_hold AS h
         SET ends_at = least(h.ends_at, longest), max_count = coalesce(max_count, h.max_count)
-        WHERE h.key = key AND h.prefix = name AND h.status = 3
-            AND (h.ends_at > longest OR h.max_count <> max_count); -- longest: the clock was set back
+        WHERE h.key = key AND h.prefix = name AND h.status = 3;
+    END IF;
+    IF coalesce(s.held, 0) < most THEN
         s := _rate_limit_hand_over_ephemeral(s, name, key);
     END IF;
     SELECT min(h.ends_at), max(h.ends_at) INTO s.held_next, s.held_until
@@ -268,8 +285,10 @@ BEGIN
             FROM rate_limit_ephemeral_hold AS h
             WHERE h.key = key AND h.prefix = name AND h.status = 0;
         END IF;
-        UPDATE rate_limit_ephemeral AS d SET held = s.held, held_next = s.held_next, held_until = s.held_until
-        WHERE d.ctid = s.tid;
+        IF (s.held, s.held_next, s.held_until) IS DISTINCT FROM (was.held, was.held_next, was.held_until) THEN
+            UPDATE rate_limit_ephemeral AS d SET held = s.held, held_next = s.held_next, held_until = s.held_until
+            WHERE d.ctid = s.tid;
+        END IF;
         told.log := ARRAY[(status = 0)::int, fence, ends];
     END IF;
     told.held := coalesce(s.held, 0);

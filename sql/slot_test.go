@@ -407,18 +407,22 @@ func TestMistakesInSlotsDifferFromTheModel(t *testing.T) {
 		{handOver, "s.held := coalesce(s.held, 0) + units;", ""},
 		{one, "IF found AND status = 0 THEN", "IF found THEN"},
 		{line, "coalesce(max_count, h.max_count)", "h.max_count"},
+		{line, "IF differs OR last > longest THEN", "IF last > longest THEN"},
 		// A slot or a ticket that has ended is live again.
 		{renew, "AND h.ends_at > clock AND h.ends_at < clock + ttl_us", "AND h.ends_at < clock + ttl_us"},
 		{renew, "(was, one.name, one.key, clock);", "(s, one.name, one.key, clock);"},
 		{one, "(was, name, key, clock);", "(s, name, key, clock);"},
 		{renew, "AND h.ends_at > clock AND", "AND h.ends_at >= clock AND"},
 		{line, "h.status = 3 AND h.ends_at <= clock;", "h.status = 3 AND h.ends_at < clock;"},
+		{line, "IF first <= clock THEN", "IF first < clock THEN"},
 		{line, "SET ends_at = least(h.ends_at, longest),", "SET ends_at = h.ends_at,"},
+		{line, "IF differs OR last > longest THEN", "IF differs THEN"},
 		{one, "h.fence > 0 AND h.ends_at > clock", "h.fence > 0 AND h.ends_at >= clock"},
 		{one, "h.status = 0 AND s.held IS NOT NULL", "h.status IN (0, 1) AND s.held IS NOT NULL"},
 		// A renewal shortens a slot, or forgets a ticket.
 		{renew, "AND h.ends_at < clock + ttl_us", ""},
 		{renew, "h.status IN (0, 3)", "h.status = 0"},
+		{line, "coalesce(s.held, 0) < most", "s.held < most"},
 		{renew, "OR EXISTS (", "OR false AND EXISTS ("},
 		{renew, "d.held_next <= clock OR", ""},
 		{renew, "OR d.held_until > clock + 86400000000", ""},
@@ -446,6 +450,9 @@ func TestMistakesInSlotsDifferFromTheModel(t *testing.T) {
 		{"_rate_limit_beside_ephemeral", "AND h.fence = 0", ""},
 		// The wait is too short or too long.
 		{after, "CASE WHEN first IS NOT NULL THEN coalesce(s.held_next, first) - clock END", "0"},
+		{after, "e.free >= s.held", "e.free > s.held"},
+		{one, "(s.held, s.held_next, s.held_until) IS DISTINCT FROM (was.held, was.held_next, was.held_until)",
+			"s.held IS DISTINCT FROM was.held"},
 		{line, "SELECT min(h.ends_at), max(h.ends_at) INTO", "SELECT min(h.ends_at), min(h.ends_at) INTO"},
 	} {
 		t.Run(fmt.Sprintf("%s: %s, not %s", c.function, c.wrong, c.right), func(t *testing.T) {
