@@ -15,6 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
+func hello(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "hello") }
+
 func main() {
 	ctx := context.Background()
 	pool, err := pgxpool.New(ctx, os.Getenv("DATABASE_URL"))
@@ -32,15 +34,10 @@ func main() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	limit, err := httplimit.New(limiter, httplimit.Config{
-		Key:     httplimit.ByIP(),
-		Headers: httplimit.IETFDraft11,
-	})
+	limit, err := httplimit.New(limiter, httplimit.Config{Key: httplimit.ByIP(), Headers: httplimit.IETFDraft11})
 	if err != nil {
 		log.Fatal(err)
 	}
-	hello := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		fmt.Fprintln(w, "hello")
-	})
-	log.Fatal(http.ListenAndServe("localhost:8080", limit(hello)))
+	http.Handle("/", limit(http.HandlerFunc(hello)))
+	log.Fatal(http.ListenAndServe("localhost:8080", nil))
 }
