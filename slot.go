@@ -282,7 +282,7 @@ func (w *slotWish) ask(ctx context.Context, policy *model.Policy, wait bool) (en
 	slot.place = a.Place
 	if err != nil {
 		slot.kept.Drop(keeper.ErrLost)
-		go slot.leave() // the slot may exist all the same
+		go slot.leaveUndecided(a.Undecided) // the slot may exist all the same
 		return engine.Outcome{}, nil, publicError(err)
 	}
 	if a.Told.ID == "" {
@@ -293,11 +293,31 @@ func (w *slotWish) ask(ctx context.Context, policy *model.Policy, wait bool) (en
 	return a.Outcome, slot, nil
 }
 
-// leave gives a slot back that nobody knows of, or a place in line. If this fails, it ends with its TTL.
-func (s *Slot) leave() {
+// leave gives a slot back that nobody knows of, or a place in line. If this fails, it ends with its TTL. leave returns
+// whether the database had it.
+func (s *Slot) leave() (known bool) {
 	ctx, cancel := context.WithTimeout(context.Background(), s.limiter.client.timeout)
 	defer cancel()
-	_, _ = s.limiter.client.engine.Release(ctx, s.place, s.id)
+	known, _ = s.limiter.client.engine.Release(ctx, s.place, s.id)
+	return known
+}
+
+// leaveUndecided gives a slot back that the database may still be making. The channel says when it has decided, and is
+// nil if it has answered with an error. A statement whose connection broke may go on for a while, but not for longer
+// than a call may take. So leaveUndecided tries once more after that time.
+func (s *Slot) leaveUndecided(decided <-chan struct{}) {
+	ctx, cancel := context.WithTimeout(context.Background(), s.limiter.client.timeout)
+	defer cancel()
+	if decided != nil {
+		select {
+		case <-decided:
+		case <-ctx.Done():
+		}
+	}
+	if !s.leave() {
+		<-ctx.Done()
+		s.leave()
+	}
 }
 
 // Context returns a context that ends when ctx ends, or when the slot ends. Then [context.Cause] is [ErrSlotReleased]

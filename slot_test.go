@@ -4,8 +4,10 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"net"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -477,4 +479,36 @@ func TestSlotsRefuseBadOptions(t *testing.T) {
 	looked, err := l.Peek(t.Context(), "k")
 	require.NoError(t, err)
 	require.EqualValues(t, 5, looked.Held)
+}
+
+// A caller whose context ends leaves no slot behind, whatever the database was doing at that moment.
+func TestCallersThatGiveUpLeaveNoSlots(t *testing.T) {
+	t.Parallel()
+	const limit, callers, times = 4, 16, 60
+	client := limitertest.NewClient(t, pgtest.New(t).NewPool(t, nil), ratelimit.ClientConfig{Timeout: time.Second})
+	l := limitertest.Of(t, client, ratelimit.Config{Name: "left", Policy: ratelimit.Concurrency{Limit: limit}})
+	var all sync.WaitGroup
+	for i := range callers {
+		all.Go(func() {
+			random := rand.New(rand.NewPCG(uint64(i), 0))
+			for range times {
+				ctx, cancel := context.WithTimeout(t.Context(), time.Duration(random.IntN(3000))*time.Microsecond)
+				slot, err := l.Acquire(ctx, "k", ratelimit.SlotOptions{TTL: time.Hour})
+				cancel()
+				if err == nil {
+					require.NoError(t, slot.Release(t.Context()))
+				}
+			}
+		})
+	}
+	all.Wait()
+	require.Eventually(t, func() bool {
+		slot, err := l.TryAcquire(t.Context(), "k", ratelimit.SlotOptions{N: limit})
+		require.NoError(t, err)
+		if slot.Slot == nil {
+			return false
+		}
+		require.NoError(t, slot.Slot.Release(t.Context()))
+		return true
+	}, time.Minute, 10*time.Millisecond)
 }

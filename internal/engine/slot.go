@@ -36,6 +36,9 @@ type Acquired struct {
 
 	Told  keeper.Told
 	Place SlotPlace
+	// Undecided receives a value when the database has decided a request whose caller has given up. It is nil for
+	// other requests.
+	Undecided <-chan struct{}
 }
 
 // Acquire asks for a slot of the cost of an ask, which lasts for ttl microseconds. The id must be new. One rule of the
@@ -53,6 +56,9 @@ func (e *Engine) Acquire(
 	p.Slot, p.TTL, p.Wish = id, ttl, string(details)
 	acquired.Place = SlotPlace{p.Space, p.Rules, p.Name, p.Key}
 	if err := e.submit(ctx, nil, r); err != nil {
+		if ctx.Err() != nil {
+			acquired.Undecided = r.Done
+		}
 		return acquired, err
 	}
 	acquired.Outcome = p.Outcome(r.place)
