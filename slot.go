@@ -293,14 +293,38 @@ func (w *slotWish) ask(ctx context.Context, policy *model.Policy, wait bool) (en
 	return a.Outcome, slot, nil
 }
 
-// leave gives a slot back that nobody knows of, or a place in line. If this fails, it ends with its TTL. leave returns
-// whether the database had it.
+// leave gives a slot back that nobody knows of, or a place in line, and returns whether the database had it. After an
+// error it goes on trying in the background for a while, because the slot would be nobody's until its TTL ends.
 func (s *Slot) leave() (known bool) {
 	ctx, cancel := context.WithTimeout(context.Background(), s.limiter.client.timeout)
 	defer cancel()
-	known, _ = s.limiter.client.engine.Release(ctx, s.place, s.id)
+	known, err := s.limiter.client.engine.Release(ctx, s.place, s.id)
+	if err != nil {
+		go s.keepLeaving()
+	}
 	return known
 }
+
+func (s *Slot) keepLeaving() {
+	ctx, cancel := context.WithTimeout(context.Background(), leaveTime)
+	defer cancel()
+	for {
+		select {
+		case <-time.After(leavePause):
+		case <-ctx.Done():
+			return
+		}
+		if _, err := s.limiter.client.engine.Release(ctx, s.place, s.id); err == nil {
+			return
+		}
+	}
+}
+
+// These say how often, and for how long, another attempt is made to give a slot back.
+const (
+	leavePause = time.Second
+	leaveTime  = time.Minute
+)
 
 // leaveUndecided gives a slot back that the database may still be making. The channel says when it has decided, and is
 // nil if it has answered with an error. A statement whose connection broke may go on for a while, but not for longer

@@ -485,7 +485,7 @@ func TestSlotsRefuseBadOptions(t *testing.T) {
 func TestCallersThatGiveUpLeaveNoSlots(t *testing.T) {
 	t.Parallel()
 	const limit, callers, times = 4, 16, 60
-	client := limitertest.NewClient(t, pgtest.New(t).NewPool(t, nil), ratelimit.ClientConfig{Timeout: time.Second})
+	client := limitertest.NewClient(t, pgtest.New(t).NewPool(t, nil), ratelimit.ClientConfig{})
 	l := limitertest.Of(t, client, ratelimit.Config{Name: "left", Policy: ratelimit.Concurrency{Limit: limit}})
 	var all sync.WaitGroup
 	for i := range callers {
