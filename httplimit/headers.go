@@ -135,6 +135,16 @@ func shown(members []member) member {
 	return best
 }
 
+// Set sets the fields of p for a decision of a limiter with this policy. If it is a denial, Set also sets Retry-After.
+// Set is for handlers that ask a limiter themselves. Clients see the name: printable ASCII without quotes and
+// backslashes. The policy may be nil. Then the fields have no window.
+func (p Headers) Set(header http.Header, name string, policy ratelimit.Policy, result ratelimit.Result) {
+	p.set(header, name, shapesOf(policy), result, result.Remaining)
+	if !result.Allowed {
+		header.Set("Retry-After", strconv.FormatInt(max(1, wholeSeconds(foreseeable(result.RetryAfter))), 10))
+	}
+}
+
 func (p Headers) set(header http.Header, name string, shapes []shape, result ratelimit.Result, remaining int64) {
 	if p == None {
 		return

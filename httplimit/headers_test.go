@@ -528,3 +528,14 @@ func TestAddFields(t *testing.T) {
 		}
 	}
 }
+
+// Set sets the same fields as the middleware.
+func TestSetHeaders(t *testing.T) {
+	t.Parallel()
+	header := http.Header{}
+	policy := ratelimit.SlidingWindow{Limit: 10, Window: time.Minute}
+	IETFDraft11.Set(header, "login", policy, ratelimit.Result{Limit: 10, RetryAfter: 1500 * time.Millisecond})
+	require.Equal(t, http.Header{
+		"Ratelimit-Policy": {`"login";q=10;w=60`}, "Ratelimit": {`"login";r=0;t=2`}, "Retry-After": {"2"},
+	}, header)
+}
