@@ -118,8 +118,11 @@ func NewClient(db DBTX, config ClientConfig) (*Client, error) {
 	if err := config.validate(); err != nil {
 		return nil, err
 	}
+	if _, ok := db.(*Service); ok && config.Schema != "" {
+		return nil, &ConfigError{Field: "ClientConfig.Schema", Reason: "must be empty for a Service, which has its own"}
+	}
 	return &Client{
-		engine: engine.NewEngine(db, engine.Settings{
+		engine: engine.NewEngine(behind(db), engine.Settings{
 			Schema: config.Schema, Timeout: config.Timeout, MaxInFlight: config.MaxInFlight, MaxBatch: config.MaxBatch,
 			DenialMaxAge: config.DenialMaxAge, Clock: config.Test.Now, Logger: config.Logger,
 			Hooks: config.Observer.hooks(),
@@ -128,7 +131,7 @@ func NewClient(db DBTX, config ClientConfig) (*Client, error) {
 	}, nil
 }
 
-// DBTX is a database for a [Client]. Pass a *pgxpool.Pool, or a *sql.DB that package sqldb wraps. A single connection
+// DBTX is a database for a [Client]. Pass a *pgxpool.Pool, a *sql.DB that package sqldb wraps, or a [*Service]. A single connection
 // or transaction (*pgxpool.Conn, *pgx.Conn, pgx.Tx) serves one call at a time, and ignores MaxInFlight and
 // DenialMaxAge.
 //
@@ -143,6 +146,7 @@ var (
 	_ DBTX = (*pgxpool.Conn)(nil)
 	_ DBTX = (*pgx.Conn)(nil)
 	_ DBTX = (pgx.Tx)(nil)
+	_ DBTX = (*Service)(nil)
 )
 
 // ownConns is enough for two statements (the default MaxInFlight), and for one statement for keys whose rows are

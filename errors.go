@@ -249,6 +249,8 @@ func publicError(err error) error {
 		return errNameRefused
 	case errors.Is(err, engine.ErrMemoryTx):
 		return errMemoryTx
+	case errors.Is(err, engine.ErrDoorTx):
+		return errServiceTx
 	case errors.Is(err, engine.ErrHoldUnknown):
 		return ErrHoldUnknown
 	}
@@ -273,6 +275,12 @@ var (
 		Field: "tx",
 		Reason: "cannot be used with a limiter in memory (package ratelimittest); " +
 			"test what asks in a transaction on Postgres",
+	}
+	// errServiceTx is the error for a transaction that is used with a limiter that asks a Service.
+	errServiceTx error = &ConfigError{
+		Field: "tx",
+		Reason: "cannot be used with a limiter that asks a Service, because the service uses connections of its own; " +
+			"make a limiter with the pool for it, or call Allow before the transaction",
 	}
 )
 

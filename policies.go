@@ -54,8 +54,8 @@ type PoliciesStatus struct {
 
 const defaultMaxRows = 200_000
 
-// NewPolicies returns an empty copy of the table in db, for [Policies.Run] to fill. db is a *pgxpool.Pool or a
-// sqldb.Pool. With a sqldb.Pool, Run asks twice a second instead of listening. Errors: a [*ConfigError].
+// NewPolicies returns an empty copy of the table in db, for [Policies.Run] to fill. db is a *pgxpool.Pool, a
+// sqldb.Pool or a [*Service]. Without a *pgxpool.Pool, Run asks twice a second instead of listening. Errors: a [*ConfigError].
 func NewPolicies(db DBTX, config PoliciesConfig) (*Policies, error) {
 	_, inMemory := db.(*memdb.DB)
 	switch {
@@ -81,7 +81,10 @@ func NewPolicies(db DBTX, config PoliciesConfig) (*Policies, error) {
 	if config.MaxRows == 0 {
 		config.MaxRows = defaultMaxRows
 	}
-	table := policytable.NewTable(db, policytable.TableConfig{
+	if _, ok := db.(*Service); ok && config.Schema != "" {
+		return nil, &ConfigError{Field: "PoliciesConfig.Schema", Reason: "must be empty for a Service, which has its own"}
+	}
+	table := policytable.NewTable(behind(db), policytable.TableConfig{
 		Schema: config.Schema, MaxRows: config.MaxRows, Logger: config.Logger, Read: readPolicy,
 	})
 	return &Policies{table}, nil

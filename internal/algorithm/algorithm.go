@@ -63,6 +63,9 @@ func ByWord(word string) (Algorithm, bool) {
 	return Algorithm{}, false
 }
 
+// Known tells whether an algorithm has this code.
+func Known(code int16) bool { return code >= 1 && int(code) <= len(table) }
+
 // ByCode returns the algorithm with this code. ByCode panics if the code is unknown.
 func ByCode(code int16) Algorithm { return table[code-1] }
 

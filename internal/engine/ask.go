@@ -116,7 +116,7 @@ func (e *Engine) Charge(ctx context.Context, tx pgx.Tx, a Ask) (Charged, error) 
 		c.RetryAfter = max(c.RetryAfter, model.Duration(d.RetryAfter))
 		c.Owed, c.Accepted = max(c.Owed, model.Owed(p.Rules, d.State)), min(c.Accepted, fits)
 	}
-	e.Requests.put(r)
+	e.Requests.Put(r)
 	return c, nil
 }
 
@@ -134,13 +134,16 @@ func (e *Engine) decide(ctx context.Context, tx pgx.Tx, r *Request) (Outcome, er
 	}
 	o := r.Outcome()
 	o.Beside = r.Shadow.Outcome()
-	e.Requests.put(r)
+	e.Requests.Put(r)
 	return o, nil
 }
 
 // submit sends a request, and waits until the request is decided. tx is the caller's transaction, or nil.
 func (e *Engine) submit(ctx context.Context, tx pgx.Tx, r *Request) error {
 	if tx != nil {
+		if err := e.Database.refusesTx(); err != nil {
+			return err
+		}
 		return e.Batcher.decideInTx(ctx, tx, r)
 	}
 	return e.Queues.submit(ctx, r)
@@ -160,7 +163,7 @@ func (e *Engine) FallBack(a Ask, share float64) Outcome {
 	for i := range o.Each {
 		o.Each[i].By = ByFallback
 	}
-	e.Requests.put(r)
+	e.Requests.Put(r)
 	return o
 }
 
@@ -207,7 +210,7 @@ func (s *Set) Decide(ctx context.Context, tx pgx.Tx) ([]Outcome, error) {
 		outcomes[i].Allowed = allowed
 		first = last
 	}
-	s.engine.Requests.put(r)
+	s.engine.Requests.Put(r)
 	return outcomes, nil
 }
 
@@ -221,7 +224,7 @@ func (e *Engine) Reset(ctx context.Context, space *Space, key string, rows int, 
 		}
 		defer d.Turn.Pass()
 		defer then()
-		return e.reset(ctx, d.DB, space, key, rows, callersTransaction(d.DB))
+		return e.reset(ctx, d.asked, space, key, rows, callersTransaction(d.DB))
 	}
 	if err := ctx.Err(); err != nil {
 		return GaveUp(err)
@@ -229,7 +232,7 @@ func (e *Engine) Reset(ctx context.Context, space *Space, key string, rows int, 
 	done := make(chan error, 1)
 	go func() {
 		wait := e.Batcher.Held.Patience() / time.Duration(rows)
-		err := e.reset(ctx, d.DB, space, key, rows, Transaction{LockTimeout: LockTimeout(wait)})
+		err := e.reset(ctx, d.asked, space, key, rows, Transaction{LockTimeout: LockTimeout(wait)})
 		then()
 		done <- err
 	}()
@@ -243,6 +246,9 @@ func (e *Engine) Reset(ctx context.Context, space *Space, key string, rows int, 
 
 // ResetIn deletes the rows of a key in the caller's transaction. The argument rows is that of Reset.
 func (e *Engine) ResetIn(ctx context.Context, tx pgx.Tx, space *Space, key string, rows int) error {
+	if err := e.Database.refusesTx(); err != nil {
+		return err
+	}
 	mine := turn.Of(tx)
 	if err := mine.Take(ctx); err != nil {
 		return GaveUp(err)

@@ -205,7 +205,7 @@ func (s *batch) ask(requests []*Request, skip bool, wait time.Duration) {
 			time.AfterFunc(time.Duration(s.leftAt.Load())+Grace-now, cancel)
 		})()
 	}
-	err := s.Decide(ctx, s.database.DB, requests,
+	err := s.Decide(ctx, s.database.forStatements(), requests,
 		Transaction{LockTimeout: LockTimeout(min(wait, left/2)), SkipHeld: skip})
 	canceled := errors.Is(ctx.Err(), context.Canceled)
 	cancel()
@@ -351,23 +351,41 @@ func (b *Batcher) Decide(ctx context.Context, db pg.DB, requests []*Request, tx 
 		return b.database.Execute(ctx, db, requests, tx)
 	}
 	leasing := slices.ContainsFunc(requests, func(r *Request) bool { return r.Parts[0].Space.Lease != nil })
-	asked, since := b.Denials.Elapsed(), b.Denials.Snapshot()
-	var left instant
-	if leasing {
-		left = b.Leases.now()
-	}
+	var before departed
+	before.note(b, leasing)
 	err := b.database.Execute(ctx, db, requests, tx)
-	told := b.Denials.Elapsed()
+	before.settle(b, requests, err)
+	return err
+}
+
+// departed is what this process knows when a statement or a trip begins.
+type departed struct {
+	leasing bool          // whether a request may lease units
+	left    instant       // the time, if leasing
+	asked   time.Duration // the time
+	since   Changes
+}
+
+func (d *departed) note(b *Batcher, leasing bool) {
+	d.leasing, d.asked, d.since = leasing, b.Denials.Elapsed(), b.Denials.Snapshot()
 	if leasing {
+		d.left = b.Leases.now()
+	}
+}
+
+// settle updates leases and denials after the answer to requests.
+func (d *departed) settle(b *Batcher, requests []*Request, err error) {
+	told := b.Denials.Elapsed()
+	if d.leasing {
 		came := b.Leases.now()
 		for _, r := range requests {
-			b.Leases.settle(r, err, left, came)
+			b.Leases.settle(r, err, d.left, came)
 		}
 	}
 	for _, r := range requests {
-		b.settleDenials(r, err, asked, told, &since)
+		b.settleDenials(r, err, d.asked, told, &d.since)
 		if r.Shadow != nil {
-			b.settleDenials(&r.Shadow.request, err, asked, told, &since)
+			b.settleDenials(&r.Shadow.request, err, d.asked, told, &d.since)
 		}
 		if r.gives() && !r.ofLease || r.endsHold() {
 			for i := range r.Parts {
@@ -375,7 +393,6 @@ func (b *Batcher) Decide(ctx context.Context, db pg.DB, requests []*Request, tx 
 			}
 		}
 	}
-	return err
 }
 
 // settleDenials remembers the denial of a request, or forgets the key's denials if the request was not denied. After a

@@ -29,3 +29,12 @@ func ArgumentsOf(n algorithm.Numbers) []any {
 	}
 	return []any{n.Limit, model.Micros(n.Span)}
 }
+
+// echoStatement shows whether the database's encoding has a text.
+const echoStatement = "SELECT $1::pg_catalog.text"
+
+// Statements returns the statements that a process sends to its service, besides its requests. The schema is not in
+// them.
+func Statements() []string {
+	return []string{Text("findhold", ""), Text("renew", ""), Text("reset", ""), pg.VersionStatement, echoStatement}
+}

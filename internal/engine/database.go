@@ -13,6 +13,9 @@ import (
 // Database is the database to which a client sends its statements.
 type Database struct {
 	DB     pg.DB
+	asked  pg.DB      // gets the statements that decide no requests: DB, but for tests with Through
+	door   Door       // the same as asked, if that is a door to a service; otherwise nil
+	direct pg.DB      // the database to ask while the service is away, or nil
 	memory *memdb.DB  // the same as DB, if DB is in memory; otherwise nil
 	Turn   *turn.Turn // taken by each user of a single connection; nil for a pool
 	schema string
@@ -33,8 +36,11 @@ type Database struct {
 
 // NewDatabase returns a Database, and sends no statement.
 func NewDatabase(db pg.DB, schema string, clock func() time.Time) *Database {
-	d := &Database{DB: db, Turn: turn.Of(db), schema: schema, clock: clock, ManyParts: 6, ShadowWait: 5}
+	d := &Database{DB: db, asked: db, Turn: turn.Of(db), schema: schema, clock: clock, ManyParts: 6, ShadowWait: 5}
 	d.memory, _ = db.(*memdb.DB)
+	if door, ok := db.(Door); ok {
+		d.goThrough(door)
+	}
 	d.statements = map[int16]string{
 		ofAll: Text("all", schema), takesOfAll: Text("takeall", schema), ofSlots: Text("slots", schema),
 	}
@@ -50,6 +56,25 @@ const (
 	takesOfAll int16 = -1
 	ofSlots    int16 = -2
 )
+
+// goThrough makes the requests go through a door.
+func (d *Database) goThrough(door Door) { d.asked, d.door, d.direct = door, door, door.Direct() }
+
+// refusesTx returns an error if a caller's transaction cannot be used, because it is not of the service's database.
+func (d *Database) refusesTx() error {
+	if _, ok := d.DB.(Door); ok {
+		return ErrDoorTx
+	}
+	return nil
+}
+
+// forStatements returns the database for statements that decide requests.
+func (d *Database) forStatements() pg.DB {
+	if d.direct != nil {
+		return d.direct
+	}
+	return d.DB
+}
 
 // pooled returns whether several goroutines can use the database at once, as with a pool.
 func (d *Database) pooled() bool { return d.Turn == nil }

@@ -85,6 +85,15 @@ type BreakerChange struct {
 
 // NewEngine returns an engine for a database. It starts no goroutine and sends no statement.
 func NewEngine(db pg.DB, s Settings) *Engine {
+	e := NewServing(db, s)
+	if d := e.Database; Through != nil && d.pooled() && d.memory == nil && d.door == nil {
+		d.goThrough(Through(db, s))
+	}
+	return e
+}
+
+// NewServing returns an engine whose requests go through no door of Through.
+func NewServing(db pg.DB, s Settings) *Engine {
 	e := &Engine{Settings: s, Database: NewDatabase(db, s.Schema, s.Clock), Fallback: NewFallback(s.Clock)}
 	if e.Pooled() {
 		e.Denials = NewDenials(s.DenialMaxAge, s.Clock)
@@ -110,6 +119,9 @@ func (e *Engine) newQueue(shard int) *Queue {
 
 // Pooled returns whether several goroutines can use the database at once, as with a pool.
 func (e *Engine) Pooled() bool { return e.Database.pooled() }
+
+// Asks returns whether the engine asks a service, and not a database.
+func (e *Engine) Asks() bool { return e.Database.door != nil }
 
 // Shards returns the number of known shards, or 1 if there is no proxy.
 func (e *Engine) Shards() int { return e.Queues.Shards() }

@@ -84,7 +84,7 @@ func (e *Engine) Settle(ctx context.Context, tx pgx.Tx, id string, asks []Ask) (
 		settled[i] = settledOf(r.Parts[first:first+len(a.Policy.Rules)], a.Cost)
 		first += len(a.Policy.Rules)
 	}
-	e.Requests.put(r)
+	e.Requests.Put(r)
 	return settled, nil
 }
 
@@ -122,7 +122,7 @@ func (e *Engine) Extend(
 	}
 	d := &r.Parts[0].Decision // all parts have the same
 	granted, at = d.Granted, d.DecidedAt
-	e.Requests.put(r)
+	e.Requests.Put(r)
 	return granted, at, nil
 }
 
@@ -179,7 +179,7 @@ func (d *Database) findHold(ctx context.Context, id string) (parts []HoldPart, e
 	}
 	var p HoldPart
 	var endsAt int64
-	err = pg.Query(ctx, d.DB, d.pooled(), Text("findhold", d.schema), []any{id + ".ed", d.now()},
+	err = pg.Query(ctx, d.asked, d.pooled(), Text("findhold", d.schema), []any{id + ".ed", d.now()},
 		[]any{&p.Name, &p.Key, &p.Durable, &endsAt}, func() error {
 			p.EndsAt = time.UnixMicro(endsAt)
 			parts = append(parts, p)
@@ -188,5 +188,5 @@ func (d *Database) findHold(ctx context.Context, id string) (parts []HoldPart, e
 	if err == nil && len(parts) == 0 {
 		return nil, ErrHoldUnknown
 	}
-	return parts, d.explain(ctx, d.DB, nil, err)
+	return parts, d.explain(ctx, d.asked, nil, err)
 }

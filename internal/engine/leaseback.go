@@ -204,7 +204,7 @@ func (e *Engine) sendBack(back *giving) (wait func()) {
 				use.Stranded, back.err = units, r.Err
 			}
 			e.Leases.tell(use)
-			e.Requests.put(r)
+			e.Requests.Put(r)
 		}
 		e.Leases.end(back)
 	}

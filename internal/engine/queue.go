@@ -84,6 +84,10 @@ func (q *Queue) Submit(ctx context.Context, r *Request) error {
 	if !b.database.pooled() {
 		return q.takeTurn(ctx, r)
 	}
+	if b.database.door != nil {
+		q.travel(r)
+		return q.wait(ctx, r)
+	}
 	if b.Held.Knows(r) {
 		q.Lane.Add([]*Request{r})
 		return q.wait(ctx, r)
@@ -128,24 +132,45 @@ func (q *Queue) goAlone(ctx context.Context) {
 	q.reroute(q.fly(d))
 }
 
-// submitAll queues requests that return units, and does not wait for their decisions. If the breaker is open, the
+// submitAll queues requests, and does not wait for their decisions. If the breaker is open, the
 // requests end with ErrNotTried.
 func (q *Queue) submitAll(requests []*Request) {
 	if len(requests) == 0 {
 		return
 	}
-	now, kind := time.Now(), requests[0].kind() // read now, because a finished request is reused
+	now, b := time.Now(), q.Batcher
+	var kinds [kindCount]bool
+	var travelling, held []*Request
 	q.Mu.Lock()
 	for _, r := range requests {
+		k := r.kind() // read now, because a finished request is reused
 		var pass bool
-		if pass, r.Probe = q.Batcher.Breaker.Admit(r.kind(), r.asksAnyway()); !pass {
+		if pass, r.Probe = b.Breaker.Admit(k, r.asksAnyway()); !pass {
 			r.Finish(ErrNotTried)
 			continue
 		}
 		r.Since = now
-		q.Push(r)
+		switch {
+		case b.database.door != nil:
+			travelling = append(travelling, r)
+		case b.Held.Knows(r):
+			held = append(held, r)
+		default:
+			kinds[k] = true
+			q.Push(r)
+		}
 	}
-	q.leaveSoon(kind)
+	for k, there := range kinds {
+		if there {
+			q.leaveSoon(kind(k))
+			q.Mu.Lock()
+		}
+	}
+	q.Mu.Unlock()
+	q.Lane.Add(held)
+	for _, r := range travelling {
+		q.travel(r)
+	}
 }
 
 // wait waits until a request is decided or ctx ends.

@@ -43,6 +43,11 @@ type Request struct {
 	Ahead  int64   // how many requests of Count are for a lease
 	// ofLease is true if the request gives unused units of a lease back.
 	ofLease bool
+	apart   bool // the request is never merged with others
+	trip    trip // if the request travels to a service
+	// To gets the request when it is decided, instead of Done. It is for a service, which gives the request the ID.
+	To Recipient
+	ID uint64
 
 	// Merged requests are a linked list. The database is asked about the first request, the leader.
 	Count int64    // the number of requests in a leader's list, with the leader
@@ -50,6 +55,10 @@ type Request struct {
 	last  *Request // the last in the list
 	place int64    // the place in the list, from 1
 }
+
+// Recipient gets a request that is decided, in place of a caller that waits for it. Decided must not block, and may be
+// called while a queue is locked.
+type Recipient interface{ Decided(r *Request) }
 
 // Part is one row that a request asks for, and the decision about this row.
 type Part struct {
@@ -107,14 +116,14 @@ func (r *Request) Add(space *Space, policy *model.Policy, key string, cost int64
 	}
 }
 
-// put returns a request to the pool. Only the request's caller may call put, and only after the decision.
-func (p *requestPool) put(r *Request) {
+// Put returns a request to the pool. Only the request's caller may call Put, and only after the decision.
+func (p *requestPool) Put(r *Request) {
 	clear(r.Parts)
 	if r.Parts = r.Parts[:0]; cap(r.Parts) > sparedParts {
 		r.Parts = nil
 	}
 	r.Space, r.Policy, r.Err, r.next, r.last, r.Shadow = nil, nil, nil, nil, nil, nil
-	r.Ahead, r.ofLease = 0, false
+	r.Ahead, r.ofLease, r.apart, r.To = 0, false, false, nil
 	p.pool.Put(r)
 }
 
@@ -161,7 +170,7 @@ func (r *Request) asksAnyway() bool {
 
 // joins returns whether a request can be merged with another request of its group.
 func (r *Request) joins(other *Request) bool {
-	return r.Policy != nil && !r.gives() && !r.charges() && !other.charges() && !r.ofHold() && !other.ofHold() &&
+	return r.Policy != nil && !r.apart && !other.apart && !r.gives() && !r.charges() && !other.charges() && !r.ofHold() && !other.ofHold() &&
 		!r.ofSlot() && !other.ofSlot() && !r.reserves() && !other.reserves() &&
 		r.Parts[0].Key == other.Parts[0].Key && r.Parts[0].Cost == other.Parts[0].Cost &&
 		r.Shadow.policy().Is(other.Shadow.policy())
@@ -188,10 +197,19 @@ func (r *Request) Finish(err error) {
 			f.Shadow.copyFrom(r.Shadow, place)
 		}
 		f.place, f.Err = place, err
-		f.Done <- struct{}{}
+		f.end()
 		f = next
 	}
 	r.Err = err
+	r.end()
+}
+
+// end gives a request back to its caller.
+func (r *Request) end() {
+	if r.To != nil {
+		r.To.Decided(r)
+		return
+	}
 	r.Done <- struct{}{}
 }
 

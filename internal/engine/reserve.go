@@ -28,7 +28,7 @@ func (e *Engine) Reserve(
 		}
 	}
 	o = r.Outcome()
-	e.Requests.put(r)
+	e.Requests.Put(r)
 	return o, readyAfter, nil
 }
 

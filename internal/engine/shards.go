@@ -77,8 +77,18 @@ func (qs *queues) submit(ctx context.Context, r *Request) error {
 	return qs.Of(r.Parts[0].Key).Submit(ctx, r)
 }
 
+// submitAll queues requests, and does not wait for their decisions.
 func (qs *queues) submitAll(requests []*Request) {
-	for q, its := range qs.divide(requests, nil) {
+	if all := *qs.All.Load(); len(all) == 1 {
+		all[0].submitAll(requests)
+		return
+	}
+	each := make(map[*Queue][]*Request)
+	for _, r := range requests {
+		q := qs.Of(r.Parts[0].Key)
+		each[q] = append(each[q], r)
+	}
+	for q, its := range each {
 		q.submitAll(its)
 	}
 }
@@ -187,7 +197,7 @@ func (s *batch) askShards() {
 	defer cancel()
 	var shards int
 	statement := pg.Qualify("SELECT rate_limit_shards()", s.database.schema)
-	if pg.Query(ctx, s.database.DB, false, statement, nil, []any{&shards}, func() error { return nil }) == nil {
+	if pg.Query(ctx, s.database.forStatements(), false, statement, nil, []any{&shards}, func() error { return nil }) == nil {
 		s.queues.Learn(shards)
 	}
 }

@@ -65,7 +65,7 @@ func (e *Engine) Acquire(
 	if log := p.Decision.State.Log; len(log) == 8*3 {
 		acquired.Told = keeper.Told{ID: id, Waiting: log.Entry(0) == 0, Fence: log.Entry(1)}
 	}
-	e.Requests.put(r)
+	e.Requests.Put(r)
 	return acquired, nil
 }
 
@@ -87,7 +87,7 @@ func (e *Engine) TakeRates(ctx context.Context, a *Ask, slot Outcome) (Outcome, 
 			each[i], rates = rates[0].Outcome(r.place), rates[1:]
 		}
 	}
-	e.Requests.put(r)
+	e.Requests.Put(r)
 	return outcomeOfAll(each), nil
 }
 
@@ -99,7 +99,7 @@ func (e *Engine) Release(ctx context.Context, at SlotPlace, id string) (known bo
 		return false, err
 	}
 	known = r.Parts[0].Decision.Granted == 1
-	e.Requests.put(r)
+	e.Requests.Put(r)
 	return known, nil
 }
 
@@ -153,14 +153,14 @@ func (d *Database) renew(
 	var t keeper.Told
 	err = whileSplit(ctx, true, func() error {
 		told = nil
-		return pg.Query(ctx, d.DB, true, Text("renew", d.schema),
+		return pg.Query(ctx, d.asked, true, Text("renew", d.schema),
 			[]any{ids, model.Micros(ttl), lockTimeout, flush, microsOf(d.now())},
 			[]any{&t.ID, &t.Waiting, &t.Fence}, func() error {
 				told = append(told, t)
 				return nil
 			})
 	})
-	return told, d.explain(ctx, d.DB, nil, err)
+	return told, d.explain(ctx, d.asked, nil, err)
 }
 
 // errShards is the error for listening at a proxy. The shards send the notifications, and the proxy does not hear them.

@@ -414,7 +414,7 @@ func (d *Database) refusesName(ctx context.Context, db pg.DB, requests []*Reques
 	if !ofOneLimiter(requests) {
 		return false
 	}
-	err := pg.Query(ctx, db, false, "SELECT $1::pg_catalog.text", []any{space.Name}, []any{nil},
+	err := pg.Query(ctx, db, false, echoStatement, []any{space.Name}, []any{nil},
 		func() error { return nil })
 	return errors.Is(err, pg.ErrKeyRefused)
 }

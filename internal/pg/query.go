@@ -67,13 +67,16 @@ func queryOn(ctx context.Context, db DB, sql string, args, targets []any, each f
 // SchemaVersion is the number of the migration that creates all functions that this release calls.
 const SchemaVersion = 3
 
+// VersionStatement asks for the version of the migrations.
+const VersionStatement = "SELECT rate_limit_version()"
+
 // ExplainVersion adds the database's version to the error of a statement that called a missing function.
 func ExplainVersion(ctx context.Context, db DB, schema string, err error) error {
 	if !errors.Is(err, ErrNotMigrated) || Remade(err) || FromProxy(err) { // a proxy only knows its own version
 		return err
 	}
 	var version int64
-	statement := Qualify("SELECT rate_limit_version()", schema)
+	statement := Qualify(VersionStatement, schema)
 	if Query(ctx, db, false, statement, nil, []any{&version}, func() error { return nil }) != nil {
 		return err // the function rate_limit_version is missing, or the error has ended the transaction
 	}
@@ -98,6 +101,9 @@ var (
 // encoding of the database or of the connection refuses a text, because the database's message contains bytes of the
 // key.
 func StatementError(err error) error {
+	if errors.Is(err, ErrKeyRefused) || errors.Is(err, ErrNameRefused) { // a service has translated it
+		return err
+	}
 	if argument, ok := Unencodable(err); ok && argument == "name" {
 		return ErrNameRefused
 	} else if ok {

@@ -26,6 +26,13 @@ var (
 	reportStatement string
 )
 
+const notifyStatement = "SELECT pg_catalog.pg_notify('rate_limit'::pg_catalog.text, $1::pg_catalog.text)"
+
+// Statements returns the statements of this package, without a schema.
+func Statements() []string {
+	return []string{policiesStatement, banStatement, reportStatement, notifyStatement}
+}
+
 // Table is this process's copy of rate_limit_policy. It is safe for concurrent use.
 type Table struct {
 	db      pg.DB

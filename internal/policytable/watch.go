@@ -255,7 +255,7 @@ func (t *Table) connect(ctx context.Context, hear pgconn.NotificationHandler) (*
 func (t *Table) notify(ctx context.Context, payload string) error {
 	ctx, cancel := context.WithTimeout(ctx, readTimeout)
 	defer cancel()
-	return pg.Query(ctx, t.db, false, "SELECT pg_catalog.pg_notify('rate_limit'::pg_catalog.text, $1::pg_catalog.text)",
+	return pg.Query(ctx, t.db, false, notifyStatement,
 		[]any{payload}, []any{nil}, func() error { return nil })
 }
 
