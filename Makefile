@@ -25,6 +25,10 @@ test/matrix: ## Run the tests that depend on the version of Postgres, on 14 to 1
 test/shards: ## Run the tests of decisions and of histories through a proxy with four shards; needs PL/Proxy
 	bash .ci/shards
 
+test/door: ## Run the library's tests and the histories through a service, which asks Postgres
+	RATELIMIT_TEST_DOOR=1 go test -count=1 -vet=off -timeout 20m .
+	cd integration_test && RATELIMIT_TEST_DOOR=1 go test -count=1 -timeout 20m -run 'MixesAreLinearizable' ./faults
+
 test/faults: ## Judge histories, and kill the server and processes, in many rounds; ROUNDS=20; SEED repeats a logged seed
 	cd integration_test && ROUNDS=$(or $(ROUNDS),20) go test -v -count=1 -timeout 20m -run 'Linearizable|Killed|Forgotten|Leases' ./faults
 

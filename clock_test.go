@@ -68,6 +68,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"internal/engine/queue.go: submit", "internal/engine/queue.go: submitall",
 		"internal/engine/shards.go: askselsewhere", // whether a call was made earlier
 		"internal/engine/statement.go: blame",      // for how long a statement has hung
+		"internal/engine/trip.go: endtrips",        // how long a request was on its way to a service and back
 		"internal/engine/troublelog.go: note", "internal/engine/troublelog.go: notedecision",
 		// the time since a slot was last renewed
 		"internal/keeper/keeper.go: apply", "internal/keeper/keeper.go: confirm", "internal/keeper/keeper.go: due",

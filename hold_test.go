@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/doortest"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/memdb"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -755,7 +756,9 @@ func TestHoldsAddUp(t *testing.T) {
 		require.NoError(t, err)
 		require.Zero(t, result.Held)
 		require.Equal(t, limit-counted.Load(), result.Remaining)
-		require.Greater(t, calls.Load(), 2*statements.Load(), "calls share statements")
+		if !doortest.Between() { // calls to a service share statements with those of other processes, unseen here
+			require.Greater(t, calls.Load(), 2*statements.Load(), "calls share statements")
+		}
 	})
 }
 

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/doortest"
 	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
@@ -32,6 +33,7 @@ func poolOfSize(t *testing.T, db *pgtest.DB, n int32) *pgxpool.Pool {
 // Allow returns ErrPoolExhausted, or OnFailure answers.
 func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 	t.Parallel()
+	doortest.Not(t, "the connections of one process's pool")
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 	all := map[ratelimit.Source]ratelimit.FailureMode{ratelimit.SourceDatabase: ratelimit.ReturnError()}
 	maps.Copy(all, limitertest.Modes)
@@ -101,6 +103,7 @@ func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 // If a statement gets no connection, the calls that wait behind it return ErrPoolExhausted too.
 func TestCallsBehindAnExhaustedPool(t *testing.T) {
 	t.Parallel()
+	doortest.Not(t, "the connections of one process's pool")
 	db := pgtest.New(t)
 	pool := poolOfSize(t, db, 1)
 	defer limitertest.Acquire(t, pool).Release()
@@ -142,6 +145,7 @@ func TestSlowConnectionIsNoExhaustedPool(t *testing.T) {
 // the application, so the error is not ErrPoolExhausted.
 func TestFrozenServerIsNoExhaustedPool(t *testing.T) {
 	t.Parallel()
+	doortest.Not(t, "the connections of one process's pool")
 	server := pgtest.Server(t, pgserver.Config{})
 	pool, err := pgxpool.New(t.Context(), server.URL())
 	require.NoError(t, err)

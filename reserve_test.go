@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/doortest"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -328,6 +329,7 @@ func TestReserveAndRememberedDenials(t *testing.T) {
 // Reservations are decided in few statements, together with takes.
 func TestReservationsCoalesce(t *testing.T) {
 	t.Parallel()
+	doortest.Not(t, "how one process coalesces")
 	db := pgtest.New(t)
 	config := ratelimit.Config{Name: "test", Policy: ratelimit.TokenBucket{Capacity: 64, Refill: 1, Every: time.Hour}}
 	sizes := make(chan int, 1000)

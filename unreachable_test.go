@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/doortest"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -61,6 +62,7 @@ func TestServerThatHangsUp(t *testing.T) {
 
 func TestServerThatNeverAnswers(t *testing.T) {
 	t.Parallel()
+	doortest.Not(t, "the connections of one process's pool")
 
 	pool := limitertest.PoolOf(t, func(conn net.Conn) { _, _ = io.Copy(io.Discard, conn) })
 	limiter := limitertest.New(

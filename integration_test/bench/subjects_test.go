@@ -4,6 +4,9 @@ import (
 	"context"
 	"fmt"
 	"math"
+	"net"
+	"os"
+	"path/filepath"
 	"sync"
 	"time"
 
@@ -164,6 +167,7 @@ var (
 		ratelimit.Config{Durable: true, SynchronousCommit: true},
 	)
 	leased         = library("sliding window, Lease", sliding, ratelimit.Config{Lease: &ratelimit.Lease{}})
+	served         = throughService("sliding window, through a service", sliding)
 	held           = calls("Hold and Settle, sliding window", sliding, ratelimit.Config{}, holdAndSettle)
 	withoutDenials = library("sliding window, NoDenialCache", sliding, ratelimit.Config{NoDenialCache: true})
 	allOfTwo       = sets("AllowAll of two limits, one shared", 2)
@@ -264,6 +268,57 @@ func calls(title string, kind algorithm, config ratelimit.Config, of func(*ratel
 		}
 	}
 	return s
+}
+
+// throughService returns a limiter of this library as a subject for several processes. They ask a service, which is in
+// the process that started them.
+func throughService(title string, kind algorithm) *subject {
+	s := library(title, kind, ratelimit.Config{})
+	direct := s.open
+	s.open = func(a *arena, data dataset) *store {
+		kept := direct(a, data)
+		schema := fmt.Sprintf("bench_%d", a.schemas) // made by direct
+		kept.connect = func(far bool) *contender {
+			pool := a.pool(far)
+			starter := os.Getpid()
+			if a.attached {
+				starter = os.Getppid()
+			}
+			socket := filepath.Join(os.TempDir(), fmt.Sprintf("bench-%d-%s", starter, schema))
+			config := ratelimit.ClientConfig{Timeout: patience, Test: kind.clock}
+			if !a.attached {
+				config.Schema = schema
+				a.serve(limitertest.NewClient(a.b, a.newPool(func(c *pgxpool.Config) { c.MaxConns = 3 }), config), socket)
+				return &contender{pool: pool, pids: a.postgresPIDs}
+			}
+			service, err := ratelimit.NewService("unix:"+socket, ratelimit.ServiceConfig{})
+			require.NoError(a.b, err)
+			a.b.Cleanup(service.Close)
+			limiter := limitertest.Of(a.b, limitertest.NewClient(a.b, service, config), ratelimit.Config{
+				Name: "bench", Policy: kind.policy(data.limit),
+			})
+			return &contender{pool: pool, pids: a.postgresPIDs, take: func(ctx context.Context, key string) (bool, error) {
+				result, err := limiter.Allow(ctx, key)
+				return result.Allowed, err
+			}}
+		}
+		return kept
+	}
+	return s
+}
+
+// serve serves what client decides on a Unix socket, until the benchmark ends.
+func (a *arena) serve(client *ratelimit.Client, socket string) {
+	a.b.Helper()
+	listener, err := net.Listen("unix", socket)
+	require.NoError(a.b, err)
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- client.Serve(ctx, listener, ratelimit.ServeConfig{Grace: time.Millisecond}) }()
+	a.b.Cleanup(func() {
+		cancel()
+		require.NoError(a.b, <-ended)
+	})
 }
 
 // sets returns a subject that takes from several limiters of this library at once. The last limiter uses a key that all

@@ -272,6 +272,7 @@ func quickPlan() plan {
 
 // processWorkloads returns workloads for several small processes. Each process can combine only a few calls.
 func processWorkloads(there, fresh dataset, subjects []*subject) (all []workload) {
+	subjects = join(subjects, []*subject{served})
 	for _, size := range []struct{ processes, callers int }{{4, 8}, {16, 2}} {
 		id := fmt.Sprintf("%dx%d", size.processes, size.callers)
 		of := func(id, title string, data dataset, spread spread, subjects []*subject) {
@@ -292,7 +293,7 @@ func processWorkloads(there, fresh dataset, subjects []*subject) (all []workload
 func leaseWorkloads(busy dataset, warmUp time.Duration, subjects []*subject) []workload {
 	return []workload{{
 		ID: busyID, Title: "16 processes of 2 callers, " + busy.title + " uniformly", Processes: 16, Callers: 2,
-		data: busy, spread: uniform, subjects: join(subjects, []*subject{leased}), warmUp: warmUp,
+		data: busy, spread: uniform, subjects: join(subjects, []*subject{served, leased}), warmUp: warmUp,
 	}}
 }
 

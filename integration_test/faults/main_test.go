@@ -16,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/doortest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -38,7 +39,7 @@ func TestMain(m *testing.M) {
 	}
 	// A server elsewhere would have another clock, and might require TLS or a password.
 	_ = os.Unsetenv("RATELIMIT_TEST_DATABASE_URL")
-	pgtest.Main(m)
+	doortest.Main(m)
 }
 
 const (

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"sync"
 	"time"
 
@@ -272,7 +273,7 @@ func (c *Client) connect() {
 	} else {
 		c.failure = nil
 		l := &link{client: c, calls: map[uint64]*call{}, next: 1, sentTo: 1, heardAt: time.Now()}
-		l.outbox = outbox{conn: conn, mu: &c.mu, sending: func() { l.sentTo = l.next }, sent: func() {}, failed: l.lose}
+		l.outbox = outbox{conn: conn, mu: &c.mu, sending: func() { l.sentTo = l.next }, sent: func() {}, failed: l.stuck}
 		c.link, c.links[l] = l, true
 		waiting := c.waiting
 		c.waiting = nil
@@ -480,6 +481,25 @@ func (l *link) lose(err error) {
 	l.client.mu.Unlock()
 	end(ended)
 }
+
+// stuck handles that nothing more can be sent. The service may have said before what it has read, so the reader goes on
+// for a moment.
+func (l *link) stuck(err error) {
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		l.lose(err)
+		return
+	}
+	c := l.client
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.link == l {
+		c.link = nil
+	}
+	_ = l.conn.SetReadDeadline(time.Now().Add(lastWords))
+}
+
+// lastWords is how long a connection is read from which cannot be written to.
+const lastWords = 100 * time.Millisecond
 
 // leave looks for another connection, because the service is leaving. Until there is one, calls still use this one.
 func (l *link) leave() {

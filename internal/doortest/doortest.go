@@ -10,6 +10,8 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/jackc/pgx/v5/pgxpool"
+
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/door"
 	"github.com/pgratelimit/ratelimit/internal/engine"
@@ -39,8 +41,12 @@ func Not(t testing.TB, why string) {
 
 var sockets atomic.Int64
 
-// through starts a service on a Unix socket. It ends with the process.
+// through starts a service on a Unix socket. It ends with the process. There is none for a database that a test makes
+// up.
 func through(db pg.DB, s engine.Settings) engine.Door {
+	if _, ok := db.(*pgxpool.Pool); !ok {
+		return nil
+	}
 	path := filepath.Join(os.TempDir(), fmt.Sprintf("ratelimit-door-%d-%d", os.Getpid(), sockets.Add(1)))
 	listener, err := net.Listen("unix", path)
 	if err != nil {

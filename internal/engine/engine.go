@@ -87,7 +87,9 @@ type BreakerChange struct {
 func NewEngine(db pg.DB, s Settings) *Engine {
 	e := NewServing(db, s)
 	if d := e.Database; Through != nil && d.pooled() && d.memory == nil && d.door == nil {
-		d.goThrough(Through(db, s))
+		if door := Through(db, s); door != nil {
+			d.goThrough(door)
+		}
 	}
 	return e
 }

@@ -3,7 +3,7 @@ package engine_test
 import (
 	"testing"
 
-	"github.com/pgratelimit/ratelimit/internal/doortest"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-func TestMain(m *testing.M) { doortest.Main(m) }
+func TestMain(m *testing.M) { pgtest.Main(m) }

@@ -24,7 +24,7 @@ type Door interface {
 var ErrDoorTx = errors.New("ratelimit: a service is part of no transaction")
 
 // Through is called for the pool of each new engine, if it is not nil. It returns the door that the engine's requests
-// go through. Tests set it, so that they try the door too.
+// go through, or nil. Tests set it, so that they try the door too.
 //
 //nolint:gochecknoglobals // set by nothing but TestMain
 var Through func(db pg.DB, s Settings) Door

@@ -1,0 +1,201 @@
+package ratelimit_test
+
+import (
+	"context"
+	"log/slog"
+	"net"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/doortest"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// serve serves what client decides on a Unix socket, until the test or the returned function ends it.
+func serve(t *testing.T, client *ratelimit.Client) (address string, end func()) {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "s")
+	listener, err := net.Listen("unix", path)
+	require.NoError(t, err)
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		_ = client.Serve(ctx, listener, ratelimit.ServeConfig{
+			Grace: time.Millisecond, Logger: slog.New(slog.DiscardHandler),
+		})
+	}()
+	end = func() {
+		cancel()
+		<-ended
+	}
+	t.Cleanup(end)
+	return "unix:" + path, end
+}
+
+func newService(t *testing.T, address string, config ratelimit.ServiceConfig) *ratelimit.Service {
+	t.Helper()
+	service, err := ratelimit.NewService(address, config)
+	require.NoError(t, err)
+	t.Cleanup(service.Close)
+	return service
+}
+
+// A limiter that asks a service does what a limiter with a pool does, and both count together.
+func TestService(t *testing.T) {
+	t.Parallel()
+	doortest.Not(t, "a service of this test's own")
+	pool := pgtest.New(t).NewPool(t, nil)
+	direct := limitertest.NewClient(t, pool, ratelimit.ClientConfig{})
+	address, _ := serve(t, direct)
+	client := limitertest.NewClient(t, newService(t, address, ratelimit.ServiceConfig{}), ratelimit.ClientConfig{})
+	config := ratelimit.Config{
+		Name: "a", Policy: ratelimit.FixedWindow{Limit: 10, Window: time.Hour}, NoDenialCache: true,
+	}
+	remote, near := limitertest.Of(t, client, config), limitertest.Of(t, direct, config)
+	ctx := t.Context()
+	left := func(n int64) {
+		t.Helper()
+		for _, l := range []*ratelimit.Limiter{remote, near} {
+			result, err := l.Peek(ctx, "k")
+			require.NoError(t, err)
+			require.Equal(t, n, result.Remaining)
+		}
+	}
+	taken, err := remote.AllowN(ctx, "k", 3)
+	require.NoError(t, err)
+	require.True(t, taken.Allowed)
+	left(7)
+	_, err = near.AllowN(ctx, "k", 2)
+	require.NoError(t, err)
+	left(5)
+	denied, err := remote.AllowN(ctx, "k", 6)
+	require.NoError(t, err)
+	require.False(t, denied.Allowed)
+	require.Positive(t, denied.RetryAfter)
+	receipt, err := taken.Receipt()
+	require.NoError(t, err)
+	back, err := near.ParseReceipt(receipt)
+	require.NoError(t, err)
+	_, err = near.Refund(ctx, back)
+	require.NoError(t, err)
+	left(8)
+	held, err := remote.Hold(ctx, "k", 4, time.Minute)
+	require.NoError(t, err)
+	left(4)
+	found, err := ratelimit.HoldFromText(ctx, held.Hold.String(), remote)
+	require.NoError(t, err)
+	_, err = found.Settle(ctx, 1)
+	require.NoError(t, err)
+	left(7)
+	_, err = remote.Grant(ctx, "k", 5)
+	require.NoError(t, err)
+	left(12)
+	results, err := ratelimit.AllowAll(ctx, remote.Request("k", 1), remote.Request("other", 1))
+	require.NoError(t, err)
+	require.True(t, results.Allowed)
+	left(11)
+	require.NoError(t, remote.Reset(ctx, "k"))
+	left(10)
+
+	slots := ratelimit.Config{Name: "slots", Policy: ratelimit.Concurrency{Limit: 1}}
+	of, nearSlots := limitertest.Of(t, client, slots), limitertest.Of(t, direct, slots)
+	slot, err := nearSlots.Acquire(ctx, "k", ratelimit.SlotOptions{})
+	require.NoError(t, err)
+	waiting := make(chan error, 1)
+	go func() {
+		slot, err := of.Acquire(ctx, "k", ratelimit.SlotOptions{})
+		if err == nil {
+			err = slot.Release(ctx)
+		}
+		waiting <- err
+	}()
+	require.NoError(t, slot.Release(ctx))
+	require.NoError(t, <-waiting)
+
+	_, err = client.Limiter(config)
+	require.NoError(t, err)
+	tx, err := pool.Begin(ctx)
+	require.NoError(t, err)
+	_, err = remote.WithTx(tx).Allow(ctx, "k")
+	var refused *ratelimit.ConfigError
+	require.ErrorAs(t, err, &refused)
+	require.NoError(t, tx.Rollback(ctx))
+}
+
+// While the service is away, OnFailure answers, or the process asks Postgres itself.
+func TestServiceThatIsAway(t *testing.T) {
+	t.Parallel()
+	doortest.Not(t, "a service of this test's own")
+	pool := pgtest.New(t).NewPool(t, nil)
+	server := limitertest.NewClient(t, pool, ratelimit.ClientConfig{})
+	address, end := serve(t, server)
+	of := func(config ratelimit.ServiceConfig, onFailure ratelimit.FailureMode) *ratelimit.Limiter {
+		client := limitertest.NewClient(t, newService(t, address, config), ratelimit.ClientConfig{
+			Logger: slog.New(slog.DiscardHandler),
+		})
+		return limitertest.Of(t, client, ratelimit.Config{
+			Name: "a", Policy: ratelimit.FixedWindow{Limit: 10, Window: time.Hour}, OnFailure: onFailure,
+		})
+	}
+	open := of(ratelimit.ServiceConfig{}, ratelimit.FailOpen())
+	returns := of(ratelimit.ServiceConfig{}, ratelimit.ReturnError())
+	itself := of(ratelimit.ServiceConfig{Direct: pool}, ratelimit.ReturnError())
+	for _, l := range []*ratelimit.Limiter{open, returns, itself} {
+		result, err := l.Allow(t.Context(), "k")
+		require.NoError(t, err)
+		require.Equal(t, ratelimit.SourceDatabase, result.Source)
+	}
+	end()
+	for range 5 {
+		result, err := open.Allow(t.Context(), "k")
+		require.NoError(t, err)
+		require.Equal(t, ratelimit.SourceFailedOpen, result.Source)
+		_, err = returns.Allow(t.Context(), "k")
+		require.ErrorIs(t, err, ratelimit.ErrUnavailable)
+		result, err = itself.Allow(t.Context(), "k")
+		require.NoError(t, err)
+		require.Equal(t, ratelimit.SourceDatabase, result.Source)
+	}
+	result, err := itself.Peek(t.Context(), "k")
+	require.NoError(t, err)
+	require.EqualValues(t, 2, result.Remaining)
+}
+
+func TestServiceRefusesBadConfigurations(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.New(t).NewPool(t, nil)
+	conn, err := pool.Acquire(t.Context())
+	require.NoError(t, err)
+	defer conn.Release()
+	service := newService(t, "unix:/nowhere", ratelimit.ServiceConfig{})
+	for field, make := range map[string]func() error{
+		"address": func() error { _, err := ratelimit.NewService("nowhere", ratelimit.ServiceConfig{}); return err },
+		"ServiceConfig.Direct": func() error {
+			_, err := ratelimit.NewService("unix:/s", ratelimit.ServiceConfig{Direct: conn})
+			return err
+		},
+		"ClientConfig.Schema": func() error {
+			_, err := ratelimit.NewClient(service, ratelimit.ClientConfig{Schema: "s"})
+			return err
+		},
+		"PoliciesConfig.Schema": func() error {
+			_, err := ratelimit.NewPolicies(service, ratelimit.PoliciesConfig{Schema: "s"})
+			return err
+		},
+		"db": func() error {
+			client, err := ratelimit.NewClient(service, ratelimit.ClientConfig{})
+			require.NoError(t, err)
+			return client.Serve(t.Context(), nil, ratelimit.ServeConfig{})
+		},
+	} {
+		var refused *ratelimit.ConfigError
+		require.ErrorAs(t, make(), &refused, field)
+		require.Equal(t, field, refused.Field)
+	}
+}
