@@ -131,9 +131,9 @@ func NewClient(db DBTX, config ClientConfig) (*Client, error) {
 	}, nil
 }
 
-// DBTX is a database for a [Client]. Pass a *pgxpool.Pool, a *sql.DB that package sqldb wraps, or a [*Service]. A single connection
-// or transaction (*pgxpool.Conn, *pgx.Conn, pgx.Tx) serves one call at a time, and ignores MaxInFlight and
-// DenialMaxAge.
+// DBTX is a database for a [Client]. Pass a *pgxpool.Pool, a *sql.DB that package sqldb wraps, or a [*Service]. A
+// single connection or transaction (*pgxpool.Conn, *pgx.Conn, pgx.Tx) serves one call at a time, and ignores
+// MaxInFlight and DenialMaxAge.
 //
 // Any other type must run each statement on a separate connection, because goroutines call it concurrently. For
 // tracing, wrap a pool, or wrap a transaction in another pgx.Tx. A wrapped connection is refused.

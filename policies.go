@@ -55,7 +55,8 @@ type PoliciesStatus struct {
 const defaultMaxRows = 200_000
 
 // NewPolicies returns an empty copy of the table in db, for [Policies.Run] to fill. db is a *pgxpool.Pool, a
-// sqldb.Pool or a [*Service]. Without a *pgxpool.Pool, Run asks twice a second instead of listening. Errors: a [*ConfigError].
+// sqldb.Pool or a [*Service]. Without a *pgxpool.Pool, Run asks twice a second instead of listening. Errors: a
+// [*ConfigError].
 func NewPolicies(db DBTX, config PoliciesConfig) (*Policies, error) {
 	_, inMemory := db.(*memdb.DB)
 	switch {
@@ -82,7 +83,9 @@ func NewPolicies(db DBTX, config PoliciesConfig) (*Policies, error) {
 		config.MaxRows = defaultMaxRows
 	}
 	if _, ok := db.(*Service); ok && config.Schema != "" {
-		return nil, &ConfigError{Field: "PoliciesConfig.Schema", Reason: "must be empty for a Service, which has its own"}
+		return nil, &ConfigError{
+			Field: "PoliciesConfig.Schema", Reason: "must be empty for a Service, which has its own",
+		}
 	}
 	table := policytable.NewTable(behind(db), policytable.TableConfig{
 		Schema: config.Schema, MaxRows: config.MaxRows, Logger: config.Logger, Read: readPolicy,

@@ -174,7 +174,7 @@ func TestServiceRefusesBadConfigurations(t *testing.T) {
 	require.NoError(t, err)
 	defer conn.Release()
 	service := newService(t, "unix:/nowhere", ratelimit.ServiceConfig{})
-	for field, make := range map[string]func() error{
+	for field, call := range map[string]func() error{
 		"address": func() error { _, err := ratelimit.NewService("nowhere", ratelimit.ServiceConfig{}); return err },
 		"ServiceConfig.Direct": func() error {
 			_, err := ratelimit.NewService("unix:/s", ratelimit.ServiceConfig{Direct: conn})
@@ -195,7 +195,7 @@ func TestServiceRefusesBadConfigurations(t *testing.T) {
 		},
 	} {
 		var refused *ratelimit.ConfigError
-		require.ErrorAs(t, make(), &refused, field)
+		require.ErrorAs(t, call(), &refused, field)
 		require.Equal(t, field, refused.Field)
 	}
 }

@@ -273,7 +273,9 @@ func (c *Client) connect() {
 	} else {
 		c.failure = nil
 		l := &link{client: c, calls: map[uint64]*call{}, next: 1, sentTo: 1, heardAt: time.Now()}
-		l.outbox = outbox{conn: conn, mu: &c.mu, sending: func() { l.sentTo = l.next }, sent: func() {}, failed: l.stuck}
+		l.outbox = outbox{
+			conn: conn, mu: &c.mu, sending: func() { l.sentTo = l.next }, sent: func() {}, failed: l.stuck,
+		}
 		c.link, c.links[l] = l, true
 		waiting := c.waiting
 		c.waiting = nil
@@ -333,12 +335,12 @@ func serverName(config *tls.Config, address string) *tls.Config {
 func (c *Client) greet(conn net.Conn) (*frames, error) {
 	_ = conn.SetDeadline(time.Now().Add(dialTime))
 	hello := wire.AppendText(wire.AppendInt(wire.AppendText(nil, protocol), version), c.config.Token)
-	if _, err := conn.Write(appendFrame(nil, frameHello, 0, hello)); err != nil {
-		return nil, err
-	}
+	_, refused := conn.Write(appendFrame(nil, frameHello, 0, hello))
 	in := newFrames(conn)
-	f, err := in.next()
+	f, err := in.next() // a service that has too many connections says so, and reads nothing
 	switch {
+	case err != nil && refused != nil:
+		return nil, refused
 	case errors.Is(err, errFrame):
 		return nil, pg.NewError(err, pg.ErrSetup)
 	case err != nil:

@@ -151,6 +151,8 @@ func TestMessagesOfAnotherClient(t *testing.T) {
 }
 
 // Connections that say nothing cost a goroutine each, and nothing remains of them.
+//
+//nolint:paralleltest // it counts goroutines
 func TestIdleConnections(t *testing.T) {
 	address, end := serve(t, ratelimit.ServeConfig{Token: token})
 	before := runtime.NumGoroutine()

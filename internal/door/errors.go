@@ -26,8 +26,9 @@ const (
 //nolint:gochecknoglobals // nobody changes it
 var known = []error{
 	pg.ErrNotMigrated, pg.ErrNewerSchema, pg.ErrNotPermitted, pg.ErrPreparedStatements, pg.ErrSetup, pg.ErrUnavailable,
-	pg.ErrReadOnly, pg.ErrTimeout, pg.ErrPoolExhausted, pg.ErrKeyHeld, pg.ErrOutcomeUnknown, pg.ErrSharded, pg.ErrHeldUp,
-	pg.ErrKeyRefused, pg.ErrNameRefused, engine.ErrNotTried, engine.ErrNoConnection, engine.ErrHoldUnknown,
+	pg.ErrReadOnly, pg.ErrTimeout, pg.ErrPoolExhausted, pg.ErrKeyHeld, pg.ErrOutcomeUnknown, pg.ErrSharded,
+	pg.ErrHeldUp, pg.ErrKeyRefused, pg.ErrNameRefused, engine.ErrNotTried, engine.ErrNoConnection,
+	engine.ErrHoldUnknown,
 	context.Canceled, context.DeadlineExceeded,
 }
 

@@ -64,7 +64,8 @@ func appendArguments(b []byte, arguments []any) ([]byte, error) {
 		case v.Kind() == reflect.String:
 			b = wire.AppendText(append(b, argumentText), v.String())
 		default:
-			return nil, pg.NewError(fmt.Errorf("argument %d is a %T, which no service takes", i+1, argument), pg.ErrSetup)
+			err := fmt.Errorf("argument %d is a %T, which no service takes", i+1, argument)
+			return nil, pg.NewError(err, pg.ErrSetup)
 		}
 	}
 	return b, nil

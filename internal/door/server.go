@@ -31,7 +31,8 @@ type Options struct {
 	Grace    time.Duration                // how long clients have to leave; defaults to 5 seconds
 }
 
-// maxUnderWay is how many requests of a connection may be under way. Further ones stay unread until others are answered.
+// maxUnderWay is how many requests of a connection may be under way. Further ones stay unread until others are
+// answered.
 const maxUnderWay = 1024
 
 // statementTime bounds the time of a statement.

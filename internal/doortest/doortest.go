@@ -39,6 +39,7 @@ func Not(t testing.TB, why string) {
 	}
 }
 
+//nolint:gochecknoglobals // names of sockets must differ in all engines of the process
 var sockets atomic.Int64
 
 // through starts a service on a Unix socket. It ends with the process. There is none for a database that a test makes
@@ -50,7 +51,7 @@ func through(db pg.DB, s engine.Settings) engine.Door {
 	path := filepath.Join(os.TempDir(), fmt.Sprintf("ratelimit-door-%d-%d", os.Getpid(), sockets.Add(1)))
 	listener, err := net.Listen("unix", path)
 	if err != nil {
-		panic(err)
+		panic(err) //nolint:forbidigo // there is no test to fail
 	}
 	s.Hooks = engine.Hooks{}
 	s.Timeout -= s.Timeout / 10 // so that the service's errors come before those of the client

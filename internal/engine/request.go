@@ -170,8 +170,8 @@ func (r *Request) asksAnyway() bool {
 
 // joins returns whether a request can be merged with another request of its group.
 func (r *Request) joins(other *Request) bool {
-	return r.Policy != nil && !r.apart && !other.apart && !r.gives() && !r.charges() && !other.charges() && !r.ofHold() && !other.ofHold() &&
-		!r.ofSlot() && !other.ofSlot() && !r.reserves() && !other.reserves() &&
+	return r.Policy != nil && !r.apart && !other.apart && !r.gives() && !r.charges() && !other.charges() &&
+		!r.ofHold() && !other.ofHold() && !r.ofSlot() && !other.ofSlot() && !r.reserves() && !other.reserves() &&
 		r.Parts[0].Key == other.Parts[0].Key && r.Parts[0].Cost == other.Parts[0].Cost &&
 		r.Shadow.policy().Is(other.Shadow.policy())
 }

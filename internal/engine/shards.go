@@ -197,7 +197,8 @@ func (s *batch) askShards() {
 	defer cancel()
 	var shards int
 	statement := pg.Qualify("SELECT rate_limit_shards()", s.database.schema)
-	if pg.Query(ctx, s.database.forStatements(), false, statement, nil, []any{&shards}, func() error { return nil }) == nil {
+	db := s.database.forStatements()
+	if pg.Query(ctx, db, false, statement, nil, []any{&shards}, func() error { return nil }) == nil {
 		s.queues.Learn(shards)
 	}
 }
