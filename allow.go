@@ -43,7 +43,7 @@ func (l *Limiter) Peek(ctx context.Context, key string) (Result, error) {
 // too.
 func (l *Limiter) allow(ctx context.Context, key string, n int64, shadows bool, result *Result) (err error) {
 	if l.client.observer != nil {
-		defer l.observe(time.Now(), n, result, &err)
+		defer l.observe(time.Now(), key, n, result, &err)
 	}
 	if err := checkKey(key); err != nil {
 		return err
@@ -132,9 +132,12 @@ func (l *Limiter) countDenial(key string, n int64, result *Result, err error) {
 }
 
 // observe tells the observer about a call that has just ended.
-func (l *Limiter) observe(began time.Time, n int64, result *Result, err *error) {
+func (l *Limiter) observe(began time.Time, key string, n int64, result *Result, err *error) {
 	if tell := l.client.observer.Decision; tell != nil {
 		tell(DecisionEvent{Limiter: l.space.Name, Cost: n, Result: *result, Err: *err, Latency: time.Since(began)})
+	}
+	if tell := l.client.observer.DeniedKey; tell != nil && *err == nil && !result.Allowed && n > 0 {
+		tell(l.space.Name, key)
 	}
 }
 

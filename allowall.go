@@ -279,10 +279,10 @@ func observed(requests []Request) bool {
 func observeAll(began time.Time, requests []Request, results *Results, err *error) {
 	latency := time.Since(began)
 	for i, r := range requests {
-		if r.limiter == nil || r.limiter.client.observer == nil ||
-			r.limiter.client.observer.Decision == nil {
+		if r.limiter == nil || r.limiter.client.observer == nil {
 			continue
 		}
+		observer := r.limiter.client.observer
 		e := DecisionEvent{Limiter: r.limiter.space.Name, Cost: r.cost, Err: *err, Latency: latency}
 		if *err == nil {
 			e.Result = results.Each[i]
@@ -290,6 +290,11 @@ func observeAll(began time.Time, requests []Request, results *Results, err *erro
 				e.Cost, e.Result.Allowed = 0, true
 			}
 		}
-		r.limiter.client.observer.Decision(e)
+		if observer.Decision != nil {
+			observer.Decision(e)
+		}
+		if observer.DeniedKey != nil && e.Err == nil && !e.Result.Allowed {
+			observer.DeniedKey(e.Limiter, r.key)
+		}
 	}
 }

@@ -108,7 +108,7 @@ func (l *Limiter) hold(
 	ctx context.Context, tx pgx.Tx, key string, n int64, ttl time.Duration,
 ) (result HoldResult, err error) {
 	if l.client.observer != nil {
-		defer l.observe(time.Now(), n, &result.Result, &err)
+		defer l.observe(time.Now(), key, n, &result.Result, &err)
 	}
 	micros, err := microsToHold(ttl)
 	if err != nil {

@@ -10,7 +10,8 @@ import (
 )
 
 // Observer has functions that a [Client] calls, for metrics and logs: see packages observe and otelratelimit. Each
-// function may be nil. The functions must be quick, and safe for concurrent use. No event has a key.
+// function may be nil. The functions must be quick, and safe for concurrent use. No event has a key; only DeniedKey gets
+// one.
 type Observer struct {
 	// Decision is called after each Allow, AllowN, Peek and Hold, and for each request of an [AllowAll] or [HoldAll],
 	// also in a transaction. Waits that are decided together make one event, with the sum of their costs.
@@ -24,6 +25,47 @@ type Observer struct {
 	Breaker func(BreakerEvent)
 	// Renewal is called after each renewal of slots: see [Limiter.Acquire].
 	Renewal func(RenewalEvent)
+	// DeniedKey is called after Decision, if the decision is a denial of a cost above 0. A key is personal data, so
+	// DeniedKey must not log it, or make it a label of a metric. Package livepage counts the keys denied most.
+	DeniedKey func(limiter, key string)
+}
+
+// Observers returns an observer that tells all of the observers, in their order. Observers may be nil.
+func Observers(observers ...*Observer) *Observer {
+	all := &Observer{}
+	for _, o := range observers {
+		if o == nil {
+			continue
+		}
+		all.Decision = both(all.Decision, o.Decision)
+		all.Statement = both(all.Statement, o.Statement)
+		all.Lease = both(all.Lease, o.Lease)
+		all.Breaker = both(all.Breaker, o.Breaker)
+		all.Renewal = both(all.Renewal, o.Renewal)
+		if first, second := all.DeniedKey, o.DeniedKey; first == nil {
+			all.DeniedKey = second
+		} else if second != nil {
+			all.DeniedKey = func(limiter, key string) {
+				first(limiter, key)
+				second(limiter, key)
+			}
+		}
+	}
+	return all
+}
+
+// both returns a function that calls both functions. Each may be nil.
+func both[E any](first, second func(E)) func(E) {
+	switch {
+	case first == nil:
+		return second
+	case second == nil:
+		return first
+	}
+	return func(e E) {
+		first(e)
+		second(e)
+	}
 }
 
 // DecisionEvent is a call that has ended.

@@ -76,7 +76,7 @@ func (l *Limiter) reserve(
 	ctx context.Context, tx pgx.Tx, key string, n int64, maxDelay time.Duration,
 ) (r Reservation, err error) {
 	if l.client.observer != nil {
-		defer l.observe(time.Now(), n, &r.Result, &err)
+		defer l.observe(time.Now(), key, n, &r.Result, &err)
 	}
 	if err := checkKey(key); err != nil {
 		return Reservation{}, err

@@ -80,7 +80,7 @@ const (
 // AllowN. After an [ErrOutcomeUnknown], a slot without a holder may exist until its TTL ends.
 func (l *Limiter) TryAcquire(ctx context.Context, key string, options SlotOptions) (result SlotResult, err error) {
 	if l.client.observer != nil {
-		defer l.observe(time.Now(), max(options.N, 1), &result.Result, &err)
+		defer l.observe(time.Now(), key, max(options.N, 1), &result.Result, &err)
 	}
 	wish, err := l.wish(key, options)
 	if err != nil {

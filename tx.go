@@ -40,7 +40,7 @@ func (t TxLimiter) Allow(ctx context.Context, key string) (Result, error) {
 func (t TxLimiter) AllowN(ctx context.Context, key string, n int64) (result Result, err error) {
 	l := t.limiter
 	if l.client.observer != nil {
-		defer l.observe(time.Now(), n, &result, &err)
+		defer l.observe(time.Now(), key, n, &result, &err)
 	}
 	if err := checkTx(t.tx); err != nil {
 		return Result{}, err

@@ -99,7 +99,7 @@ func (l *Limiter) staleness(key string, policy *model.Policy, row *policytable.R
 func (l *Limiter) answerAndObserve(policy *model.Policy, key string, n int64) (result Result) {
 	if l.client.observer != nil {
 		var err error
-		defer l.observe(time.Now(), n, &result, &err)
+		defer l.observe(time.Now(), key, n, &result, &err)
 	}
 	return l.answerOnFailure(policy, key, n)
 }
