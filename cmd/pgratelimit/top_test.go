@@ -106,3 +106,31 @@ func TestLongWorkShowsABarOnATerminal(t *testing.T) {
 	}
 	require.Zero(t, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral"))
 }
+
+// On a terminal, --watch draws again in place. In a pipe, it writes plain lines.
+func TestWatchTop(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	take := func(key string, n int) {
+		pgtest.Exec(t, db.Pool, "SELECT rate_limit_allow('login', $1, 'sliding 10/1h', $2)", key, n)
+	}
+	take("alice", 5)
+	args := []string{"top", "login", "--policy", "sliding 10/1h", "--watch"}
+	p := onTerminal(t, command(t, db.URL, args...))
+	p.waitFor("alice")
+	take("bob", 9)
+	p.waitFor("bob")
+	p.typeIn("\x03")
+	code, shown := p.wait()
+	require.Zero(t, code, shown)
+	last := shown[strings.LastIndex(shown, "\x1b[H\x1b[J"):]
+	require.Regexp(t, `(?s)bob +1 .*alice +5 `, last)
+	require.NotContains(t, shown, "interrupted")
+
+	piped := start(t, command(t, db.URL, args...))
+	piped.readTo("bob")
+	piped.readTo("bob")
+	require.NoError(t, piped.interrupt())
+	require.NotContains(t, piped.out.String(), "\x1b")
+}

@@ -67,15 +67,31 @@ func IsTerminal(stream any) bool {
 	return ok && term.IsTerminal(int(file.Fd()))
 }
 
-// Refresh calls show again and again until ctx ends. On a terminal, it clears the screen before each call.
-func (a *App) Refresh(ctx context.Context, every time.Duration, show func() error) error {
-	ticker := time.NewTicker(every)
+// WatchUsage describes the flag --watch.
+const WatchUsage = "show them again every 2s until it is interrupted"
+
+// refreshEvery is the pause between two outputs with --watch.
+const refreshEvery = 2 * time.Second
+
+// Show reads and shows something. If watch is true, Show does so again and again until ctx ends. On a terminal, it
+// clears the screen between reading and showing, so that the last output stays until there is a new one.
+func (a *App) Show(ctx context.Context, watch bool, read func() (show func() error, err error)) error {
+	ticker := time.NewTicker(refreshEvery)
 	defer ticker.Stop()
 	for {
-		if IsTerminal(a.Stdout) && !a.JSON {
-			fmt.Fprint(a.Stdout, "\x1b[H\x1b[J")
+		show, err := read()
+		if err == nil {
+			if watch && IsTerminal(a.Stdout) && !a.JSON {
+				fmt.Fprint(a.Stdout, "\x1b[H\x1b[J")
+			}
+			err = show()
 		}
-		if err := show(); err != nil && ctx.Err() == nil {
+		switch {
+		case !watch:
+			return err
+		case ctx.Err() != nil:
+			return nil
+		case err != nil:
 			return err
 		}
 		select {

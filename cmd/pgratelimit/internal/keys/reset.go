@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"strings"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
@@ -14,6 +13,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/policytable"
+	"github.com/pgratelimit/ratelimit/internal/rowsql"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
@@ -22,8 +22,6 @@ import (
 var (
 	//go:embed sql/reset.sql
 	resetSQL string
-	//go:embed sql/next_keys.sql
-	nextKeysSQL string
 	//go:embed sql/count.sql
 	countSQL string
 )
@@ -141,7 +139,7 @@ func ResetAll(ctx context.Context, db, proxy cli.DB, name string, durable bool) 
 	defer bar.Remove()
 	if bar.Shown != nil {
 		if err := db.Read(ctx, func(tx cli.Tx) error {
-			return tx.QueryRow(ctx, inTable(countSQL, durable), name).Scan(&all)
+			return tx.QueryRow(ctx, rowsql.InTable(countSQL, durable), name).Scan(&all)
 		}); err != nil {
 			return 0, err
 		}
@@ -194,14 +192,9 @@ func ResetAll(ctx context.Context, db, proxy cli.DB, name string, durable bool) 
 	return total, nil
 }
 
-// inTable makes a query read rate_limit_durable instead of rate_limit_ephemeral if durable is true.
-func inTable(sql string, durable bool) string {
-	return strings.ReplaceAll(sql, cli.Table(false), cli.Table(durable))
-}
-
 // nextKeys returns, in order, at most limit keys of a limiter that follow the key in the argument after.
 func nextKeys(ctx context.Context, tx cli.Tx, name, after string, limit int64, durable bool) ([]string, error) {
-	rows, _ := tx.Query(ctx, inTable(nextKeysSQL, durable), name, after, limit) // rows may contain an error
+	rows, _ := tx.Query(ctx, rowsql.InTable(rowsql.NextKeys, durable), name, after, limit) // rows may contain an error
 	return pgx.CollectRows(rows, pgx.RowTo[string])
 }
 

@@ -17,13 +17,11 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/rowsql"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
-
-// refreshEvery is the pause between two outputs of slots --watch.
-const refreshEvery = 2 * time.Second
 
 // SlotList is the output of the command slots.
 type SlotList struct {
@@ -86,27 +84,17 @@ waits for no locks. It lists a limiter with the name release by 'pgratelimit slo
 			if err := policies.CheckPolicyTarget(args[0], to); err != nil {
 				return err
 			}
-			show := func() error {
+			return a.Show(ctx, watch, func() (func() error, error) {
 				list, err := listSlots(ctx, a, args[0], to.Key, n)
-				if err != nil {
-					return err
-				}
-				return a.Print(list, list.print)
-			}
-			if !watch {
-				return show()
-			}
-			return a.Refresh(ctx, refreshEvery, show)
+				return func() error { return a.Print(list, list.print) }, err
+			})
 		}),
 	}
 	cmd.Flags().Int64VarP(&n, "number", "n", 100, "how many slots and places to list")
-	cmd.Flags().BoolVar(&watch, "watch", false, "show them again every 2s until it is interrupted")
+	cmd.Flags().BoolVar(&watch, "watch", false, cli.WatchUsage)
 	cmd.AddCommand(releaseCommand(a))
 	return a.Finish(cmd)
 }
-
-//go:embed sql/slots.sql
-var slotsSQL string
 
 // listSlots reads at most n slots and places from each table. If key is nil, listSlots reads those of all keys.
 func listSlots(ctx context.Context, a *cli.App, limiter string, key *string, n int64) (SlotList, error) {
@@ -137,7 +125,7 @@ func (t *SlotTable) add(ctx context.Context, tx cli.Tx, names []string, key *str
 	var more SlotTable
 	var made, ends, now int64
 	// rows may contain an error
-	rows, _ := tx.Query(ctx, inTable(slotsSQL, t.Table == cli.Table(true)), names, key, n)
+	rows, _ := tx.Query(ctx, rowsql.InTable(rowsql.Slots, t.Table == cli.Table(true)), names, key, n)
 	_, err := pgx.ForEachRow(rows, []any{&s.Slot, &s.name, &s.Key, &s.Waiting, &s.Place, &s.Units, &s.Holder, &s.Group,
 		&s.Weight, &made, &ends, &s.Fence, &now, &more.Slots, &more.Units, &more.Waiting, &more.WaitingUnits,
 	}, func() error {
@@ -281,7 +269,7 @@ func findSlot(ctx context.Context, a *cli.App, id string) (found Released, err e
 		return store.Read(ctx, func(tx cli.Tx) error {
 			for _, durable := range []bool{false, true} {
 				var name, key string
-				switch err := tx.QueryRow(ctx, inTable(findSlotSQL, durable), id).Scan(&name, &key); {
+				switch err := tx.QueryRow(ctx, rowsql.InTable(findSlotSQL, durable), id).Scan(&name, &key); {
 				case errors.Is(err, pgx.ErrNoRows):
 					continue
 				case err != nil:

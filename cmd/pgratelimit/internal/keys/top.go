@@ -15,6 +15,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/rowsql"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
@@ -48,6 +49,7 @@ func TopCommand(a *cli.App) *cobra.Command {
 	var durable bool
 	var n int
 	var maxRows int64
+	var watch bool
 	cmd := &cobra.Command{
 		Use:   "top NAME --policy POLICY",
 		Short: "List the keys of a limiter that are closest to their limit",
@@ -61,6 +63,7 @@ keys, the command reads about --max-rows keys, and prints the share of the keys 
 chooses pages at random, so it reads keys that were made together either all or not at all. Keys that
 took and hold nothing are not listed.`,
 		Example: `  pgratelimit top login --policy "sliding 10/1m"
+  pgratelimit top login --policy "sliding 10/1m" --watch
   pgratelimit top api --policy "fixed 100000/30d" --durable -n 50 --json`,
 		Args: cobra.ExactArgs(1),
 		RunE: cli.Action(func(ctx context.Context, args []string) error {
@@ -70,43 +73,52 @@ took and hold nothing are not listed.`,
 			if err := policies.CheckPolicyTarget(args[0], policies.PolicyTarget{}); err != nil {
 				return err
 			}
-			result := TopResult{Limiter: args[0], Table: cli.Table(durable), Complete: true, Keys: []keyState{}}
-			_, result.slots = policy.(ratelimit.Concurrency)
-			rows := 0.0 // an estimate of the number of the limiter's rows
 			of := ratelimit.Config{Name: args[0], Policy: policy, Durable: durable}
-			if err := a.InStores(ctx, func(store cli.DB) error {
-				states, sample, err := peekAll(ctx, store, of, maxRows)
-				if err != nil {
-					return err
-				}
-				untouched := func(s keyState) bool { return s.ResetAfterUS == 0 }
-				result.Keys = append(result.Keys, slices.DeleteFunc(states, untouched)...)
-				slices.SortFunc(result.Keys, Closest)
-				result.Keys = result.Keys[:min(n, len(result.Keys))]
-				result.Looked += int64(len(sample.keys))
-				result.Complete = result.Complete && sample.share == 1
-				if result.Share = sample.share; len(sample.keys) > 0 {
-					rows += float64(len(sample.keys)) / sample.share
-				}
-				if result.At.IsZero() {
-					result.At = sample.at
-				}
-				return nil
-			}); err != nil {
-				return err
-			}
-			if !result.Complete && rows > 0 {
-				result.Share = float64(result.Looked) / rows
-			}
-			result.Warning = policies.Misled(ctx, a, args[0], nil, policy.String(), durable)
-			return a.Print(result, result.print)
+			return a.Show(ctx, watch, func() (func() error, error) {
+				result, err := readTop(ctx, a, of, n, maxRows)
+				return func() error { return a.Print(result, result.print) }, err
+			})
 		}),
 	}
 	cli.RequirePolicy(cmd, &policy)
 	cli.AddDurable(cmd, &durable)
 	cmd.Flags().IntVarP(&n, "number", "n", 10, "how many keys to list")
+	cmd.Flags().BoolVar(&watch, "watch", false, cli.WatchUsage)
 	addMaxRows(cmd, &maxRows)
 	return a.Finish(cmd)
+}
+
+// readTop reads the n keys of a limiter that are closest to their limit.
+func readTop(ctx context.Context, a *cli.App, of ratelimit.Config, n int, maxRows int64) (TopResult, error) {
+	result := TopResult{Limiter: of.Name, Table: cli.Table(of.Durable), Complete: true, Keys: []keyState{}}
+	_, result.slots = of.Policy.(ratelimit.Concurrency)
+	rows := 0.0 // an estimate of the number of the limiter's rows
+	if err := a.InStores(ctx, func(store cli.DB) error {
+		states, sample, err := peekAll(ctx, store, of, maxRows)
+		if err != nil {
+			return err
+		}
+		untouched := func(s keyState) bool { return s.ResetAfterUS == 0 }
+		result.Keys = append(result.Keys, slices.DeleteFunc(states, untouched)...)
+		slices.SortFunc(result.Keys, Closest)
+		result.Keys = result.Keys[:min(n, len(result.Keys))]
+		result.Looked += int64(len(sample.keys))
+		result.Complete = result.Complete && sample.share == 1
+		if result.Share = sample.share; len(sample.keys) > 0 {
+			rows += float64(len(sample.keys)) / sample.share
+		}
+		if result.At.IsZero() {
+			result.At = sample.at
+		}
+		return nil
+	}); err != nil {
+		return result, err
+	}
+	if !result.Complete && rows > 0 {
+		result.Share = float64(result.Looked) / rows
+	}
+	result.Warning = policies.Misled(ctx, a, of.Name, nil, of.Policy.String(), of.Durable)
+	return result, nil
 }
 
 const defaultMaxRows = 100_000
@@ -150,12 +162,8 @@ func (r TopResult) print(w io.Writer) {
 	}
 }
 
-var (
-	//go:embed sql/peek.sql
-	peekSQL string
-	//go:embed sql/sample.sql
-	sampleSQL string
-)
+//go:embed sql/sample.sql
+var sampleSQL string
 
 // sample is a part of a limiter's keys, or all of them.
 type sample struct {
@@ -207,7 +215,7 @@ func sampleKeys(ctx context.Context, db cli.DB, of ratelimit.Config, maxRows int
 		s.share = min(1, percent[cli.Table(of.Durable)]/100*max(1, float64(maxRows)/defaultMaxRows))
 		s.keys = nil
 		// rows may contain an error
-		rows, _ := tx.Query(ctx, inTable(sampleSQL, of.Durable), of.Name, 100*s.share, maxRows)
+		rows, _ := tx.Query(ctx, rowsql.InTable(sampleSQL, of.Durable), of.Name, 100*s.share, maxRows)
 		var key string
 		var from int64
 		_, err = pgx.ForEachRow(rows, []any{&key, &from}, func() error {
@@ -234,7 +242,7 @@ func peekKeys(ctx context.Context, tx cli.Tx, of ratelimit.Config, keys []string
 			"the rows of the second one are those of the limiter %s/2, and so on", of.Policy, of.Name)
 	}
 	p := numbers[0]
-	rows, _ := tx.Query(ctx, peekSQL, of.Name, keys, of.Durable, p.Algorithm, p.Limit, p.Span.Microseconds(), p.Refill,
+	rows, _ := tx.Query(ctx, rowsql.Peek, of.Name, keys, of.Durable, p.Algorithm, p.Limit, p.Span.Microseconds(), p.Refill,
 		at, p.Zone) // rows may contain an error
 	states := make([]keyState, 0, len(keys))
 	var ord int64
