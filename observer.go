@@ -10,8 +10,8 @@ import (
 )
 
 // Observer has functions that a [Client] calls, for metrics and logs: see packages observe and otelratelimit. Each
-// function may be nil. The functions must be quick, and safe for concurrent use. No event has a key; only DeniedKey gets
-// one.
+// function may be nil. The functions must be quick, and safe for concurrent use. No event has a key. Only DeniedKey
+// gets one.
 type Observer struct {
 	// Decision is called after each Allow, AllowN, Peek and Hold, and for each request of an [AllowAll] or [HoldAll],
 	// also in a transaction. Waits that are decided together make one event, with the sum of their costs.
