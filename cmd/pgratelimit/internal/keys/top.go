@@ -242,8 +242,9 @@ func peekKeys(ctx context.Context, tx cli.Tx, of ratelimit.Config, keys []string
 			"the rows of the second one are those of the limiter %s/2, and so on", of.Policy, of.Name)
 	}
 	p := numbers[0]
-	rows, _ := tx.Query(ctx, rowsql.Peek, of.Name, keys, of.Durable, p.Algorithm, p.Limit, p.Span.Microseconds(), p.Refill,
-		at, p.Zone) // rows may contain an error
+	// rows may contain an error
+	rows, _ := tx.Query(ctx, rowsql.Peek, of.Name, keys, of.Durable, p.Algorithm, p.Limit, p.Span.Microseconds(),
+		p.Refill, at, p.Zone)
 	states := make([]keyState, 0, len(keys))
 	var ord int64
 	var s keyState
