@@ -27,7 +27,7 @@
 //   - Waiting: [Limiter.Wait]. A place in the future: [Limiter.Reserve].
 //   - At most n at a time: [Concurrency], with [Limiter.Acquire], [Limiter.TryAcquire] and [Slot].
 //   - Tiers: [Limiter.With]. Changes without a deploy: [Policies]. Busy keys: [Lease].
-//   - Metrics: [Observer], [ErrorKind]. Tests: [TestConfig], package ratelimittest.
+//   - Metrics: [Observer], [ErrorKind], package livepage. Tests: [TestConfig], package ratelimittest.
 package ratelimit
 
 import (

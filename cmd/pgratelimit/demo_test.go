@@ -73,6 +73,31 @@ func TestServeAndInterrupt(t *testing.T) {
 	require.Equal(t, "https://go.dev/", body.URL)
 	require.Equal(t, response.Header.Get("Location"), body.Short)
 
+	// The pages draw the same requests for two windows, and what the process decides.
+	base := strings.TrimSuffix(address, "/shorten")
+	get := func(path string) string {
+		response, err := http.Get(base + path)
+		require.NoError(t, err)
+		defer response.Body.Close()
+		require.Equal(t, http.StatusOK, response.StatusCode)
+		page, err := io.ReadAll(response.Body)
+		require.NoError(t, err)
+		return string(page)
+	}
+	require.Contains(t, get("/debug/ratelimit"), "No decision since then")
+	for range 3 {
+		response, err := http.PostForm(base+"/page/send", url.Values{"requests": {"5"}})
+		require.NoError(t, err)
+		response.Body.Close()
+		require.Equal(t, "/", response.Request.URL.Path)
+	}
+	for _, path := range []string{"/", "/page/picture"} {
+		require.Equal(t, 2, strings.Count(get(path), `"10 requests allowed and 5 denied in the last 30 seconds"`))
+	}
+	require.Contains(t, get("/page/page.css"), "prefers-color-scheme")
+	require.Contains(t, get("/page/page.js"), "/page/send")
+	require.Regexp(t, `(?s)picture-fixed.*<i>10</i>.*<i>5</i>.*picture-sliding.*<i>10</i>.*<i>5</i>`, get("/debug/ratelimit"))
+
 	require.NoError(t, process.interrupt())
 	require.Empty(t, process.stderr.String())
 	requireStory(t, process.out.String())

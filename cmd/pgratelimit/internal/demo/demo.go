@@ -22,6 +22,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/livepage"
 	"github.com/pgratelimit/ratelimit/migrations"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
@@ -84,6 +85,7 @@ type demo struct {
 	schema string // the demo's schema on a given server; "" on a server that the demo started
 
 	limiter *ratelimit.Limiter
+	page    *livepage.Page
 	web     *http.Server
 	webDone chan error
 	baseURL string
@@ -171,10 +173,14 @@ func (d *demo) createSchema(ctx context.Context) error {
 
 // newLimiter returns a limiter. The argument now is nil, or a clock that the demo sets by hand.
 func (d *demo) newLimiter(name string, policy ratelimit.Policy, now func() time.Time) (*ratelimit.Limiter, error) {
-	client, err := ratelimit.NewClient(d.pool, ratelimit.ClientConfig{
+	config := ratelimit.ClientConfig{
 		Logger: slog.New(slog.DiscardHandler), // the demo itself prints errors
 		Test:   ratelimit.TestConfig{Now: now},
-	})
+	}
+	if now == nil { // the page shows only limiters that run by the real clock
+		config.Observer = d.page.Observer()
+	}
+	client, err := ratelimit.NewClient(d.pool, config)
 	if err != nil {
 		return nil, err
 	}
@@ -183,6 +189,7 @@ func (d *demo) newLimiter(name string, policy ratelimit.Policy, now func() time.
 
 // startWeb starts the application on a free port.
 func (d *demo) startWeb(context.Context) (err error) {
+	d.page = livepage.New(livepage.Config{DB: d.pool, ShowKeys: true}) // the keys are the demo's
 	policy := ratelimit.SlidingWindow{Limit: demoLimit, Window: time.Minute}
 	if d.limiter, err = d.newLimiter("shorten", policy, nil); err != nil {
 		return err
@@ -192,18 +199,39 @@ func (d *demo) startWeb(context.Context) (err error) {
 		return err
 	}
 	d.baseURL = "http://" + listener.Addr().String()
-	handler, err := newShortener(d.baseURL, d.limiter)
+	handler, err := d.handler()
 	if err != nil {
 		listener.Close()
 		return err
 	}
 	d.web = &http.Server{Handler: handler, ReadHeaderTimeout: requestTimeout}
+	d.web.RegisterOnShutdown(d.page.Close)
 	d.webDone = make(chan error, 1)
 	go func() { d.webDone <- d.web.Serve(listener) }()
 
 	d.printf("\n2. A web server, where POST %s/shorten makes a short link.\n", d.baseURL)
 	d.printf("   Each client address may do that %d times a minute.\n", demoLimit)
 	return nil
+}
+
+// handler returns the application with its pages.
+func (d *demo) handler() (http.Handler, error) {
+	shortener, err := newShortener(d.baseURL, d.limiter)
+	if err != nil {
+		return nil, err
+	}
+	windows, err := newPicture(func(name string, policy ratelimit.Policy) (*ratelimit.Limiter, error) {
+		return d.newLimiter(name, policy, nil)
+	})
+	if err != nil {
+		return nil, err
+	}
+	d.page.AddLimiters(d.limiter, windows.windows[0].limiter, windows.windows[1].limiter)
+	mux := http.NewServeMux()
+	mux.Handle("/", shortener)
+	mux.Handle("/debug/ratelimit", d.page)
+	windows.addTo(mux)
+	return mux, nil
 }
 
 // sendRequests sends more requests than the limit allows.
@@ -392,6 +420,8 @@ func (d *demo) keepServing(ctx context.Context) error {
 		"   another terminal:\n\n")
 	d.printf("curl -i -d url=https://www.postgresql.org/docs/ %s/shorten\n", d.baseURL)
 	d.printf("psql %s\n", database)
+	d.printf("\n   Or open these in a browser: two windows, and what this process decides.\n\n%s/\n%s/debug/ratelimit\n",
+		d.baseURL, d.baseURL)
 	if d.outErr != nil {
 		return d.outErr
 	}
