@@ -119,7 +119,7 @@ func TestNumbers(t *testing.T) {
 	}
 	event := events.next()
 	require.Equal(t, want, totals(event))
-	require.Regexp(t, `Statements</dt><dd><span><b>[\d.]+</b>/s</span> <i>8</i>`, event)
+	require.Regexp(t, `Statements</dt><dd><span><b>[\d.]+</b>/s</span> <i>9</i>`, event)
 	require.Contains(t, event, "<bdi>use… #")
 	require.Contains(t, event, `<td data-label="denied">4</td>`)
 	require.NotContains(t, event, "alice")
