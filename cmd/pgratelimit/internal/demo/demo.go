@@ -420,8 +420,8 @@ func (d *demo) keepServing(ctx context.Context) error {
 		"   another terminal:\n\n")
 	d.printf("curl -i -d url=https://www.postgresql.org/docs/ %s/shorten\n", d.baseURL)
 	d.printf("psql %s\n", database)
-	d.printf("\n   Or open these in a browser: two windows, and what this process decides.\n\n%s/\n%s/debug/ratelimit\n",
-		d.baseURL, d.baseURL)
+	d.printf("\n   Or open these in a browser: two windows, and what this process decides.\n\n")
+	d.printf("%s/\n%s/debug/ratelimit\n", d.baseURL, d.baseURL)
 	if d.outErr != nil {
 		return d.outErr
 	}
