@@ -18,7 +18,7 @@ func TestDocumentsShowCompiledCode(t *testing.T) {
 	for _, file := range []string{
 		"example_test.go", "cleanup/example_test.go", "httplimit/example_test.go", "examples/hello/main.go", "examples/servers/main.go",
 		"examples/jobs/main.go",
-		"grpclimit/example_test.go", "integration_test/frameworks/recipes_test.go",
+		"grpclimit/example_test.go", "livepage/example_test.go", "integration_test/frameworks/recipes_test.go",
 		"integration_test/metrics/application_test.go", "ratelimittest/handler_test.go",
 	} {
 		code, err := os.ReadFile(file)

@@ -1,7 +1,6 @@
 package livepage_test
 
 import (
-	"fmt"
 	"net/http"
 	"time"
 
@@ -11,30 +10,30 @@ import (
 	"github.com/pgratelimit/ratelimit/livepage"
 )
 
+// The page is at http://localhost:8080/debug/ratelimit, for programs on this host.
 func Example() {
-	newServer := func(pool, readerPool *pgxpool.Pool, other *ratelimit.Observer) (*http.Server, error) {
-		page := livepage.New(livepage.Config{DB: readerPool}) // without DB, the page shows only this process
-		client, err := ratelimit.NewClient(pool, ratelimit.ClientConfig{
-			Observer: ratelimit.Observers(page.Observer(), other),
-		})
-		if err != nil {
-			return nil, err
-		}
-		login, err := client.Limiter(ratelimit.Config{
-			Name: "login", Policy: ratelimit.SlidingWindow{Limit: 10, Window: time.Minute},
-			OnFailure: ratelimit.FailOpen(),
-		})
-		if err != nil {
-			return nil, err
-		}
-		page.AddLimiters(login)
+	var (
+		pool    *pgxpool.Pool
+		server  = &http.Server{Addr: "localhost:8080"}
+		mux     = http.NewServeMux()
+		metrics *ratelimit.Observer
+	)
+	_, _ = newLimiter(pool, server, mux, metrics)
+}
 
-		mux := http.NewServeMux()
-		mux.Handle("/debug/ratelimit", page)
-		server := &http.Server{Addr: "localhost:8080", Handler: mux}
-		server.RegisterOnShutdown(page.Close)
-		return server, nil
+func newLimiter(
+	pool *pgxpool.Pool, server *http.Server, mux *http.ServeMux, metrics *ratelimit.Observer,
+) (*ratelimit.Limiter, error) {
+	page := livepage.New(livepage.Config{})
+	client, err := ratelimit.NewClient(pool, ratelimit.ClientConfig{
+		Observer: ratelimit.Observers(page.Observer(), metrics), // metrics is an observer that you have, or nil
+	})
+	if err != nil {
+		return nil, err
 	}
-	fmt.Println(newServer != nil)
-	// Output: true
+	mux.Handle("/debug/ratelimit", page)
+	server.RegisterOnShutdown(page.Close) // otherwise open pages delay the server's Shutdown
+	return client.Limiter(ratelimit.Config{
+		Name: "login", Policy: ratelimit.SlidingWindow{Limit: 10, Window: time.Minute}, OnFailure: ratelimit.FailOpen(),
+	})
 }
