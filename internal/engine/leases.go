@@ -20,6 +20,48 @@ import (
 //
 // Each key that a call has asked for has an entry, even without a lease. An entry is deleted if nobody asks for its key
 // during MaxLength. A timer runs only while there are entries.
+//
+// Why a lease admits no more than the policy:
+//
+// Every unit is taken in the database before it is spent. No unit is spent twice, or returned after it was spent. So
+// the only question is time: units are taken at one time and spent later, and the policy must hold at the later time.
+// The process measures the time since it sent the statement, which was before the database's decision. So the measured
+// time is never less than the time since the decision. A lease is shortened by 1/256 in case the process's clock is
+// slow. So by the database's clock, a unit is spent at most the lease's length after it was taken.
+//
+//   - FixedWindow, CalendarWindow. A lease ends with the window in which its units were taken. So units that are spent
+//     in a window were taken in the same window, and the database takes at most the limit in a window.
+//
+//   - SlidingWindow. A lease ends with its window here too. When the last unit was taken, prev × (Window − e) + count
+//     × Window ≤ Limit × Window held, counting all taken units. Until the window ends, e only grows, so the inequality
+//     still holds when the unit is spent. In either of the two windows, no more is spent than was taken.
+//
+//   - TokenBucket. Let B be the tokens in the database, and out the tokens that are leased and not spent. Let T be an
+//     imaginary bucket from which tokens are taken when units are spent. The policy holds if T never falls below 0.
+//     All spent units come from B + out, so the policy holds while T ≥ B + out. Spending lowers T and B + out equally,
+//     and both fill at the same rate. But T stops at Capacity, so B + out must not rise above Capacity.
+//
+//     The row records the leased units for each period. A period is 1/128 of the time in which the bucket fills, and
+//     no lease lasts longer than a period. So noted, the units leased in this period and the one before, is never less
+//     than out. After each lease, and after each return that changes something, B + noted + Refill × period ≤
+//     Capacity. From then on only refill raises B + out, by at most Refill × period until the last lease has ended. If
+//     a bucket is too full for a lease, the process also takes the surplus, which is lost. Returned units that do not
+//     fit are lost too. So a leased bucket keeps 1/128 of Capacity empty, plus the units leased in two periods.
+//
+//     A Refund leaves the bucket as if there had been no take. It raises T by the refund, unless T would have been
+//     full at some time since the take. So B + out must have left room for the refund at every moment since the take.
+//     There was room, because the missing tokens form a queue, as TokenBucket.refund says. Refill serves the front of
+//     the queue, and a refund returns only tokens that are still in the queue. Units leased after the take are behind
+//     the take in the queue, so they are missing too. Units leased before the take are in front of the take, with
+//     another Refill × period, so they are missing until their leases have ended.
+//
+//   - All. A lease is as short and as small as the strictest of the policies requires.
+//
+//   - SlidingLog. There are no leases of a SlidingLog, because its entries would have the times at which units were
+//     taken, not spent.
+//
+// The argument assumes that Postgres works, that the clocks of the process run, and that nobody sets the database's
+// clock forward. A process notices such a step in the next answer for the key, and ends its lease.
 type Leases struct {
 	now      func() instant
 	timeout  time.Duration

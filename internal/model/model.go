@@ -25,7 +25,7 @@ type Rules interface {
 	Lasts() int64
 	// LeaseOf returns how many units of a row a lease may hold, and for how many microseconds. The result lasts is at
 	// most longest. If spare is negative, the caller must take -spare units from the row before a lease may hold any.
-	// docs/guarantees.md says why the limit still holds.
+	// The comment of engine.Leases says why the limit still holds.
 	LeaseOf(s State, clock, longest int64) (spare, lasts int64)
 	// ResetAfter returns the ResetAfter of an earlier decision of a statement. The argument last is the statement's
 	// last decision. The argument units is what the statement took after the earlier decision. Beside holds, the result
