@@ -19,6 +19,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/doctor"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/keys"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/replay"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/shard"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/upkeep"
 )
@@ -27,7 +28,7 @@ import (
 const (
 	exitFailed = 1
 	exitUsage  = 2 // the command line is invalid
-	exitDenied = 3 // take or hold was denied
+	exitDenied = 3 // take or hold was denied, or a replay denies more than it may
 )
 
 const longHelp = `Operates rate limits that are kept in Postgres.
@@ -36,7 +37,7 @@ The database is the one of --database-url or DATABASE_URL. Without these it is t
 variables that psql uses too: PGHOST, PGDATABASE, PGUSER and so on, with the password from
 PGPASSWORD or ~/.pgpass.
 
-Exit codes: 0 done, 1 failed, 2 the command line makes no sense, 3 denied (take, hold).`
+Exit codes: 0 done, 1 failed, 2 the command line makes no sense, 3 denied (take, hold, replay).`
 
 func main() {
 	// A reader such as head may close the pipe early. SIGPIPE must not end this process before it has cleaned up.
@@ -109,7 +110,7 @@ func rootCommand(a *cli.App) *cobra.Command {
 		keys.ExtendCommand(a), keys.SlotsCommand(a), keys.RefundCommand(a), keys.GrantCommand(a), keys.ResetCommand(a))
 	addGroup("Policies:", policies.PolicyCommand(a), policies.BanCommand(a), policies.UnbanCommand(a))
 	addGroup("The database:", upkeep.MigrateCommand(a), upkeep.SweepCommand(a), doctor.Command(a), shard.Command(a))
-	addGroup("Trying it out:", demo.Command(a))
+	addGroup("Trying it out:", replay.Command(a), demo.Command(a))
 	return root
 }
 

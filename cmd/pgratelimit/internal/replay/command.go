@@ -1,0 +1,370 @@
+package replay
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	_ "embed"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"math/bits"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+)
+
+//go:embed sql/policy.sql
+var policySQL string
+
+// Report is the result of a replay.
+type Report struct {
+	Lines    Lines      `json:"lines"`
+	From     *time.Time `json:"from"` // null if there is no request
+	To       *time.Time `json:"to"`
+	Keys     int64      `json:"keys"`
+	Busiest  float64    `json:"busiest_share"` // the share of the requests that the busiest 1 % of the keys made
+	Groups   []KeyGroup `json:"keys_by_requests"`
+	Policies []Totals   `json:"policies"`
+	Sweep    *Sweep     `json:"sweep,omitempty"`
+}
+
+// KeyGroup is how many keys made more requests than the group before, and at most UpTo.
+type KeyGroup struct {
+	UpTo int64 `json:"up_to"`
+	Keys int64 `json:"keys"`
+}
+
+// groupsOf groups keys by their number of requests: 1, 2, up to 4, up to 8 and so on.
+func groupsOf(requests []int64) []KeyGroup {
+	groups := []KeyGroup{}
+	for _, n := range requests {
+		group := bits.Len64(uint64(n - 1)) //nolint:gosec // n is at least 1
+		for group >= len(groups) {
+			groups = append(groups, KeyGroup{UpTo: 1 << len(groups)})
+		}
+		groups[group].Keys++
+	}
+	return groups
+}
+
+type options struct {
+	Input
+	policies         []string
+	current, limiter string
+	sweep, target    string
+	failAbove        string
+	maxBad           string
+	html             string
+	tolerance        time.Duration
+	showKeys         bool
+	number           int
+}
+
+// Command returns the command replay.
+func Command(a *cli.App) *cobra.Command {
+	o := options{}
+	cmd := &cobra.Command{
+		Use:   "replay FILE...",
+		Short: "Show what policies would have denied of the requests in a log",
+		Long: `Decides the requests of a log by one or more policies, exactly as a limiter would have decided them, and
+shows how many requests and keys each policy would have denied. With --current or --limiter, it also shows
+what would change from that policy to the others. No request is sent to a database.
+
+A log is an access log of Apache or nginx (common or combined), JSON lines, or CSV with a header. It may
+be compressed by gzip, and - is standard input. Requests of several files are merged by time. A line
+that is later than --tolerance allows is decided at the time of the line before. Lines that cannot be
+read are counted and left out.
+
+Memory holds each key with its counts, and the state of keys that still count something. The output names
+keys by a code that holds for this output only, unless --show-keys is given.`,
+		Example: `  pgratelimit replay access.log --policy "sliding 100/1m"
+  pgratelimit replay access.log.*.gz access.log \
+      --current "fixed 100/1m" --policy "sliding 100/1m" --html report.html
+  pgratelimit replay calls.jsonl --key '$.user.id' --cost '$.tokens' \
+      --policy "sliding 50000/1m"
+  pgratelimit replay access.log --sweep "sliding N/1m" --deny-at-most 0.1%`,
+		Args: cobra.MinimumNArgs(1),
+	}
+	cmd.RunE = cli.Action(func(ctx context.Context, args []string) error {
+		o.Files, o.Stdin = args, a.Stdin
+		return o.run(ctx, a)
+	})
+	f := cmd.Flags()
+	f.StringArrayVar(&o.policies, "policy", nil,
+		"a policy to try, like "+algorithm.Examples()+`; a comma, or " + ", joins policies that all have to allow`)
+	f.StringVar(&o.current, "current", "", "the policy in force, with which the others are compared")
+	f.StringVar(&o.limiter, "limiter", "",
+		"take the policy in force from the database: the policy for all keys of this limiter in rate_limit_policy")
+	f.StringVar(&o.Format, "format", "", "combined, json or csv (default: guessed)")
+	f.StringArrayVar(&o.Keys, "key", nil, "field of the key, like remote_addr, user_id or $.user.id; several are "+
+		"joined (default: remote_addr of an access log, key of others)")
+	f.StringVar(&o.Cost, "cost", "", "field of the cost (default: cost, if CSV has it; otherwise each request costs 1)")
+	f.StringVar(&o.Time, "time", "", `field of the time (default "time")`)
+	f.StringVar(&o.TimeLayout, "time-layout", "", "layout of the time in Go, like '02.01.2006 15:04:05' (default: "+
+		"guessed; that of access logs, RFC 3339, or seconds, milli-, micro- or nanoseconds since 1970)")
+	f.DurationVar(&o.tolerance, "tolerance", 10*time.Second, "how much earlier than a line before a line may be")
+	f.StringVar(&o.maxBad, "max-bad", "1%", "the largest share of lines that cannot be read")
+	f.StringVar(&o.sweep, "sweep", "", `search for the smallest limit of this policy, like "sliding N/1m"`)
+	f.StringVar(&o.target, "deny-at-most", "0.1%", `what the limit of --sweep may deny, like "0.1%" or "5 keys"`)
+	f.StringVar(&o.failAbove, "fail-if-denied-above", "",
+		`end with exit code 3 if a policy of --policy denies more, like "0.1%"`)
+	f.BoolVar(&o.showKeys, "show-keys", false, "show the keys, which may be personal data")
+	f.IntVarP(&o.number, "number", "n", 5, "how many keys to list for each policy")
+	f.StringVar(&o.html, "html", "", "also write a page with pictures to this file")
+	return a.Finish(cmd)
+}
+
+func newKeyring() *keyring { return &keyring{number: map[string]int32{}} }
+
+func (o *options) run(ctx context.Context, a *cli.App) error {
+	var runs []*run
+	var err error
+	failAbove := 1.0
+	if o.failAbove != "" {
+		if failAbove, err = ParseShare(o.failAbove); err != nil {
+			return cli.Usage(fmt.Errorf("--fail-if-denied-above: %w", err))
+		}
+	}
+	if o.MaxBad, err = ParseShare(o.maxBad); err != nil {
+		return cli.Usage(fmt.Errorf("--max-bad: %w", err))
+	}
+	target, err := ParseTarget(o.target)
+	if err != nil {
+		return cli.Usage(fmt.Errorf("--deny-at-most: %w", err))
+	}
+	if o.number < 0 || o.tolerance < 0 {
+		return cli.Usage(errors.New("--number and --tolerance must not be negative"))
+	}
+	o.Tolerance = o.tolerance.Microseconds()
+	if o.current != "" && o.limiter != "" {
+		return cli.Usage(errors.New("--current and --limiter both say which policy is in force"))
+	}
+	if o.limiter != "" {
+		if o.current, err = inForce(ctx, a, o.limiter); err != nil {
+			return err
+		}
+	}
+	texts := o.policies
+	if o.current != "" {
+		texts = append([]string{o.current}, texts...)
+	}
+	if len(texts) == 0 && o.sweep == "" {
+		return cli.Usage(errors.New("--policy, --current, --limiter or --sweep is missing"))
+	}
+	if err := o.checkSweep(o.sweep); o.sweep != "" && err != nil {
+		return cli.Usage(fmt.Errorf("--sweep: %w", err))
+	}
+	for _, text := range texts {
+		p, err := ParsePolicy(text)
+		if err != nil {
+			return cli.Usage(err)
+		}
+		runs = append(runs, newRun(p))
+	}
+	done := o.progress(a)
+	defer done()
+
+	report, err := o.replay(ctx, runs)
+	if err != nil {
+		return err
+	}
+	if o.sweep != "" {
+		if report.Sweep, err = o.Input.sweep(ctx, o.sweep, target); err != nil {
+			return err
+		}
+	}
+	done()
+	if o.html != "" {
+		if err := writePage(o.html, report); err != nil {
+			return err
+		}
+	}
+	if err := a.Print(report, report.text); err != nil {
+		return err
+	}
+	for _, t := range report.Policies {
+		if !t.Current && t.DeniedShare > failAbove {
+			return cli.ErrDenied
+		}
+	}
+	return nil
+}
+
+// inForce returns the policy of a limiter for keys without a row of their own.
+func inForce(ctx context.Context, a *cli.App, limiter string) (text string, err error) {
+	type row struct{ Policy string }
+	err = a.InFirst(ctx, func(db cli.DB) error {
+		return db.Read(ctx, func(tx cli.Tx) error {
+			rows, err := cli.Rows[row](ctx, tx, policySQL, limiter)
+			if err == nil && len(rows) == 0 {
+				err = fmt.Errorf("rate_limit_policy has no policy for all keys of %s", cli.Printable(limiter))
+			}
+			if err == nil {
+				text = rows[0].Policy
+			}
+			return err
+		})
+	})
+	return text, err
+}
+
+// progress shows how much of the files has been read, and returns a function that removes the bar.
+func (o *options) progress(a *cli.App) (done func()) {
+	bar, read, total := a.NewBar("reading"), int64(0), int64(0)
+	for _, name := range o.Files {
+		if info, err := os.Stat(name); err == nil && name != "-" {
+			total += info.Size()
+		}
+	}
+	o.Progress = func(n int64) {
+		read += n
+		bar.Update(read%max(total, 1), total)
+	}
+	return bar.Remove
+}
+
+// replay reads the log once, and decides its requests by all policies.
+func (o *options) replay(ctx context.Context, runs []*run) (*Report, error) {
+	keys, changes := newKeyring(), make([]comparison, len(runs))
+	var requests []int64
+	var from, to int64
+	total := int64(0)
+	lines, err := o.each(ctx, keys, func(q request) {
+		for int(q.key) >= len(requests) {
+			requests = append(requests, 0)
+		}
+		requests[q.key]++
+		if total++; total == 1 {
+			from = q.at
+		}
+		to = q.at
+		before := false
+		for i, r := range runs {
+			allowed := r.decide(q)
+			switch {
+			case o.current == "":
+			case i == 0:
+				before = allowed
+			default:
+				changes[i].count(q.key, before, allowed)
+			}
+		}
+	})
+	if err != nil {
+		return nil, err
+	}
+	report := &Report{Lines: lines, Keys: int64(len(requests)), Groups: groupsOf(requests), Policies: []Totals{}}
+	if total > 0 {
+		first, last := time.UnixMicro(from).UTC(), time.UnixMicro(to).UTC()
+		report.From, report.To = &first, &last
+		busy := int64(0)
+		for _, key := range largest(requests, min(max(len(requests)/100, 1), 10_000)) {
+			busy += requests[key]
+		}
+		report.Busiest = float64(busy) / float64(total)
+	}
+	name := o.names(keys)
+	for i, r := range runs {
+		t := r.totals(requests, name, o.number)
+		if t.Current = o.current != "" && i == 0; o.current != "" && i > 0 {
+			t.Change = changes[i].change(name, o.number)
+		}
+		report.Policies = append(report.Policies, t)
+	}
+	return report, nil
+}
+
+// names returns a function that names keys. Without --show-keys, the names are codes that cannot be guessed.
+func (o *options) names(keys *keyring) func(int) string {
+	if o.showKeys {
+		return func(key int) string { return strings.ToValidUTF8(keys.names[key], "\ufffd") }
+	}
+	salt := rand.Text()
+	return func(key int) string {
+		sum := sha256.Sum256([]byte(salt + keys.names[key]))
+		return "key-" + hex.EncodeToString(sum[:5])
+	}
+}
+
+// percent formats a share. A share that is not 0 is not shown as 0.
+func percent(share float64) string {
+	if share > 0 && share < 0.0001 {
+		return "<0.01 %"
+	}
+	return fmt.Sprintf("%.2f %%", 100*share)
+}
+
+func (r *Report) text(w io.Writer) {
+	fmt.Fprintf(w, "%s of %s, as %s",
+		cli.Count(r.Lines.Read-r.Lines.Bad, "request"), cli.Count(r.Keys, "key"), r.Lines.Format)
+	if r.From != nil {
+		fmt.Fprintf(w, ", from %s to %s", cli.Instant(*r.From), cli.Instant(*r.To))
+	}
+	fmt.Fprintf(w, "\nthe busiest 1 %% of the keys made %s of the requests\n", percent(r.Busiest))
+	if r.Lines.Late > 0 {
+		fmt.Fprintf(w, "%s later than --tolerance, decided at the time of the line before\n",
+			cli.Count(r.Lines.Late, "line"))
+	}
+	if r.Lines.Bad > 0 {
+		fmt.Fprintf(w, "%s cannot be read:\n", cli.Count(r.Lines.Bad, "line"))
+		for _, bad := range r.Lines.First {
+			fmt.Fprintf(w, "  %s line %d: %s\n", bad.File, bad.Line, bad.Reason)
+		}
+	}
+	if len(r.Policies) > 0 {
+		fmt.Fprintln(w, "\nPOLICY\tDENIED\tSHARE\tKEYS DENIED\tLONGEST")
+		for _, t := range r.Policies {
+			name := t.Policy
+			if t.Current {
+				name += " (current)"
+			}
+			longest := cli.Span(int64(t.LongestSeconds * 1e6))
+			if t.NeverFits > 0 {
+				longest += fmt.Sprintf(", and %d can never fit", t.NeverFits)
+			}
+			fmt.Fprintf(w, "%s\t%d\t%s\t%d\t%s\n", name, t.Denied, percent(t.DeniedShare), t.KeysDenied, longest)
+		}
+	}
+	for _, t := range r.Policies {
+		if len(t.Most) > 0 {
+			fmt.Fprintf(w, "\n%s denies most:\n", t.Policy)
+			fmt.Fprintln(w, "KEY\tDENIED\tREQUESTS")
+			for _, d := range t.Most {
+				fmt.Fprintf(w, "%s\t%d\t%d\n", cli.Short(d.Key), d.Denied, d.Requests)
+			}
+		}
+		if c := t.Change; c != nil {
+			fmt.Fprintf(w, "\nfrom the current policy to %s:\n", t.Policy)
+			fmt.Fprintf(w, "%s become denied, and %d become allowed; %s better off, and %d worse\n",
+				cli.Count(c.NowDenied, "request"), c.NowAllowed, cli.Count(c.KeysBetter, "key"), c.KeysWorse)
+			if len(c.Most) > 0 {
+				fmt.Fprintln(w, "KEY\tBECOME DENIED\tBECOME ALLOWED")
+			}
+			for _, k := range c.Most {
+				fmt.Fprintf(w, "%s\t%d\t%d\n", cli.Short(k.Key), k.NowDenied, k.NowAllowed)
+			}
+		}
+	}
+	if s := r.Sweep; s != nil {
+		if s.Limit == nil {
+			fmt.Fprintf(w, "\nno limit of %s denies at most %s\n", s.Policy, s.Target)
+		} else {
+			fmt.Fprintf(w, "\n%s is the smallest that denies at most %s\n", s.Found, s.Target)
+		}
+		fmt.Fprintln(w, "LIMIT\tDENIED\tSHARE\tKEYS DENIED")
+		for i, p := range s.Curve {
+			if i > 0 && p.Denied == s.Curve[i-1].Denied && (s.Limit == nil || p.Limit != *s.Limit) {
+				continue
+			}
+			fmt.Fprintf(w, "%d\t%d\t%s\t%d\n", p.Limit, p.Denied, percent(p.DeniedShare), p.KeysDenied)
+		}
+	}
+}

@@ -1,0 +1,316 @@
+package replay
+
+import (
+	"bytes"
+	"compress/gzip"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+func TestTimes(t *testing.T) {
+	t.Parallel()
+	want := time.Date(2024, 2, 29, 23, 59, 58, 0, time.UTC).UnixMicro()
+	for text, micros := range map[string]int64{
+		"2024-02-29T23:59:58Z":             want,
+		"2024-02-29 23:59:58":              want,
+		"2024-02-29T23:59:58.123456Z":      want + 123456,
+		"2024-02-29 23:59:58,5+00":         want + 500000,
+		"2024-03-01T01:59:58.000001+02:00": want + 1,
+		"2024-02-29T18:29:58-0530":         want,
+		"29/Feb/2024:23:59:58 +0000":       want,
+		"01/Mar/2024:00:59:58 +0100":       want,
+		"1709251198":                       want,
+		"1709251198.25":                    want + 250000,
+		"1709251198123":                    want + 123000,
+		"1709251198123456":                 want + 123456,
+		"1709251198123456789":              want + 123456,
+	} {
+		got, err := parseTime([]byte(text), "")
+		require.NoError(t, err, text)
+		require.Equal(t, micros, got, text)
+	}
+	for _, text := range []string{
+		"", "-", "now", "2024", "2024-13-01T00:00:00Z", "2024-02-29", "29/Foo/2024:23:59:58 +0000", "1.x", "1969-12-31T00:00:00Z",
+		"29/Feb/2024:23:59:58 CET", "99999999999999999999", "29/", "2024-02-29T25:00:00Z",
+	} {
+		if text == "2024" { // seconds since 1970
+			continue
+		}
+		_, err := parseTime([]byte(text), "")
+		require.Error(t, err, text)
+	}
+	got, err := parseTime([]byte("29.02.2024 23:59:58"), "02.01.2006 15:04:05")
+	require.NoError(t, err)
+	require.Equal(t, want, got)
+}
+
+func TestTimesAreThoseOfPackageTime(t *testing.T) {
+	t.Parallel()
+	r := rand.New(rand.NewPCG(1, 2))
+	for range 20_000 {
+		at := time.Unix(r.Int64N(7_000_000_000), 0).In(time.FixedZone("", (r.IntN(25)-12)*3600))
+		if at.Year() < 1970 {
+			continue
+		}
+		for _, layout := range []string{time.RFC3339, "02/Jan/2006:15:04:05 -0700"} {
+			got, err := parseTime([]byte(at.Format(layout)), "")
+			require.NoError(t, err)
+			require.Equal(t, at.UnixMicro(), got, at.Format(layout))
+		}
+	}
+}
+
+func values(t *testing.T, f format, n int, line string) ([]string, error) {
+	t.Helper()
+	found := make([][]byte, n)
+	err := f.fields([]byte(line), found)
+	texts := make([]string, n)
+	for i, value := range found {
+		texts[i] = string(value)
+	}
+	return texts, err
+}
+
+func TestAccessLog(t *testing.T) {
+	t.Parallel()
+	f, err := newAccessLog([]string{"time", "", "remote_addr", "remote_user", "method", "path", "status", "user_agent"})
+	require.NoError(t, err)
+	for line, want := range map[string][]string{
+		`192.0.2.1 - - [29/Feb/2024:23:59:58 +0000] "GET /a?b=c HTTP/1.1" 200 12 "-" "curl/8"`: {
+			"29/Feb/2024:23:59:58 +0000", "", "192.0.2.1", "-", "GET", "/a", "200", "curl/8",
+		},
+		`2001:db8::1 - Anna Maria [29/Feb/2024:23:59:58 +0000] "POST /" 404 -`: { // common, and a name with a space
+			"29/Feb/2024:23:59:58 +0000", "", "2001:db8::1", "Anna Maria", "POST", "/", "404", "",
+		},
+		`192.0.2.1 - - [29/Feb/2024:23:59:58 +0000] "\x16\x03\x01 \"" 400 0 "-" "a \"b\" c" more`: {
+			"29/Feb/2024:23:59:58 +0000", "", "192.0.2.1", "-", `\x16\x03\x01`, `\"`, "400", `a \"b\" c`,
+		},
+		`192.0.2.1 - - [29/Feb/2024:23:59:58 +0000] "-" 408 0`: { // nothing was sent
+			"29/Feb/2024:23:59:58 +0000", "", "192.0.2.1", "-", "-", "", "408", "",
+		},
+	} {
+		got, err := values(t, f, len(want), line)
+		require.NoError(t, err, line)
+		require.Equal(t, want, got, line)
+	}
+	for _, line := range []string{"", "x", "192.0.2.1 - - [29/Feb", "192.0.2.1 - - 29/Feb", "a [b] c", " [b] \"c\""} {
+		_, err := values(t, f, 8, line)
+		require.Error(t, err, line)
+	}
+	_, err = newAccessLog([]string{"nothing"})
+	require.Error(t, err)
+}
+
+func TestCSV(t *testing.T) {
+	t.Parallel()
+	never := func(string) bool { return false }
+	f, err := newCSV([]byte("\ufeffkey,\"a \"\"b\"\"\",time"), []string{"time", "key", `a "b"`}, never)
+	require.NoError(t, err)
+	got, err := values(t, f, 3, `"x, ""y""",2,3,4`)
+	require.NoError(t, err)
+	require.Equal(t, []string{"3", `x, "y"`, "2"}, got)
+	for _, line := range []string{"1,2", `"1`, `"1"2,3,4`} {
+		_, err := values(t, f, 3, line)
+		require.Error(t, err, line)
+	}
+	_, err = newCSV([]byte("a;b"), []string{"b", "c"}, never)
+	require.Error(t, err)
+	f, err = newCSV([]byte("a;b"), []string{"b", "a"}, never)
+	require.NoError(t, err)
+	got, err = values(t, f, 2, "1;2")
+	require.NoError(t, err)
+	require.Equal(t, []string{"2", "1"}, got)
+}
+
+func TestJSONLines(t *testing.T) {
+	t.Parallel()
+	f := newJSON([]string{"time", "", "$.user.id", "list.1", `odd"name`})
+	got, err := values(t, f, 5,
+		` {"x": {"time": "}"}, "user" : {"n":[1,{"id":2}], "id":"\u00e9\ud83d\ude00\n\""}, "list":[1, 2.5],"odd\"name":true,"time":17 }`)
+	require.NoError(t, err)
+	require.Equal(t, []string{"17", "", "é😀\n\"", "2.5", "true"}, got)
+	got, err = values(t, f, 5, `{"user": 5, "time": null}`)
+	require.NoError(t, err)
+	require.Equal(t, make([]string, 5), got)
+	for _, line := range []string{"", "[1]", `{"a"`, `{"a":1`, `{"a" 1}`, `{a:1}`, `{"user":{"id":"`, `{"time":"\u12"}`} {
+		_, err := values(t, f, 5, line)
+		require.Error(t, err, line)
+	}
+}
+
+// write writes a log to a new file.
+func write(t *testing.T, name, text string) string {
+	t.Helper()
+	file := filepath.Join(t.TempDir(), name)
+	require.NoError(t, os.WriteFile(file, []byte(text), 0o600))
+	return file
+}
+
+// read returns the requests of files, as "seconds key cost".
+func read(t *testing.T, in Input) ([]string, Lines, error) {
+	t.Helper()
+	in.Progress = func(int64) {}
+	keys, all := newKeyring(), []string(nil)
+	lines, err := in.each(t.Context(), keys, func(q request) {
+		all = append(all, fmt.Sprintf("%d %s %d", q.at/1e6, keys.names[q.key], q.cost))
+	})
+	return all, lines, err
+}
+
+func TestFilesAreMergedByTime(t *testing.T) {
+	t.Parallel()
+	var zipped bytes.Buffer
+	w := gzip.NewWriter(&zipped)
+	_, err := w.Write([]byte("time,key\n10,a\n12,a\n30,a\n29,a\n11,late\n"))
+	require.NoError(t, err)
+	require.NoError(t, w.Close())
+	got, lines, err := read(t, Input{
+		Files: []string{
+			write(t, "a.gz", zipped.String()), "-", write(t, "empty", ""),
+			write(t, "b.json", "{\"time\":11,\"key\":\"b\"}\n\nbad\n{\"time\":31,\"key\":\"\"}\n{\"time\":31,\"key\":\"b\"}"),
+		},
+		Stdin:     strings.NewReader("time;key;cost\r\n9;c;2\r\n32;c;0\r\n32;c;3\r\n"),
+		Tolerance: 2e6, MaxBad: 0.5,
+	})
+	require.NoError(t, err)
+	require.Equal(t, []string{"9 c 2", "10 a 1", "11 b 1", "12 a 1", "12 late 1", "29 a 1", "30 a 1", "31 b 1", "32 c 3"}, got)
+	require.EqualValues(t, 12, lines.Read)
+	require.EqualValues(t, 3, lines.Bad)
+	require.EqualValues(t, 1, lines.Late)
+	require.Len(t, lines.First, 3)
+	for _, bad := range lines.First {
+		require.Positive(t, bad.Line)
+	}
+}
+
+func TestTooManyBadLines(t *testing.T) {
+	t.Parallel()
+	_, _, err := read(t, Input{Files: []string{"-"}, Stdin: strings.NewReader("time,key\n1,secret\nx,secret\n"), MaxBad: 0.4})
+	require.ErrorContains(t, err, "1 of 2 lines cannot be read; - line 3: the time cannot be read")
+	require.NotContains(t, err.Error(), "secret")
+}
+
+// The states of keys that count nothing any more are dropped, and that changes no answer.
+func TestIdleKeysAreDropped(t *testing.T) {
+	t.Parallel()
+	p, err := ParsePolicy("sliding 3/1s + log 4/2s")
+	require.NoError(t, err)
+	r, whole := newRun(p), newRun(p)
+	whole.swept = 1 << 40
+	most := 0
+	dice := rand.New(rand.NewPCG(3, 4))
+	for i := range int64(100_000) {
+		q := request{at: i * 1000, cost: 1 + dice.Int64N(2), key: int32(i/100)*10 + dice.Int32N(10)}
+		require.Equal(t, whole.decide(q), r.decide(q))
+		most = max(most, r.live)
+	}
+	require.Equal(t, whole.denied, r.denied)
+	require.Positive(t, r.denied)
+	require.Greater(t, whole.live, 9000)
+	require.Less(t, most, 3000)
+}
+
+// A sweep finds the same limit as trying each one.
+func TestSweepFindsTheSmallestLimit(t *testing.T) {
+	t.Parallel()
+	dice := rand.New(rand.NewPCG(5, 6))
+	log, at := "time,key\n", 1000.0
+	for range 3000 {
+		at += dice.ExpFloat64() * 0.3
+		log += fmt.Sprintf("%.3f,%d\n", at, int(dice.ExpFloat64()*3))
+	}
+	in := Input{Files: []string{write(t, "log", log)}, Progress: func(int64) {}}
+	for _, policy := range []string{"fixed N/1m", "sliding N/1m", "log N/1m", "every N/1m", "bucket N 1/5s", "bucket 5 N/1m"} {
+		for _, text := range []string{"0.5%", "2 keys", "0%"} {
+			target, err := ParseTarget(text)
+			require.NoError(t, err)
+			s, err := in.sweep(t.Context(), policy, target)
+			require.NoError(t, err)
+			var each []int64
+			for limit := int64(1); limit <= 160; limit++ {
+				each = append(each, limit)
+			}
+			points, err := in.try(t.Context(), policy, each)
+			require.NoError(t, err)
+			want := int64(0)
+			for i, p := range points {
+				if i > 0 {
+					require.LessOrEqual(t, p.Denied, points[i-1].Denied)
+				}
+				if want == 0 && target.metBy(p) {
+					want = p.Limit
+				}
+			}
+			if want == 0 {
+				require.Contains(t, policy, "bucket", text) // no capacity helps if the refill is small, and the reverse
+				continue
+			}
+			require.NotNil(t, s.Limit)
+			require.Equal(t, want, *s.Limit, "%s %s", policy, text)
+		}
+	}
+}
+
+func FuzzTime(f *testing.F) {
+	f.Add("2024-02-29T23:59:58.5+01:00")
+	f.Add("29/Feb/2024:23:59:58 +0000")
+	f.Add("1709251198.25")
+	f.Fuzz(func(t *testing.T, text string) {
+		if micros, err := parseTime([]byte(text), ""); err == nil && micros < 0 {
+			t.Fatal(text, micros)
+		}
+	})
+}
+
+func fuzz(f *testing.F, form format, n int, seeds ...string) {
+	f.Helper()
+	for _, seed := range seeds {
+		f.Add(seed)
+	}
+	f.Fuzz(func(_ *testing.T, line string) { _ = form.fields([]byte(line), make([][]byte, n)) })
+}
+
+func FuzzAccessLog(f *testing.F) {
+	form, err := newAccessLog(append(accessFields, ""))
+	require.NoError(f, err)
+	fuzz(f, form, len(accessFields)+1, `192.0.2.1 - - [29/Feb/2024:23:59:58 +0000] "GET /a?b=c HTTP/1.1" 200 12 "-" "curl/8"`)
+}
+
+func FuzzCSV(f *testing.F) {
+	form, err := newCSV([]byte("a,b,c"), []string{"a", "c"}, nil)
+	require.NoError(f, err)
+	fuzz(f, form, 2, `1,"a ""b""",3`)
+}
+
+func FuzzJSON(f *testing.F) {
+	fuzz(f, newJSON([]string{"time", "user.id", "l.1.x"}), 3, `{"time":1,"user":{"id":"\u00e9"},"l":[1,{"x":[]}]}`)
+}
+
+func BenchmarkReplay(b *testing.B) {
+	var log strings.Builder
+	dice := rand.New(rand.NewPCG(7, 8))
+	const n = 200_000
+	for i := range n {
+		fmt.Fprintf(&log, "10.0.%d.%d - - [%s] \"GET /index.html?x=%d HTTP/1.1\" 200 1234 \"-\" \"Mozilla/5.0 (X11)\"\n",
+			dice.IntN(40), int(dice.ExpFloat64()*40)%256,
+			time.Unix(1_700_000_000+int64(i/50), 0).UTC().Format("02/Jan/2006:15:04:05 -0700"), i)
+	}
+	p, err := ParsePolicy("sliding 100/1m")
+	require.NoError(b, err)
+	b.SetBytes(int64(log.Len()))
+	b.ReportAllocs()
+	for b.Loop() {
+		in := Input{Files: []string{"-"}, Stdin: strings.NewReader(log.String()), Progress: func(int64) {}, Tolerance: 1e7}
+		r := newRun(p)
+		_, err := in.each(b.Context(), newKeyring(), func(q request) { r.decide(q) })
+		require.NoError(b, err)
+	}
+	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/n, "ns/line")
+}
