@@ -2,6 +2,7 @@ package envoy_test
 
 import (
 	"errors"
+	"os"
 	"strings"
 	"testing"
 
@@ -130,6 +131,16 @@ func TestLoadReads(t *testing.T) {
 		_, err := envoy.Load(map[string][]byte{"f": []byte(content)})
 		require.NoError(t, err, content)
 	}
+}
+
+func TestTheExampleInTheDocsIsRead(t *testing.T) {
+	t.Parallel()
+	text, err := os.ReadFile("../../../docs/envoy.md")
+	require.NoError(t, err)
+	_, after, found := strings.Cut(string(text), "```yaml\n")
+	require.True(t, found)
+	example, _, _ := strings.Cut(after, "```")
+	require.Equal(t, []string{"shop"}, rules(t, example).Domains())
 }
 
 func FuzzLoad(f *testing.F) {

@@ -38,45 +38,80 @@ type modelLimit struct {
 }
 
 // mistake is one that a test makes in the model on purpose.
-type mistake int
+type mistake string
 
 const (
-	none mistake = iota
-	keyBeforeValue
-	wildcardsBeforeValue
-	wildcardsInReverse
-	wildcardOfOneOrMore
-	keyBeforeWildcards
-	limitInTheMiddle
-	overrideIgnored
-	shareIgnored
-	shareAlways
-	unitNotInKey
-	oneMonthIs31Days
-	weekOnMonday
-	resetRoundsDown
-	zeroHitsCountOne
-	hitsOfRequestFirst
-	hitsOfRequestIgnored
-	negativeIgnored
-	negativeBelowZero
-	deniedTakes
-	eachByItself
-	lookIsTake
-	lookAtTheLimitIsOver
-	shadowDenies
-	shadowTakesWhenDenied
-	shadowNeverCounts
-	quotaDenies
-	quotaNeverDenies
-	quotaTakesWhenOver
-	unlimitedCounts
-	replacedCounts
-	replacesOnlyLater
-	duplicatesTogether
-	deniedShowsItsHits
-	mistakes // their number
+	none                  mistake = ""
+	keyBeforeValue        mistake = "key before value"
+	wildcardsBeforeValue  mistake = "wildcards before value"
+	wildcardsInReverse    mistake = "wildcards in reverse"
+	wildcardOfOneOrMore   mistake = "wildcard of one or more"
+	keyBeforeWildcards    mistake = "key before wildcards"
+	limitInTheMiddle      mistake = "limit in the middle"
+	overrideIgnored       mistake = "override ignored"
+	shareIgnored          mistake = "share ignored"
+	shareAlways           mistake = "share always"
+	unitNotInKey          mistake = "unit not in key"
+	oneMonthIs31Days      mistake = "one month is 31 days"
+	weekOnMonday          mistake = "week on monday"
+	resetRoundsDown       mistake = "reset rounds down"
+	zeroHitsCountOne      mistake = "zero hits count one"
+	hitsOfRequestFirst    mistake = "hits of request first"
+	hitsOfRequestIgnored  mistake = "hits of request ignored"
+	negativeIgnored       mistake = "negative ignored"
+	negativeBelowZero     mistake = "negative below zero"
+	deniedTakes           mistake = "denied takes"
+	eachByItself          mistake = "each by itself"
+	lookIsTake            mistake = "look is take"
+	lookAtTheLimitIsOver  mistake = "look at the limit is over"
+	shadowDenies          mistake = "shadow denies"
+	shadowTakesWhenDenied mistake = "shadow takes when denied"
+	shadowNeverCounts     mistake = "shadow never counts"
+	quotaDenies           mistake = "quota denies"
+	quotaNeverDenies      mistake = "quota never denies"
+	quotaTakesWhenOver    mistake = "quota takes when over"
+	unlimitedCounts       mistake = "unlimited counts"
+	replacedCounts        mistake = "replaced counts"
+	replacesOnlyLater     mistake = "replaces only later"
+	duplicatesTogether    mistake = "duplicates together"
+	deniedShowsItsHits    mistake = "denied shows its hits"
 )
+
+var mistakes = []mistake{
+	keyBeforeValue,
+	wildcardsBeforeValue,
+	wildcardsInReverse,
+	wildcardOfOneOrMore,
+	keyBeforeWildcards,
+	limitInTheMiddle,
+	overrideIgnored,
+	shareIgnored,
+	shareAlways,
+	unitNotInKey,
+	oneMonthIs31Days,
+	weekOnMonday,
+	resetRoundsDown,
+	zeroHitsCountOne,
+	hitsOfRequestFirst,
+	hitsOfRequestIgnored,
+	negativeIgnored,
+	negativeBelowZero,
+	deniedTakes,
+	eachByItself,
+	lookIsTake,
+	lookAtTheLimitIsOver,
+	shadowDenies,
+	shadowTakesWhenDenied,
+	shadowNeverCounts,
+	quotaDenies,
+	quotaNeverDenies,
+	quotaTakesWhenOver,
+	unlimitedCounts,
+	replacedCounts,
+	replacesOnlyLater,
+	duplicatesTogether,
+	deniedShowsItsHits,
+}
 
 // model has the counts of all keys.
 type model struct {

@@ -234,6 +234,24 @@ descriptors:
 	require.Equal(t, 2, hashed)
 }
 
+// The reference joins a key and its value with _ before it compares them, so these rules match more than they say.
+func TestKeysWithAnUnderscoreMatchAsInTheReference(t *testing.T) {
+	t.Parallel()
+	server := newServer(t, ratelimittest.NewDB(), noon(), rules(t, `
+domain: shop
+descriptors:
+- {key: a_b, rate_limit: {unit: hour, requests_per_unit: 1}}
+- {key: c, value: d, rate_limit: {unit: hour, requests_per_unit: 2}}
+- {key: e*, rate_limit: {unit: hour, requests_per_unit: 3}}
+`), envoy.Options{})
+	for descriptor, want := range map[string]string{
+		"a=b": "1 per HOUR", "a_b=z": "1 per HOUR", "c=d": "2 per HOUR", "c_d=z": "2 per HOUR", "c=e": "",
+		"east=1": "3 per HOUR", "west=1": "",
+	} {
+		require.Equal(t, want, ask(t.Context(), t, server, q("shop", descriptor)).Statuses[0].Limit, descriptor)
+	}
+}
+
 func TestHeadersTellOfTheTightestLimit(t *testing.T) {
 	t.Parallel()
 	server := newServer(t, ratelimittest.NewDB(), noon(), rules(t, shop), envoy.Options{Headers: envoy.DefaultHeaders()})
