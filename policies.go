@@ -115,3 +115,13 @@ func (p *Policies) Status() PoliciesStatus {
 	status.Err = publicError(status.Err)
 	return status
 }
+
+// Everybody returns the policy of the row that applies to all keys of a limiter, or false if no such row of mode
+// enforce is in force, or if the rows were not read yet. It is for programs that learn the names of their limiters from
+// the table.
+func (p *Policies) Everybody(limiter string) (policy Policy, ok bool) {
+	if m := p.table.Everybody(limiter); m != nil {
+		return policyFrom(m), true
+	}
+	return nil, false
+}

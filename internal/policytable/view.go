@@ -71,6 +71,19 @@ func (v *View) Row(own *model.Policy, key string) *Row {
 	return v.page.Find(key, func(r *Row) bool { return v.Table.counts(r) && v.canObey(r, own) })
 }
 
+// Everybody returns the policy of the row for all keys of a limiter, or nil if there is no such row of mode enforce.
+func (t *Table) Everybody(limiter string) *model.Policy {
+	page := t.Book.Known(limiter)
+	if page == nil || !t.IsReady() {
+		return nil
+	}
+	r := page.Find("", func(r *Row) bool { return r.Target == rulebook.Everybody && t.counts(r) })
+	if r == nil || r.Value.Mode != ModeEnforce {
+		return nil
+	}
+	return r.Value.Policy
+}
+
 // Shadow returns the shadow row for a key, or nil.
 func (v *View) Shadow(key string) *Row {
 	if v == nil {

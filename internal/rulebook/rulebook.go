@@ -51,6 +51,13 @@ func (b *Book[V]) Page(name string) *Page[V] {
 	return b.page(name)
 }
 
+// Known returns the rules of a limiter, or nil if there has never been one. Unlike Page, it uses no memory for the name.
+func (b *Book[V]) Known(name string) *Page[V] {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.pages[name]
+}
+
 func (b *Book[V]) page(name string) *Page[V] {
 	if b.pages == nil {
 		b.pages = make(map[string]*Page[V])

@@ -1,0 +1,98 @@
+package service
+
+import (
+	"context"
+	"crypto/subtle"
+	"net/http"
+	"strings"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+
+	"github.com/pgratelimit/ratelimit/service/internal/web"
+)
+
+// handler returns the handler of the HTTP listener.
+func (s *service) handler() http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { say(w, http.StatusOK, "ok") })
+	mux.HandleFunc("GET /readyz", s.readyz)
+	mux.Handle("GET /metrics", s.protect(s.metrics.handler()))
+	mux.Handle("POST /json", s.protect(s.envoy.JSON()))
+	mux.Handle("/", s.protect(web.New(web.Options{Limiters: &s.config, DB: s.DB, Schema: s.Schema, Logger: s.Logger})))
+	return mux
+}
+
+func say(w http.ResponseWriter, code int, text string) {
+	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+	w.WriteHeader(code)
+	_, _ = w.Write([]byte(text + "\n"))
+}
+
+// readyz says whether a load balancer may send requests.
+func (s *service) readyz(w http.ResponseWriter, _ *http.Request) {
+	switch {
+	case s.draining.Load():
+		say(w, http.StatusServiceUnavailable, "the service is ending")
+	case !s.answered.Load():
+		say(w, http.StatusServiceUnavailable, "the database has not answered yet")
+	default:
+		say(w, http.StatusOK, "ready")
+	}
+}
+
+// protect asks for the token, if there is one.
+func (s *service) protect(h http.Handler) http.Handler {
+	if s.Token == "" {
+		return h
+	}
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if !s.isToken(r.Header.Values("Authorization")) {
+			w.Header().Set("WWW-Authenticate", "Bearer")
+			say(w, http.StatusUnauthorized, "the token is missing or wrong; send the header Authorization: Bearer TOKEN")
+			return
+		}
+		h.ServeHTTP(w, r)
+	})
+}
+
+// isToken returns whether the values of a header field are the token alone. It takes as long for all wrong tokens.
+func (s *service) isToken(values []string) bool {
+	if len(values) != 1 {
+		return false
+	}
+	scheme, token, _ := strings.Cut(values[0], " ")
+	return strings.EqualFold(scheme, "Bearer") && subtle.ConstantTimeCompare([]byte(token), []byte(s.Token)) == 1
+}
+
+// authorize asks callers over gRPC for the token, but not those who ask for the health.
+func (s *service) authorize(
+	ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler,
+) (any, error) {
+	if err := s.mayCall(ctx, info.FullMethod); err != nil {
+		return nil, err
+	}
+	return handler(ctx, request)
+}
+
+// authorizeStream does the same for streams, which only the health and the list of methods have.
+func (s *service) authorizeStream(
+	server any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler,
+) error {
+	if err := s.mayCall(stream.Context(), info.FullMethod); err != nil {
+		return err
+	}
+	return handler(server, stream)
+}
+
+func (s *service) mayCall(ctx context.Context, method string) error {
+	if s.Token == "" || strings.HasPrefix(method, "/"+healthpb.Health_ServiceDesc.ServiceName+"/") ||
+		s.isToken(metadata.ValueFromIncomingContext(ctx, "authorization")) {
+		return nil
+	}
+	return status.Error(codes.Unauthenticated,
+		"the token is missing or wrong; send the metadata authorization: Bearer TOKEN")
+}
