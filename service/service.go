@@ -111,6 +111,13 @@ func (s *service) start() (err error) {
 	}
 	s.config.limiters.Store(&map[string]*ratelimit.Limiter{})
 	s.metrics.registry.MustRegister(envoyStats{s.envoy})
+	s.metrics.gauge("ratelimit_service_configuration_broken",
+		"1 if the files last read have a mistake, so that older ones are in force.", func() float64 {
+			if s.config.broken.Load() {
+				return 1
+			}
+			return 0
+		})
 	return nil
 }
 

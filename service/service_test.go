@@ -1,0 +1,353 @@
+package service_test
+
+import (
+	"bytes"
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"fmt"
+	"io"
+	"log/slog"
+	"math/big"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	rls "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
+	pb "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/service"
+)
+
+// running is a service that a test has started.
+type running struct {
+	grpc, http, door string // addresses
+	dir              string
+	log              *syncBuffer
+	hangup           chan os.Signal
+	end              context.CancelFunc
+	ended            chan error
+}
+
+// syncBuffer is a bytes.Buffer for concurrent use.
+type syncBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (s *syncBuffer) Write(p []byte) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.b.Write(p)
+}
+
+func (s *syncBuffer) String() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.b.String()
+}
+
+const loopback = "127.0.0.1:0"
+
+// start starts a service with these files, and ends it after the test.
+func start(t *testing.T, files map[string]string, change func(*service.Options)) *running {
+	t.Helper()
+	s := &running{dir: t.TempDir(), log: &syncBuffer{}, hangup: make(chan os.Signal, 1), ended: make(chan error, 1)}
+	for name, content := range files {
+		s.write(t, name, content)
+	}
+	started := make(chan struct{})
+	o := service.Options{
+		DB: pgtest.New(t).Pool, Dir: s.dir, GRPC: loopback, HTTP: loopback, Door: loopback,
+		Timeout: time.Minute, Drain: time.Minute, Logger: slog.New(slog.NewTextHandler(s.log, nil)), Hangup: s.hangup,
+		Started: func(grpc, http, door net.Addr) {
+			s.grpc, s.http, s.door = grpc.String(), "http://"+http.String(), door.String()
+			close(started)
+		},
+	}
+	if change != nil {
+		change(&o)
+	}
+	var ctx context.Context
+	ctx, s.end = context.WithCancel(context.Background())
+	go func() { s.ended <- service.Run(ctx, o) }()
+	select {
+	case <-started:
+	case err := <-s.ended:
+		require.NoError(t, err, "the service has ended")
+	}
+	t.Cleanup(func() {
+		s.end()
+		require.NoError(t, <-s.ended)
+	})
+	return s
+}
+
+func (s *running) write(t *testing.T, name, content string) {
+	t.Helper()
+	// As an editor or Kubernetes does: a reader sees the old file or the new one.
+	temporary := filepath.Join(t.TempDir(), name)
+	require.NoError(t, os.WriteFile(temporary, []byte(content), 0o600))
+	require.NoError(t, os.Rename(temporary, filepath.Join(s.dir, name)))
+}
+
+// get returns the answer to a GET.
+func (s *running) get(t *testing.T, path string) (code int, body string) {
+	t.Helper()
+	response, err := http.Get(s.http + path) //nolint:noctx // the test has a timeout
+	require.NoError(t, err)
+	defer response.Body.Close()
+	content, err := io.ReadAll(response.Body)
+	require.NoError(t, err)
+	return response.StatusCode, string(content)
+}
+
+// dial returns a connection for gRPC.
+func (s *running) dial(t *testing.T, how credentials.TransportCredentials) *grpc.ClientConn {
+	t.Helper()
+	conn, err := grpc.NewClient(s.grpc, grpc.WithTransportCredentials(how))
+	require.NoError(t, err)
+	t.Cleanup(func() { conn.Close() })
+	return conn
+}
+
+// ask asks as Envoy does.
+func ask(ctx context.Context, conn *grpc.ClientConn, domain, key, value string) (pb.RateLimitResponse_Code, error) {
+	answer, err := pb.NewRateLimitServiceClient(conn).ShouldRateLimit(ctx, &pb.RateLimitRequest{
+		Domain: domain,
+		Descriptors: []*rls.RateLimitDescriptor{{
+			Entries: []*rls.RateLimitDescriptor_Entry{{Key: key, Value: value}},
+		}},
+	})
+	return answer.GetOverallCode(), err
+}
+
+// eventually waits until a condition holds. The files of a service are read every two seconds.
+func eventually(t *testing.T, holds func() bool) {
+	t.Helper()
+	require.Eventually(t, holds, time.Minute, 10*time.Millisecond)
+}
+
+// shop returns rules that allow n requests a day for each address.
+func shop(n int) string {
+	return fmt.Sprintf("domain: shop\ndescriptors:\n- key: address\n  rate_limit: {unit: day, requests_per_unit: %d}\n", n)
+}
+
+const login = "limiters:\n- name: login\n  policy: fixed 2/1d\n"
+
+func TestServe(t *testing.T) {
+	t.Parallel()
+	s := start(t, map[string]string{"shop.yaml": shop(2), "limiters.yaml": login, ".hidden.yaml": "{", "notes.txt": "{"}, nil)
+	conn := s.dial(t, insecure.NewCredentials())
+	for i := range 3 {
+		code, err := ask(t.Context(), conn, "shop", "address", "192.0.2.1")
+		require.NoError(t, err)
+		require.Equal(t, i == 2, code == pb.RateLimitResponse_OVER_LIMIT)
+	}
+	health, err := healthpb.NewHealthClient(conn).Check(t.Context(), &healthpb.HealthCheckRequest{})
+	require.NoError(t, err)
+	require.Equal(t, healthpb.HealthCheckResponse_SERVING, health.GetStatus())
+
+	code, _ := s.get(t, "/healthz")
+	require.Equal(t, http.StatusOK, code)
+	eventually(t, func() bool {
+		code, _ := s.get(t, "/readyz")
+		return code == http.StatusOK
+	})
+	code, metrics := s.get(t, "/metrics")
+	require.Equal(t, http.StatusOK, code)
+	require.Contains(t, metrics, "ratelimit_decision_duration_seconds_count{")
+	require.Contains(t, metrics, "ratelimit_service_configuration_broken 0")
+	require.NotContains(t, metrics, "192.0.2.1")
+}
+
+func TestReload(t *testing.T) {
+	t.Parallel()
+	s := start(t, map[string]string{"shop.yaml": shop(1)}, nil)
+	conn := s.dial(t, insecure.NewCredentials())
+	over := func(key string) bool {
+		code, err := ask(t.Context(), conn, "shop", "address", key)
+		require.NoError(t, err)
+		return code == pb.RateLimitResponse_OVER_LIMIT
+	}
+	require.False(t, over("a"))
+	require.True(t, over("a"))
+
+	// A mistake leaves the old rules in force, and the log says where it is, once.
+	s.write(t, "shop.yaml", shop(5)+"  surprise: 1\n")
+	eventually(t, func() bool { return strings.Contains(s.log.String(), "shop.yaml:") })
+	require.True(t, over("a"))
+	require.Contains(t, s.log.String(), "the old one stays in force")
+	require.Contains(t, s.log.String(), "surprise")
+	_, metrics := s.get(t, "/metrics")
+	require.Contains(t, metrics, "ratelimit_service_configuration_broken 1")
+
+	s.write(t, "shop.yaml", shop(5))
+	eventually(t, func() bool { return !over("a") })
+	_, metrics = s.get(t, "/metrics")
+	require.Contains(t, metrics, "ratelimit_service_configuration_broken 0")
+	require.Equal(t, 1, strings.Count(s.log.String(), "has a mistake"))
+
+	before := strings.Count(s.log.String(), "is in force")
+	s.hangup <- os.Interrupt
+	eventually(t, func() bool { return strings.Count(s.log.String(), "is in force") > before })
+}
+
+func TestMistakesAtTheStart(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		change func(*service.Options)
+		reason string
+	}{
+		"other machines": {func(o *service.Options) { o.GRPC = "0.0.0.0:0" }, "--grpc 0.0.0.0:0 may be reached from other machines"},
+		"all addresses":  {func(o *service.Options) { o.HTTP = ":0" }, "--http :0 may be reached from other machines"},
+		"a name":         {func(o *service.Options) { o.Door = "example.com:0" }, "--door example.com:0 may be reached"},
+		"no folder":      {func(o *service.Options) { o.Dir = "/nowhere" }, "/nowhere"},
+		"no port":        {func(o *service.Options) { o.HTTP = "localhost:x"; o.Insecure = true }, "--http: "},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			o := service.Options{
+				DB: pgtest.New(t).Pool, Dir: t.TempDir(), GRPC: loopback, HTTP: loopback,
+				Logger: slog.New(slog.DiscardHandler), Drain: time.Minute,
+			}
+			test.change(&o)
+			require.ErrorContains(t, service.Run(t.Context(), o), test.reason)
+		})
+	}
+}
+
+func TestToken(t *testing.T) {
+	t.Parallel()
+	const token = "0123456789abcdef0123456789abcdef"
+	s := start(t, map[string]string{"shop.yaml": shop(1), "limiters.yaml": login}, func(o *service.Options) {
+		o.Token = token
+		o.GRPC, o.HTTP, o.Door = "0.0.0.0:0", "0.0.0.0:0", "0.0.0.0:0"
+	})
+	s.http = strings.Replace(s.http, "[::]", "127.0.0.1", 1)
+	s.grpc = strings.Replace(s.grpc, "[::]", "127.0.0.1", 1)
+	conn := s.dial(t, insecure.NewCredentials())
+	for _, sent := range []string{"", "Bearer", "Bearer " + token + "0", "Bearer " + token[1:], "Basic " + token} {
+		ctx := metadata.AppendToOutgoingContext(t.Context(), "authorization", sent)
+		_, err := ask(ctx, conn, "shop", "address", "a")
+		require.Equal(t, codes.Unauthenticated, status.Code(err), "%q", sent)
+		request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, s.http+"/metrics", nil)
+		require.NoError(t, err)
+		request.Header.Set("Authorization", sent)
+		response, err := http.DefaultClient.Do(request)
+		require.NoError(t, err)
+		response.Body.Close()
+		require.Equal(t, http.StatusUnauthorized, response.StatusCode)
+	}
+	for _, path := range []string{"/v1/allow", "/json", "/", "/openapi.yaml"} {
+		code, _ := s.get(t, path)
+		require.NotEqual(t, http.StatusOK, code)
+	}
+	code, _ := s.get(t, "/healthz")
+	require.Equal(t, http.StatusOK, code)
+	_, err := ask(metadata.AppendToOutgoingContext(t.Context(), "authorization", "Bearer "+token), conn, "shop", "address", "a")
+	require.NoError(t, err)
+	_, err = healthpb.NewHealthClient(conn).Check(t.Context(), &healthpb.HealthCheckRequest{})
+	require.NoError(t, err)
+	require.NotContains(t, s.log.String(), token)
+}
+
+// authority returns TLS configurations for a server that wants client certificates, and for a client that has one.
+func authority(t *testing.T) (server, client *tls.Config) {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	require.NoError(t, err)
+	template := &x509.Certificate{
+		SerialNumber: big.NewInt(1), NotAfter: time.Now().Add(time.Hour), IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)},
+		IsCA: true, BasicConstraintsValid: true,
+		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key)
+	require.NoError(t, err)
+	certificate, err := x509.ParseCertificate(der)
+	require.NoError(t, err)
+	pool := x509.NewCertPool()
+	pool.AddCert(certificate)
+	pair := []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: key}}
+	return &tls.Config{Certificates: pair, ClientCAs: pool, ClientAuth: tls.RequireAndVerifyClientCert, MinVersion: tls.VersionTLS12},
+		&tls.Config{Certificates: pair, RootCAs: pool, MinVersion: tls.VersionTLS12}
+}
+
+func TestTLS(t *testing.T) {
+	t.Parallel()
+	server, client := authority(t)
+	s := start(t, map[string]string{"shop.yaml": shop(2), "limiters.yaml": login}, func(o *service.Options) { o.TLS = server })
+	_, err := ask(t.Context(), s.dial(t, credentials.NewTLS(client)), "shop", "address", "a")
+	require.NoError(t, err)
+
+	stranger := &tls.Config{RootCAs: client.RootCAs, MinVersion: tls.VersionTLS12}
+	for _, how := range []credentials.TransportCredentials{credentials.NewTLS(stranger), insecure.NewCredentials()} {
+		_, err = ask(t.Context(), s.dial(t, how), "shop", "address", "a")
+		require.Equal(t, codes.Unavailable, status.Code(err))
+	}
+	transport := &http.Transport{TLSClientConfig: client}
+	defer transport.CloseIdleConnections()
+	response, err := (&http.Client{Transport: transport}).Get(strings.Replace(s.http, "http:", "https:", 1) + "/healthz") //nolint:noctx
+	require.NoError(t, err)
+	response.Body.Close()
+	require.Equal(t, http.StatusOK, response.StatusCode)
+	plain, _ := s.get(t, "/healthz")
+	require.Equal(t, http.StatusBadRequest, plain)
+
+	of, err := ratelimit.NewService(s.door, ratelimit.ServiceConfig{TLS: client})
+	require.NoError(t, err)
+	defer of.Close()
+	l, err := ratelimit.New(of, ratelimit.Config{Name: "door", Policy: ratelimit.FixedWindow{Limit: 1, Window: time.Hour}})
+	require.NoError(t, err)
+	result, err := l.Allow(t.Context(), "a")
+	require.NoError(t, err)
+	require.True(t, result.Allowed)
+}
+
+// A service that ends answers all requests under way, and no call fails before it has refused connections.
+func TestDrain(t *testing.T) {
+	t.Parallel()
+	s := start(t, map[string]string{"shop.yaml": shop(1 << 30)}, nil)
+	conn := s.dial(t, insecure.NewCredentials())
+	var callers sync.WaitGroup
+	var answered, asked [16]int
+	for i := range answered {
+		callers.Go(func() {
+			for {
+				_, err := ask(t.Context(), conn, "shop", "address", fmt.Sprint(i))
+				if status.Code(err) == codes.Unavailable { // refused: Envoy would ask another instance
+					return
+				}
+				asked[i]++
+				if err == nil {
+					answered[i]++
+				}
+			}
+		})
+	}
+	eventually(t, func() bool {
+		_, metrics := s.get(t, "/metrics")
+		return strings.Contains(metrics, "ratelimit_statement_duration_seconds_count{")
+	})
+	s.end()
+	callers.Wait()
+	require.Equal(t, asked, answered)
+}
