@@ -20,6 +20,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/keys"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/replay"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/serve"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/shard"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/upkeep"
 )
@@ -110,6 +111,7 @@ func rootCommand(a *cli.App) *cobra.Command {
 		keys.ExtendCommand(a), keys.SlotsCommand(a), keys.RefundCommand(a), keys.GrantCommand(a), keys.ResetCommand(a))
 	addGroup("Policies:", policies.PolicyCommand(a), policies.BanCommand(a), policies.UnbanCommand(a))
 	addGroup("The database:", upkeep.MigrateCommand(a), upkeep.SweepCommand(a), doctor.Command(a), shard.Command(a))
+	addGroup("A service:", serve.Command(a))
 	addGroup("Trying it out:", replay.Command(a), demo.Command(a))
 	return root
 }

@@ -41,29 +41,27 @@ func Command(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "serve",
 		Short: "Decide for Envoy, for other languages and for many small processes",
-		Long: `Serves three kinds of callers, and asks Postgres for all of them together:
-
-  --grpc  Envoy and what is built on it, by the protocol envoy.service.ratelimit.v3
-  --http  programs in all languages, by HTTP with JSON; /openapi.yaml describes it
-  --door  programs with the Go library: ratelimit.NewService
+		Long: `Serves three kinds of callers, and asks Postgres for all of them together: Envoy, by the protocol
+envoy.service.ratelimit.v3 on the address of --grpc; programs in all languages, by HTTP with JSON on the
+address of --http, where /openapi.yaml describes it; and programs with the Go library on the address of
+--door, by ratelimit.NewService.
 
 The files *.yaml in the folder of --config are those of Envoy's reference service, one for each domain,
-or have limiters for HTTP:
-
-  limiters:
-    - name: login
-      policy: sliding 10/1m
-      on_failure: deny
-
-Files that change are read again within two seconds, or on SIGHUP. A file with a mistake leaves the old
-configuration in force, and the log says what to mend. The service ends on SIGTERM, after it has
-answered the requests under way.
+or have limiters for HTTP, as in the example. Files that change are read again within two seconds, or on
+SIGHUP. A file with a mistake leaves the old configuration in force, and the log says what to mend. The
+service ends on SIGTERM, after it has answered the requests under way.
 
 An address is host:port, or unix:/path. Addresses that other machines can reach need TLS, a token, or
 --insecure. /healthz, /readyz and /metrics are on the address of --http.`,
 		Example: `  pgratelimit serve --demo
   pgratelimit serve --config /etc/pgratelimit --door unix:/run/pgratelimit.sock
-  pgratelimit serve --config /etc/pgratelimit --check`,
+  pgratelimit serve --config /etc/pgratelimit --check
+
+  # /etc/pgratelimit/limiters.yaml
+  limiters:
+    - name: login
+      policy: sliding 10/1m
+      on_failure: deny`,
 		Args: cobra.NoArgs,
 		RunE: cli.Action(func(ctx context.Context, _ []string) error { return f.run(ctx, a) }),
 	}
