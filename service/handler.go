@@ -22,7 +22,9 @@ func (s *service) handler() http.Handler {
 	mux.HandleFunc("GET /readyz", s.readyz)
 	mux.Handle("GET /metrics", s.protect(s.metrics.handler()))
 	mux.Handle("POST /json", s.protect(s.envoy.JSON()))
-	mux.Handle("/", s.protect(web.New(web.Options{Limiters: &s.config, DB: s.DB, Schema: s.Schema, Logger: s.Logger})))
+	mux.Handle("/", web.New(web.Options{
+		Limiters: &s.config, DB: s.DB, Schema: s.Schema, Token: s.Token, Timeout: s.Timeout, Logger: s.Logger,
+	}))
 	return mux
 }
 

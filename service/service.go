@@ -38,7 +38,7 @@ type Options struct {
 	GRPC, HTTP, Door string
 	TLS              *tls.Config // nil for plain text
 	// Token is what callers must send, or "". Over HTTP and gRPC it is "authorization: Bearer TOKEN".
-	Token     string
+	Token    string
 	Insecure bool // allows addresses that other machines reach without TLS and Token
 	// OnFailure is the answer while Postgres is away, for limiters that do not name one: error, allow, deny, or local
 	// with a share, as in local 0.5. For Envoy, local is an error, so that its failure_mode_deny decides.

@@ -23,6 +23,7 @@ import (
 
 	rls "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
 	pb "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -41,6 +42,7 @@ import (
 type running struct {
 	grpc, http, door string // addresses
 	dir              string
+	pool             *pgxpool.Pool
 	log              *syncBuffer
 	hangup           chan os.Signal
 	end              context.CancelFunc
@@ -74,9 +76,10 @@ func start(t *testing.T, files map[string]string, change func(*service.Options))
 	for name, content := range files {
 		s.write(t, name, content)
 	}
+	s.pool = pgtest.New(t).Pool
 	started := make(chan struct{})
 	o := service.Options{
-		DB: pgtest.New(t).Pool, Dir: s.dir, GRPC: loopback, HTTP: loopback, Door: loopback,
+		DB: s.pool, Dir: s.dir, GRPC: loopback, HTTP: loopback, Door: loopback,
 		Timeout: time.Minute, Drain: time.Minute, Logger: slog.New(slog.NewTextHandler(s.log, nil)), Hangup: s.hangup,
 		Started: func(grpc, http, door net.Addr) {
 			s.grpc, s.http, s.door = grpc.String(), "http://"+http.String(), door.String()
@@ -118,6 +121,16 @@ func (s *running) get(t *testing.T, path string) (code int, body string) {
 	content, err := io.ReadAll(response.Body)
 	require.NoError(t, err)
 	return response.StatusCode, string(content)
+}
+
+// ask asks a limiter over HTTP, and returns the status.
+func (s *running) ask(t *testing.T, limiter string) int {
+	t.Helper()
+	response, err := http.Post(s.http+"/v1/ask", "application/json", //nolint:noctx // the test has a timeout
+		strings.NewReader(`{"limiter": "`+limiter+`", "key": "user:123"}`))
+	require.NoError(t, err)
+	defer response.Body.Close()
+	return response.StatusCode
 }
 
 // dial returns a connection for gRPC.
@@ -165,6 +178,27 @@ func TestServe(t *testing.T) {
 	health, err := healthpb.NewHealthClient(conn).Check(t.Context(), &healthpb.HealthCheckRequest{})
 	require.NoError(t, err)
 	require.Equal(t, healthpb.HealthCheckResponse_SERVING, health.GetStatus())
+
+	for _, want := range []int{http.StatusOK, http.StatusOK, http.StatusTooManyRequests} {
+		require.Equal(t, want, s.ask(t, "login"))
+	}
+	require.Equal(t, http.StatusNotFound, s.ask(t, "row"))
+	_, err = s.pool.Exec(t.Context(),
+		"INSERT INTO rate_limit_policy (name, mode, policy, comment) VALUES ('row', 'enforce', 'fixed 1/1d', 'a test')")
+	require.NoError(t, err)
+	eventually(t, func() bool { return s.ask(t, "row") == http.StatusOK })
+	require.Equal(t, http.StatusTooManyRequests, s.ask(t, "row"))
+
+	door, err := ratelimit.NewService(s.door, ratelimit.ServiceConfig{})
+	require.NoError(t, err)
+	defer door.Close()
+	l, err := ratelimit.New(door, ratelimit.Config{
+		Name: "login", Policy: ratelimit.FixedWindow{Limit: 2, Window: 24 * time.Hour},
+	})
+	require.NoError(t, err)
+	result, err := l.Allow(t.Context(), "user:123")
+	require.NoError(t, err)
+	require.False(t, result.Allowed, "both count together")
 
 	code, _ := s.get(t, "/healthz")
 	require.Equal(t, http.StatusOK, code)

@@ -51,7 +51,8 @@ func (b *Book[V]) Page(name string) *Page[V] {
 	return b.page(name)
 }
 
-// Known returns the rules of a limiter, or nil if there has never been one. Unlike Page, it uses no memory for the name.
+// Known returns the rules of a limiter, or nil if there has never been one. Unlike Page, it uses no memory for the
+// name.
 func (b *Book[V]) Known(name string) *Page[V] {
 	b.mu.Lock()
 	defer b.mu.Unlock()
