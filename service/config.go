@@ -86,7 +86,8 @@ func (c *configuration) apply(ctx context.Context, files map[string][]byte) erro
 	}
 	c.limiters.Store(&limiters)
 	c.envoy.Use(s.Envoy)
-	c.logger.InfoContext(ctx, "ratelimit: the configuration is in force", "files", len(files), "limiters", len(limiters))
+	c.logger.InfoContext(ctx, "ratelimit: the configuration is in force",
+		"files", len(files), "limiters", len(limiters))
 	return nil
 }
 
@@ -179,14 +180,14 @@ type rowLimiter struct {
 
 // limiter returns the limiter of a name. It makes one if there is none, or if the policy has changed since.
 func (r *rowLimiters) limiter(
-	name string, policy ratelimit.Policy, make func() (*ratelimit.Limiter, error),
+	name string, policy ratelimit.Policy, create func() (*ratelimit.Limiter, error),
 ) (*ratelimit.Limiter, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if known, ok := r.byName[name]; ok && known.policy == policy {
 		return known.limiter, nil
 	}
-	l, err := make()
+	l, err := create()
 	if err != nil {
 		return nil, err
 	}

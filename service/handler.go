@@ -22,6 +22,7 @@ func (s *service) handler() http.Handler {
 	mux.HandleFunc("GET /readyz", s.readyz)
 	mux.Handle("GET /metrics", s.protect(s.metrics.handler()))
 	mux.Handle("POST /json", s.protect(s.envoy.JSON()))
+	mux.Handle("GET /{$}", s.page) // for this machine only: see package livepage
 	mux.Handle("/", web.New(web.Options{
 		Limiters: &s.config, DB: s.DB, Schema: s.Schema, Token: s.Token, Timeout: s.Timeout, Logger: s.Logger,
 	}))
@@ -54,7 +55,8 @@ func (s *service) protect(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if !s.isToken(r.Header.Values("Authorization")) {
 			w.Header().Set("WWW-Authenticate", "Bearer")
-			say(w, http.StatusUnauthorized, "the token is missing or wrong; send the header Authorization: Bearer TOKEN")
+			say(w, http.StatusUnauthorized,
+				"the token is missing or wrong; send the header Authorization: Bearer TOKEN")
 			return
 		}
 		h.ServeHTTP(w, r)

@@ -72,7 +72,8 @@ func (e envoyStats) Collect(to chan<- client.Metric) {
 		send("rate_limit_shadow_mode", "Hits that were allowed although the limit had no room.", r.ShadowMode, rule)
 	}
 	for _, d := range stats.UnknownDomains {
-		send("domain_not_found", "Requests for a domain without a file.", d.NotFound, "", strings.ToValidUTF8(d.Name, "?"))
+		domain := strings.ToValidUTF8(d.Name, "?")
+		send("domain_not_found", "Requests for a domain without a file.", d.NotFound, "", domain)
 	}
 	send("call_should_rate_limit_redis_error", "Requests that Postgres did not decide.", stats.RedisErrors)
 	send("call_should_rate_limit_service_error", "Requests that are wrong.", stats.ServiceErrors)

@@ -23,6 +23,7 @@ import (
 	"google.golang.org/grpc/reflection"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/livepage"
 	"github.com/pgratelimit/ratelimit/otelratelimit"
 	"github.com/pgratelimit/ratelimit/service/internal/envoy"
 	"github.com/pgratelimit/ratelimit/service/internal/settings"
@@ -66,6 +67,7 @@ type service struct {
 	config   configuration
 	envoy    *envoy.Server
 	metrics  *metrics
+	page     *livepage.Page
 	draining atomic.Bool
 	answered atomic.Bool // whether the database has answered once
 }
@@ -91,17 +93,19 @@ func (s *service) start() (err error) {
 	if err != nil {
 		return err
 	}
-	observer, err := otelratelimit.New(s.metrics.meter)
-	if err != nil {
-		return err
-	}
-	s.client, err = ratelimit.NewClient(s.DB, ratelimit.ClientConfig{
-		Schema: s.Schema, Timeout: s.Timeout, Logger: s.Logger, Observer: observer,
-	})
+	measures, err := otelratelimit.New(s.metrics.meter)
 	if err != nil {
 		return err
 	}
 	policies, err := ratelimit.NewPolicies(s.DB, ratelimit.PoliciesConfig{Schema: s.Schema, Logger: s.Logger})
+	if err != nil {
+		return err
+	}
+	s.page = livepage.New(livepage.Config{Policies: policies, DB: s.DB, Schema: s.Schema})
+	s.client, err = ratelimit.NewClient(s.DB, ratelimit.ClientConfig{
+		Schema: s.Schema, Timeout: s.Timeout, Logger: s.Logger,
+		Observer: ratelimit.Observers(measures, s.page.Observer()),
+	})
 	if err != nil {
 		return err
 	}
@@ -210,8 +214,8 @@ func (s *service) drain(servers []server) {
 	all.Wait()
 }
 
-// awaitDatabase waits until the database has answered once, for /readyz. After that, OnFailure is the answer while it is
-// away, so the service stays ready.
+// awaitDatabase waits until the database has answered once, for /readyz. After that, OnFailure is the answer while it
+// is away, so the service stays ready.
 func (s *service) awaitDatabase(ctx context.Context) {
 	for ctx.Err() == nil {
 		err := s.DB.Ping(ctx)
@@ -241,11 +245,14 @@ const (
 
 func (s *service) serveGRPC(l net.Listener) server {
 	options := []grpc.ServerOption{
-		grpc.MaxRecvMsgSize(envoy.MaxMessage), grpc.MaxConcurrentStreams(maxStreams), grpc.ConnectionTimeout(readTimeout),
+		grpc.MaxRecvMsgSize(envoy.MaxMessage), grpc.MaxConcurrentStreams(maxStreams),
+		grpc.ConnectionTimeout(readTimeout),
 		grpc.MaxHeaderListSize(maxHeader), grpc.UnaryInterceptor(s.authorize),
 		grpc.StreamInterceptor(s.authorizeStream),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: time.Minute, Timeout: readTimeout}),
-		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: leastKeepalive, PermitWithoutStream: true}),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{
+			MinTime: leastKeepalive, PermitWithoutStream: true,
+		}),
 	}
 	if s.TLS != nil {
 		options = append(options, grpc.Creds(credentials.NewTLS(s.TLS)))
@@ -269,6 +276,7 @@ func (s *service) serveHTTP(l net.Listener) server {
 		Handler: s.handler(), ReadHeaderTimeout: readTimeout, IdleTimeout: idleTimeout, MaxHeaderBytes: maxHeader,
 		ErrorLog: slog.NewLogLogger(s.Logger.Handler(), slog.LevelDebug), // what broken clients do
 	}
+	web.RegisterOnShutdown(s.page.Close)
 	if s.TLS != nil {
 		l = tls.NewListener(l, s.TLS)
 	}
@@ -281,7 +289,7 @@ func (s *service) serveHTTP(l net.Listener) server {
 		},
 		drain: func(ctx context.Context) {
 			if web.Shutdown(ctx) != nil {
-				web.Close()
+				_ = web.Close()
 			}
 		},
 	}

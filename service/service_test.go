@@ -339,7 +339,7 @@ func TestTLS(t *testing.T) {
 	}
 	transport := &http.Transport{TLSClientConfig: client}
 	defer transport.CloseIdleConnections()
-	response, err := (&http.Client{Transport: transport}).Get(strings.Replace(s.http, "http:", "https:", 1) + "/healthz") //nolint:noctx
+	response, err := (&http.Client{Transport: transport}).Get(strings.Replace(s.http, "http:", "https:", 1) + "/healthz") //nolint:noctx // as in get
 	require.NoError(t, err)
 	response.Body.Close()
 	require.Equal(t, http.StatusOK, response.StatusCode)

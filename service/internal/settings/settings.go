@@ -77,7 +77,8 @@ func Read(dir string) (map[string][]byte, error) {
 		case !info.Mode().IsRegular():
 			return nil, &Error{File: name, Reason: "is no ordinary file"}
 		case info.Size() > maxFile:
-			return nil, &Error{File: name, Reason: fmt.Sprintf("has %d bytes; a file may have %d", info.Size(), maxFile)}
+			reason := fmt.Sprintf("has %d bytes; a file may have %d", info.Size(), maxFile)
+			return nil, &Error{File: name, Reason: reason}
 		}
 		if files[name], err = os.ReadFile(path); err != nil {
 			return nil, err

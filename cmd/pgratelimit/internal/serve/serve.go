@@ -72,7 +72,8 @@ An address is host:port, or unix:/path. Addresses that other machines can reach 
 	set.StringVar(&f.door, "door", "", "address for the Go library")
 	set.StringVar(&f.cert, "tls-cert", "", "file with the certificate for TLS, and those of its authorities")
 	set.StringVar(&f.key, "tls-key", "", "file with the certificate's key")
-	set.StringVar(&f.clientCA, "tls-client-ca", "", "file with the authorities of clients, which then need certificates")
+	set.StringVar(&f.clientCA, "tls-client-ca", "",
+		"file with the authorities of clients, which then need certificates")
 	set.StringVar(&f.tokenFile, "token-file", "", "file with the token that callers send")
 	set.BoolVar(&f.insecure, "insecure", false, "let other machines in without TLS and token")
 	set.StringVar(&f.onFailure, "on-failure", "error",
@@ -141,8 +142,8 @@ func (f *flags) serve(
 	defer signal.Stop(hangup)
 	return service.Run(ctx, service.Options{
 		DB: pool, Schema: schema, Dir: f.dir, GRPC: f.grpc, HTTP: f.http, Door: f.door, TLS: tls, Token: token,
-		Insecure: f.insecure, OnFailure: f.onFailure, Envoy: f.envoy, Timeout: f.timeout, Drain: f.drain, Logger: logger,
-		Hangup: hangup, Started: started,
+		Insecure: f.insecure, OnFailure: f.onFailure, Envoy: f.envoy, Timeout: f.timeout, Drain: f.drain,
+		Logger: logger, Hangup: hangup, Started: started,
 	})
 }
 
