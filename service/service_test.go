@@ -291,7 +291,7 @@ func TestToken(t *testing.T) {
 		response.Body.Close()
 		require.Equal(t, http.StatusUnauthorized, response.StatusCode)
 	}
-	for _, path := range []string{"/v1/allow", "/json", "/", "/openapi.yaml"} {
+	for _, path := range []string{"/v1/ask", "/json", "/nowhere", "/openapi.yaml"} {
 		code, _ := s.get(t, path)
 		require.NotEqual(t, http.StatusOK, code)
 	}
