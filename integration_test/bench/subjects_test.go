@@ -278,6 +278,7 @@ func throughService(title string, kind algorithm) *subject {
 	s.open = func(a *arena, data dataset) *store {
 		kept := direct(a, data)
 		schema := fmt.Sprintf("bench_%d", a.schemas) // made by direct
+		var once sync.Once
 		kept.connect = func(far bool) *contender {
 			pool := a.pool(far)
 			starter := os.Getpid()
@@ -286,21 +287,26 @@ func throughService(title string, kind algorithm) *subject {
 			}
 			socket := filepath.Join(os.TempDir(), fmt.Sprintf("bench-%d-%s", starter, schema))
 			config := ratelimit.ClientConfig{Timeout: patience, Test: kind.clock}
-			if !a.attached {
+			var client *ratelimit.Client
+			if a.attached {
+				service, err := ratelimit.NewService("unix:"+socket, ratelimit.ServiceConfig{})
+				require.NoError(a.b, err)
+				a.b.Cleanup(service.Close)
+				client = limitertest.NewClient(a.b, service, config)
+			} else {
+				few := func(config *pgxpool.Config) { config.MaxConns = 3 }
 				config.Schema = schema
-				a.serve(limitertest.NewClient(a.b, a.newPool(func(c *pgxpool.Config) { c.MaxConns = 3 }), config), socket)
-				return &contender{pool: pool, pids: a.postgresPIDs}
+				client = limitertest.NewClient(a.b, a.newPool(few), config)
+				once.Do(func() { a.serve(client, socket) })
 			}
-			service, err := ratelimit.NewService("unix:"+socket, ratelimit.ServiceConfig{})
-			require.NoError(a.b, err)
-			a.b.Cleanup(service.Close)
-			limiter := limitertest.Of(a.b, limitertest.NewClient(a.b, service, config), ratelimit.Config{
-				Name: "bench", Policy: kind.policy(data.limit),
-			})
-			return &contender{pool: pool, pids: a.postgresPIDs, take: func(ctx context.Context, key string) (bool, error) {
-				result, err := limiter.Allow(ctx, key)
-				return result.Allowed, err
-			}}
+			limiter := limitertest.Of(a.b, client, ratelimit.Config{Name: "bench", Policy: kind.policy(data.limit)})
+			return &contender{
+				pool: pool, pids: a.postgresPIDs,
+				take: func(ctx context.Context, key string) (bool, error) {
+					result, err := limiter.Allow(ctx, key)
+					return result.Allowed, err
+				},
+			}
 		}
 		return kept
 	}
