@@ -23,7 +23,6 @@ type report struct {
 	Took      string             `json:"took"`
 	Plan      plan               `json:"plan"`
 	Machine   []fact             `json:"machine"`
-	Targets   []target           `json:"targets"`
 	Results   []*result          `json:"workloads"`
 	OneCaller oneCallerResult    `json:"one_caller_in_turn_with_select_1"`
 	Denial    cachedDenialResult `json:"cached_denial"`
@@ -107,7 +106,6 @@ func (r *report) finish(begun time.Time) {
 			row.against(result.find(plainUpdate), againstPlain)
 		}
 	}
-	r.judge()
 }
 
 // against adds, for each round, the ratio of the row's throughput to the other row's, and the median of the ratios.
@@ -120,19 +118,6 @@ func (row *row) against(other *row, name string) {
 	if values := row.all(name); len(values) > 0 {
 		row.Median[name] = middle(values)
 	}
-}
-
-// ratios returns the ratios of two rows' throughput, one per round. It returns none if other is missing.
-func ratios(row, other *row) (all []float64) {
-	if row == nil {
-		return nil
-	}
-	for i := range row.Rounds {
-		if value, ok := ratioIn(i, row, other); ok {
-			all = append(all, value)
-		}
-	}
-	return all
 }
 
 // ratioIn returns the ratio in one round. The result ok is false if the other row is missing or its figure is 0.
