@@ -82,7 +82,8 @@ func (r *report) markdown() string {
 
 	if len(r.Denial.Nanoseconds) > 0 {
 		p("## In the process\n")
-		p("- A denial that the process remembers: %.0f ns, %.0f allocations.", middle(r.Denial.Nanoseconds), r.Denial.Allocations)
+		nanoseconds := middle(r.Denial.Nanoseconds)
+		p("- A denial that the process remembers: %.0f ns, %.0f allocations.", nanoseconds, r.Denial.Allocations)
 		p("- Memory of an idle limiter: %s bytes.", svg.Thousands(int(r.Memory.Idle)))
 		p(
 			"- Memory with %s denied keys: %s bytes; with %s of 512 bytes: %s.\n",
@@ -122,8 +123,7 @@ const reading = `This page is for people who want to know how fast the library i
 - **Leases help if many processes ask for the same few keys**, and limits are large. They help little where each key is
   asked for seldom.
 - **Your figures will differ.** Server and callers shared one machine here, which leaves the database less. Repeat the
-  run on a machine like yours, with ` + "`make bench`" + `. ` + "`BENCH=quick`" + ` takes 2 minutes, and ` + "`BENCH_ONLY=new`" + ` runs
-  a part.
+  run on a machine like yours, with ` + "`make bench`" + `. ` + "`BENCH=quick`" + ` takes 2 minutes.
 - [benchmark.json](benchmark.json) has all figures of all subjects in all workloads and rounds.`
 
 // method explains how the figures were measured.
