@@ -108,7 +108,9 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 	}
 	logins := block(t, "CREATE ROLE shop LOGIN")
 	sql(t, conn, logins)
-	dir := t.TempDir() // the folder of the receipt
+	dir := t.TempDir() // the folder of the receipt and of the access log
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "access.log"),
+		[]byte(`192.0.2.1 - - [28/Nov/2026:20:00:00 +0000] "GET / HTTP/1.1" 200 12 "-" "-"`+"\n"), 0o600))
 	shell(t, dir, databaseURL, "pgratelimit take mail alice --policy 'bucket 20 5/10s' --receipt alice.receipt")
 	shell(t, dir, databaseURL, block(t, "pgratelimit top login"))
 	sql(t, conn, "CREATE ROLE app LOGIN")

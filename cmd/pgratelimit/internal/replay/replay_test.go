@@ -195,6 +195,8 @@ func TestTooManyBadLines(t *testing.T) {
 	_, _, err := read(t, Input{Files: []string{"-"}, Stdin: strings.NewReader("time,key\n1,secret\nx,secret\n"), MaxBad: 0.4})
 	require.ErrorContains(t, err, "1 of 2 lines cannot be read; - line 3: the time cannot be read")
 	require.NotContains(t, err.Error(), "secret")
+	_, _, err = read(t, Input{Files: []string{"-"}, Stdin: strings.NewReader("{\"at\":1,\"key\":\"secret\"}\n")})
+	require.ErrorContains(t, err, "the time is missing; --time names its field")
 }
 
 // The states of keys that count nothing any more are dropped, and that changes no answer.

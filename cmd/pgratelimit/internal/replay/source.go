@@ -243,7 +243,8 @@ func (r *reader) next(lines *Lines, keys *keyring) error {
 }
 
 var (
-	errNoKey   = errors.New("the key is missing")
+	errNoTime  = errors.New("the time is missing; --time names its field")
+	errNoKey   = errors.New("the key is missing; --key names its field")
 	errLongKey = errors.New("the key is longer than 512 bytes")
 	errCost    = errors.New("the cost is not a whole number of at least 1")
 )
@@ -252,6 +253,9 @@ var (
 func (r *reader) request(line []byte, keys *keyring) error {
 	if err := r.format.fields(line, r.values); err != nil {
 		return err
+	}
+	if r.values[0] == nil {
+		return errNoTime
 	}
 	at, err := parseTime(r.values[0], r.in.TimeLayout)
 	if err != nil {
