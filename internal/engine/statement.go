@@ -67,15 +67,15 @@ func (d *Database) Call(requests []*Request, tx Transaction) Call {
 }
 
 // ofOneFunction returns whether an algorithm's function can decide the requests. All requests must take from keys of
-// one limiter under one policy, and must lease no units of a token bucket, make no holds and reserve nothing. For
+// one name under one policy, and must lease no units of a token bucket, make no holds and reserve nothing. For
 // several keys of a sliding log, the function would just call rate_limit_all. Compared with rate_limit_all, the
 // algorithms' functions make 1.6 times as many decisions with 64 callers, and 2.3 times as many with one caller.
 func ofOneFunction(requests []*Request) bool {
-	first := &requests[0].Parts[0]
+	first := &requests[0].Parts[0] // its Name is that of a further policy if TakeRates has left out a Concurrency
 	for _, r := range requests {
 		p := &r.Parts[0]
 		if len(r.Parts) != 1 || p.Cost < 1 || p.Charge || p.Hold != "" || p.Delay != nil ||
-			p.Space != first.Space || p.Rules != first.Rules || r.leased(p) != 0 {
+			p.Space != first.Space || p.Name != first.Name || p.Rules != first.Rules || r.leased(p) != 0 {
 			return false
 		}
 	}
@@ -101,7 +101,7 @@ func (d *Database) callOne(requests []*Request, tx Transaction) Call {
 	}
 	space, of := into[0].Space, into[0].Rules.Numbers()
 	args := []any{
-		space.Name, keys, costs, counts, space.Durable, tx.LockTimeout,
+		into[0].Name, keys, costs, counts, space.Durable, tx.LockTimeout,
 		d.synchronousCommit(tx, space.Durable, space.Flush), microsOf(d.now()),
 	}
 	return Call{
