@@ -32,7 +32,8 @@ func (l *Limiter) AllowN(ctx context.Context, key string, n int64) (Result, erro
 }
 
 // Peek takes nothing. Allowed tells whether a cost of 1 would fit. Peek waits for no lock, and does not see uncommitted
-// takes. Errors: those of Allow.
+// takes. For a [Concurrency], Remaining is the number of free slots, even if callers wait in line for them. Errors:
+// those of Allow.
 func (l *Limiter) Peek(ctx context.Context, key string) (Result, error) {
 	var result Result
 	err := l.allow(ctx, key, 0, true, &result)
@@ -69,7 +70,7 @@ func (l *Limiter) allow(ctx context.Context, key string, n int64, shadows bool, 
 	ask := l.question(policy, key, n)
 	var beside *policytable.Row
 	if shadows {
-		if beside = l.view.Shadow(key); beside != nil && !beside.Value.Policy.HasSlots {
+		if beside = l.view.Shadow(l.model, key); beside != nil {
 			ask.Beside = &engine.Beside{Space: l.beside, Policy: beside.Value.Policy}
 		}
 	}

@@ -12,7 +12,8 @@ import (
 // last 2, 4, 8, 16 and 24 hours. If a ban ended more than a day ago, the next ban lasts an hour again.
 //
 // A ban is a row of rate_limit_policy, so it survives restarts. `pgratelimit unban` ends it. The application's role
-// needs EXECUTE on rate_limit_ban. Only denials of Allow and AllowN count. Each process counts separately, for at most
+// needs EXECUTE on rate_limit_ban. Denials of Allow, AllowN, Hold, Reserve and TryAcquire count, so callers that ask
+// again and again for a slot get their key banned: let them call Acquire. Each process counts separately, for at most
 // 65,536 keys, so with n processes a key may be denied n × Denials times before its ban.
 type Ban struct {
 	Denials       int           // at least 1

@@ -14,7 +14,7 @@ import (
 // [Limiter.Acquire] waits for a slot, and [Limiter.TryAcquire] does not. The SQL functions rate_limit_acquire,
 // rate_limit_renew and rate_limit_release do the same for other languages. [Limiter.Peek] shows how many are free, and
 // [Limiter.Reset] ends all slots of a key. Calls that take, charge, hold, reserve or grant units return a [*SlotError],
-// because there is nothing to take.
+// because there is nothing to take. A slot is not bound to a transaction: acquire it before the transaction begins.
 type Concurrency struct {
 	Limit int64 // in units: from 1 to 1,000,000
 }

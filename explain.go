@@ -51,7 +51,7 @@ func (l *Limiter) Explain(ctx context.Context, key string) (Explanation, error) 
 		return e, nil
 	}
 	r := l.view.Row(l.model, key)
-	if beside := l.view.Shadow(key); beside != nil && (r == nil || r.Value.Mode == policytable.ModeEnforce) {
+	if beside := l.view.Shadow(l.model, key); beside != nil && (r == nil || r.Value.Mode == policytable.ModeEnforce) {
 		e.Shadow, e.ShadowRow = policyFrom(beside.Value.Policy), beside.ID
 	}
 	if r == nil {

@@ -22,6 +22,7 @@ import (
 //   - If a lease has less than n left, AllowN asks the database. WithTx, AllowAll and Peek always ask.
 //   - Other processes may spend leases from before a Reset until these end, and leases from before a change of policy
 //     until they know of it.
+//   - A [SlidingLog] or [Concurrency] can have no leases.
 //   - A [TokenBucket] with leases keeps 1/128 of Capacity empty, plus the size of recent leases.
 type Lease struct {
 	MaxShare  float64       // at most 0.1; defaults to 1/2048, so that 16 processes hold less than 1 %
@@ -62,6 +63,10 @@ func (c *Lease) validate(policy Policy, pooled bool) error {
 
 // leasable returns an error for a policy that leases do not work with.
 func leasable(policy Policy) error {
+	if policyModel(policy).HasSlots {
+		return &ConfigError{Field: "Config.Lease", Reason: "cannot be had with a Concurrency, whose slots Postgres " +
+			"gives one by one, so that each has a Fence"}
+	}
 	for _, m := range policy.rules() {
 		if m.Numbers().Algorithm == algorithm.SlidingLog {
 			return &ConfigError{Field: "Config.Lease", Reason: "cannot be had with a SlidingLog, which counts each " +

@@ -30,6 +30,7 @@ func TestLeaseConfig(t *testing.T) {
 		{"Config.Lease", pgtest.Connect(t, db), ratelimit.Lease{}, window},
 		{"Config.Lease", db.Pool, ratelimit.Lease{}, ratelimit.SlidingLog{Limit: 1, Window: time.Second}},
 		{"Config.Lease", db.Pool, ratelimit.Lease{}, ratelimit.All(window, ratelimit.SlidingLog{Limit: 1, Window: time.Second})},
+		{"Config.Lease", db.Pool, ratelimit.Lease{}, ratelimit.All(window, ratelimit.Concurrency{Limit: 1})},
 		{"Config.Lease.MaxShare", db.Pool, ratelimit.Lease{MaxShare: 0.11}, window},
 		{"Config.Lease.MaxShare", db.Pool, ratelimit.Lease{MaxShare: -1}, window},
 		{"Config.Lease.MaxShare", db.Pool, ratelimit.Lease{MaxShare: math.NaN()}, window},

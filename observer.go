@@ -13,8 +13,9 @@ import (
 // function may be nil. The functions must be quick, and safe for concurrent use. No event has a key. Only DeniedKey
 // gets one.
 type Observer struct {
-	// Decision is called after each Allow, AllowN, Peek and Hold, and for each request of an [AllowAll] or [HoldAll],
-	// also in a transaction. Waits that are decided together make one event, with the sum of their costs.
+	// Decision is called after each Allow, AllowN, Peek, Hold, Reserve and TryAcquire, and for each request of an
+	// [AllowAll] or [HoldAll], also in a transaction. Waits that are decided together make one event, with the sum of
+	// their costs. Acquire makes none.
 	Decision func(DecisionEvent)
 	// Statement is called after each statement on a pool. If a row was locked, a key was refused or keys are on several
 	// shards, the event has an Err, and later statements decide the calls.

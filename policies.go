@@ -2,6 +2,7 @@ package ratelimit
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"strings"
@@ -22,10 +23,11 @@ import (
 // none, it obeys the row of the longest prefix, then the row for everybody, then [Config].Policy. Of several rows for
 // the same keys, the row that began last decides. A row's mode is enforce (its policy decides), off (everything is
 // allowed and nothing counted) or deny (a ban). A row is ignored and logged if this release cannot read it, or if its
-// policy is of another kind than the limiter's.
+// policy is of another kind than the limiter's, or if only one of them has a [Concurrency].
 //
 // A row of mode shadow tries a policy without enforcing it. Allow, AllowN and Peek apply such a policy beside the
-// policy in force, with a separate count, and [Result].Shadow has its decision.
+// policy in force, with a separate count, and [Result].Shadow has its decision. Slots cannot be tried: a Concurrency is
+// refused as a shadow, and a limiter with a Concurrency ignores shadows, and logs that.
 //
 // A change takes effect in all processes within a second, because Run listens on a separate connection. Until then, a
 // key gets at most what the larger of both limits admits. While the database is unreachable, the known rows stay in
@@ -93,16 +95,23 @@ func NewPolicies(db DBTX, config PoliciesConfig) (*Policies, error) {
 	return &Policies{table}, nil
 }
 
+var errShadowOfSlots = errors.New("a policy with a Concurrency cannot be a shadow, because nobody would release the " +
+	"slots that it gives")
+
 // readPolicy parses the policy of a limiter's row. The argument shadow is true if the row's mode is shadow.
 func readPolicy(limiter, text string, shadow bool) (*model.Policy, error) {
 	policy, err := ParsePolicy(text)
 	if err != nil {
 		return nil, err
 	}
+	read := policyModel(policy)
 	if shadow {
+		if read.HasSlots {
+			return nil, errShadowOfSlots
+		}
 		limiter += policytable.ShadowSuffix
 	}
-	return policyModel(policy), validateName(limiter, policy)
+	return read, validateName(limiter, policy)
 }
 
 // Run keeps the policies up to date until ctx ends. It needs the rights that deploy/grants.sql gives to applications.

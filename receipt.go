@@ -50,7 +50,7 @@ func (l *Limiter) ParseReceipt(text string) (Result, error) {
 // forged.
 func makesSense(t receipttext.Receipt, policy Policy) bool {
 	rules := policy.rules()
-	if checkKey(t.Key) != nil || len(t.Parts) != len(rules) {
+	if checkKey(t.Key) != nil || len(t.Parts) != len(rules) || policyModel(policy).HasSlots {
 		return false
 	}
 	for i, part := range t.Parts {

@@ -96,6 +96,9 @@ func (l *Limiter) reserve(
 		r.Result, err = l.byRow(row, n)
 		return r, err
 	}
+	if err := checkTakes(policy); err != nil {
+		return Reservation{}, err
+	}
 	for _, m := range policy.Rules {
 		if m.Numbers().Algorithm != algorithm.TokenBucket {
 			return Reservation{}, &ReserveError{Policy: policyFrom(policy)}

@@ -99,7 +99,8 @@ func (l *Limiter) TryAcquire(ctx context.Context, key string, options SlotOption
 // and behind a proxy for shards, the process asks twice a second instead.
 //
 // With an [All], the caller takes from the other policies when it has a slot. If they deny that, it gives the slot
-// back, waits for their RetryAfter, and joins the line again.
+// back, waits for their RetryAfter, and joins the line again. If a row of mode deny applies to the key, such as a ban,
+// the caller waits until it is gone.
 //
 // Errors: those of TryAcquire, and ctx's error. If OnFailure denies the call, Acquire returns the error of the
 // database.
@@ -184,14 +185,15 @@ func (w *slotWish) policy(ctx context.Context) (policy *model.Policy, answer *Sl
 	case row != nil:
 		result, err := l.byRow(row, w.n)
 		return nil, w.without(result), err
-	case err != nil:
-		return policy, nil, err
 	case !policy.HasSlots:
 		return nil, nil, &SlotError{fmt.Sprintf("the policy %q has no slots; acquire from a Concurrency such as "+
 			"%q, or call Allow", policyFrom(policy), Concurrency{Limit: 5})}
 	case w.n > policy.Limit:
 		return nil, nil, &CostError{Cost: w.n, Limit: policy.Limit}
+	case err != nil:
+		return policy, nil, err
 	}
+	l.view.Shadow(policy, w.key) // logs that it is passed over
 	if err := ctx.Err(); err != nil {
 		return nil, nil, gaveUp(err)
 	}
@@ -345,8 +347,8 @@ func (s *Slot) leaveUndecided(decided <-chan struct{}) {
 }
 
 // Context returns a context that ends when ctx ends, or when the slot ends. Then [context.Cause] is [ErrSlotReleased]
-// after a Release, or [ErrSlotLost]. A slot is lost if it was not renewed until a tenth of its TTL before its end, or
-// when an operator has taken it away. The tenth is the time to stop in: until the slot ends, nobody else has it.
+// after a Release, or [ErrSlotLost]. A slot is lost when an operator has taken it away, or when only a tenth of its TTL
+// is left, because renewals have failed. In this tenth, stop the work: until the slot ends, nobody else has it.
 //
 // By the monotonic clock of this process, the context ends before the slot can end. But a process that was paused, for
 // example because its machine was, may do something before it notices that. Where this would do harm, let the resource

@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"net"
+	"reflect"
 	"strings"
 	"sync"
 	"testing"
@@ -17,12 +18,14 @@ import (
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/memdb"
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/receipttext"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// Nothing can be taken under a policy with slots. The calls say so, and a Peek shows the free slots.
-func TestNothingIsTakenUnderConcurrency(t *testing.T) {
+// Each method of a limiter with slots works, or returns an error that says what to call instead. Nothing is taken.
+func TestMethodsUnderConcurrency(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions")
 	db := pgtest.New(t)
@@ -30,47 +33,220 @@ func TestNothingIsTakenUnderConcurrency(t *testing.T) {
 	for name, policy := range map[string]ratelimit.Policy{
 		"alone":         ratelimit.Concurrency{Limit: 5},
 		"beside a rate": ratelimit.All(ratelimit.FixedWindow{Limit: 10, Window: 24 * time.Hour}, ratelimit.Concurrency{Limit: 5}),
+		"before a rate": ratelimit.All(ratelimit.Concurrency{Limit: 5}, ratelimit.TokenBucket{Capacity: 10, Refill: 1, Every: 24 * time.Hour}),
 	} {
-		client := limitertest.NewClient(t, pool, ratelimit.ClientConfig{})
-		l := limitertest.Of(t, client, ratelimit.Config{Name: name, Policy: policy})
+		l := limitertest.New(t, pool, ratelimit.Config{Name: name, Policy: policy, Policies: limitertest.RunningPolicies(t, pool, ratelimit.PoliciesConfig{})})
 		ctx := t.Context()
-		calls := map[string]func() error{
-			"Allow":   func() error { _, err := l.Allow(ctx, "k"); return err },
-			"Wait":    func() error { _, err := l.Wait(ctx, "k"); return err },
-			"Charge":  func() error { _, err := l.Charge(ctx, "k", 0); return err },
-			"Hold":    func() error { _, err := l.Hold(ctx, "k", 1, time.Second); return err },
-			"Grant":   func() error { _, err := l.Grant(ctx, "k", 1); return err },
-			"All":     func() error { _, err := ratelimit.AllowAll(ctx, l.Request("k", 1)); return err },
-			"HoldAll": func() error { _, err := ratelimit.HoldAll(ctx, time.Second, l.Request("k", 1)); return err },
-		}
-		tx, err := pool.Begin(ctx)
-		require.NoError(t, err)
+		tx := pgtest.Begin(t, db)
 		in := l.WithTx(tx)
-		calls["Allow in a transaction"] = func() error { _, err := in.Allow(ctx, "k"); return err }
-		calls["Grant in a transaction"] = func() error { _, err := in.Grant(ctx, "k", 1); return err }
-		calls["Charge in a transaction"] = func() error { _, err := in.Charge(ctx, "k", 1); return err }
-		for call, do := range calls {
-			var slots *ratelimit.SlotError
-			require.ErrorAs(t, do(), &slots, call)
-			require.ErrorContains(t, slots, fmt.Sprintf("%q has slots", policy))
+		held := acquire(t, l, ratelimit.SlotOptions{N: 3})
+		taken := tryAcquire(t, l, ratelimit.SlotOptions{})
+		peeked := func(r ratelimit.Result, err error) error {
+			if err == nil && (!r.Allowed || r.Remaining != 1) {
+				err = fmt.Errorf("%+v", r)
+			}
+			return err
+		}
+		receipt := func(err error) error {
+			_, taken := taken.Receipt()
+			require.ErrorIs(t, taken, ratelimit.ErrNothingToRefund)
+			return err
+		}
+		type call func(method string)
+		works := func(do func() error) call {
+			return func(method string) { require.NoError(t, do(), method) }
+		}
+		returns := func(want error, do func() error) call {
+			return func(method string) { require.ErrorIs(t, do(), want, method) }
+		}
+		refuses := func(do func() error) call {
+			return func(method string) {
+				err := do()
+				require.ErrorAs(t, err, new(*ratelimit.SlotError), method)
+				require.ErrorContains(t, err, fmt.Sprintf("%q has slots, of which nothing can be taken; call Acquire", policy))
+			}
+		}
+		limiter := map[string]call{
+			"Allow":   refuses(func() error { _, err := l.Allow(ctx, "k"); return err }),
+			"AllowN":  refuses(func() error { _, err := l.AllowN(ctx, "k", 5); return err }),
+			"Wait":    refuses(func() error { _, err := l.Wait(ctx, "k"); return err }),
+			"WaitN":   works(func() error { return peeked(l.WaitN(ctx, "k", 0)) }),
+			"Charge":  refuses(func() error { _, err := l.Charge(ctx, "k", 0); return err }),
+			"Hold":    refuses(func() error { _, err := l.Hold(ctx, "k", 1, time.Second); return err }),
+			"Grant":   refuses(func() error { _, err := l.Grant(ctx, "k", 1); return err }),
+			"Reserve": refuses(func() error { _, err := l.Reserve(ctx, "k", 1, time.Second); return err }),
+			"Request": refuses(func() error {
+				_, err := ratelimit.HoldAll(ctx, time.Second, l.Request("k", 1))
+				require.ErrorAs(t, err, new(*ratelimit.SlotError))
+				_, err = ratelimit.AllowAll(ctx, l.Request("k", 1))
+				return err
+			}),
+			"Peek":    works(func() error { return peeked(l.Peek(ctx, "k")) }),
+			"Refund":  returns(ratelimit.ErrNothingToRefund, func() error { _, err := l.Refund(ctx, taken.Result); return receipt(err) }),
+			"RefundN": returns(ratelimit.ErrNothingToRefund, func() error { _, err := l.RefundN(ctx, taken.Result, 1); return err }),
+			"ParseReceipt": works(func() error { // somebody has made it up
+				policy := l.Config().Policy
+				parts := make([]model.Take, strings.Count(policy.String(), ",")+1)
+				for i := range parts {
+					parts[i].Units = 1
+				}
+				_, err := l.ParseReceipt(receipttext.Receipt{Limiter: name, Policy: policy.String(), Key: "k", Units: 1, Parts: parts}.String())
+				require.ErrorAs(t, err, new(*ratelimit.ReceiptError))
+				return nil
+			}),
+			"HoldFromText": returns(ratelimit.ErrHoldUnknown, func() error { // of the id of a slot
+				_, err := l.HoldFromText(ctx, pgtest.Scalar[string](t, db.Pool, `SELECT id::text FROM rate_limit_ephemeral_hold LIMIT 1`)+".e")
+				return err
+			}),
+			"Explain": works(func() error {
+				e, err := l.Explain(ctx, "k")
+				require.Equal(t, policy, e.Policy)
+				return peeked(e.State, err)
+			}),
+			"With":   works(func() error { _, err := l.With(l.Config().Policy); return err }),
+			"Config": works(func() error { require.Equal(t, policy, l.Config().Policy); return nil }),
+			"WithTx": works(func() error { return peeked(in.AllowN(ctx, "k", 0)) }),
+			"TryAcquire": works(func() error {
+				r, err := l.TryAcquire(ctx, "k", ratelimit.SlotOptions{})
+				require.NoError(t, err)
+				require.True(t, r.Allowed, "%v %+v", policy, r.Result)
+				return r.Slot.Release(ctx)
+			}),
+			"Acquire": works(func() error {
+				slot, err := l.Acquire(ctx, "k", ratelimit.SlotOptions{})
+				require.NoError(t, err)
+				return slot.Release(ctx)
+			}),
+			"Reset": works(func() error { return l.Reset(ctx, "another key") }),
+		}
+		inTx := map[string]call{
+			"Allow":   refuses(func() error { _, err := in.Allow(ctx, "k"); return err }),
+			"AllowN":  refuses(func() error { _, err := in.AllowN(ctx, "k", 1); return err }),
+			"Charge":  refuses(func() error { _, err := in.Charge(ctx, "k", 1); return err }),
+			"Hold":    refuses(func() error { _, err := in.Hold(ctx, "k", 1, time.Second); return err }),
+			"Grant":   refuses(func() error { _, err := in.Grant(ctx, "k", 1); return err }),
+			"Reserve": refuses(func() error { _, err := in.Reserve(ctx, "k", 1, time.Second); return err }),
+			"Request": refuses(func() error { _, err := ratelimit.AllowAll(ctx, in.Request("k", 1)); return err }),
+			"Refund":  returns(ratelimit.ErrNothingToRefund, func() error { _, err := in.Refund(ctx, taken.Result); return err }),
+			"RefundN": returns(ratelimit.ErrNothingToRefund, func() error { _, err := in.RefundN(ctx, taken.Result, 1); return err }),
+			"Reset":   works(func() error { return in.Reset(ctx, "another key") }),
+		}
+		for of, calls := range map[reflect.Type]map[string]call{
+			reflect.TypeFor[*ratelimit.Limiter](): limiter, reflect.TypeFor[ratelimit.TxLimiter](): inTx,
+		} {
+			for method := range of.Methods() {
+				call, ok := calls[method.Name]
+				require.True(t, ok, "say what %v.%s does under a Concurrency", of, method.Name)
+				call(method.Name)
+			}
 		}
 		require.NoError(t, tx.Rollback(ctx))
-		require.True(t, pgtest.Scalar[bool](t, db.Pool,
-			"SELECT allowed FROM rate_limit_acquire($1, 'k', $2, 3)", name, policy.String()))
-		result, err := l.Peek(ctx, "k")
-		require.NoError(t, err)
-		require.True(t, result.Allowed)
-		require.EqualValues(t, 2, result.Remaining)
+		require.NoError(t, l.Reset(ctx, "k"))
+		require.ErrorIs(t, held.Release(ctx), ratelimit.ErrSlotLost)
+		require.ErrorIs(t, taken.Slot.Release(ctx), ratelimit.ErrSlotLost)
 	}
+}
+
+// Rows of mode shadow do not decide slots, and slots are no shadows. A limiter passes such rows over, and logs that once.
+func TestSlotsAndShadows(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
+	db := pgtest.New(t)
+	var journal testkit.Journal
+	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{Logger: journal.Logger()})
+	slots := limitertest.New(t, db.Pool, ratelimit.Config{Name: "jobs", Policy: ratelimit.Concurrency{Limit: 1}, Policies: p})
+	rate := limitertest.New(t, db.Pool, ratelimit.Config{Name: "api", Policy: ratelimit.FixedWindow{Limit: 9, Window: time.Hour}, Policies: p})
+	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "jobs", "", "", "shadow", "fixed 5/1h")
+	tx := pgtest.Begin(t, db)
+	pgtest.Exec(t, tx, "SET LOCAL session_replication_role = replica") // no trigger refuses the row
+	pgtest.Exec(t, tx, limitertest.AddPolicy, "api", "", "", "shadow", "concurrent 5")
+	require.NoError(t, tx.Commit(t.Context()))
+	limitertest.Table(p).Mu.Lock()
+	limitertest.Table(p).Version = nil // the process reads all rows
+	limitertest.Table(p).Mu.Unlock()
+	testkit.WaitUntil(t, func() bool { return p.Status().Unreadable == 1 && p.Status().Rows == 1 })
+
+	result, err := rate.Allow(t.Context(), "k")
+	require.NoError(t, err)
+	require.Nil(t, result.Shadow)
+	for range 2 {
+		result := tryAcquire(t, slots, ratelimit.SlotOptions{})
+		require.True(t, result.Allowed)
+		require.Nil(t, result.Shadow)
+		release(t, result.Slot)
+	}
+	require.Contains(t, journal.String(), "a limiter with a Concurrency decides no policies of mode shadow")
+	looked, err := slots.Peek(t.Context(), "k")
+	require.NoError(t, err)
+	require.Nil(t, looked.Shadow)
+	for _, l := range []*ratelimit.Limiter{slots, rate} {
+		e, err := l.Explain(t.Context(), "k")
+		require.NoError(t, err)
+		require.Nil(t, e.Shadow)
+	}
+	require.Len(t, journal.Lines(), 2, journal.String())
+	require.Contains(t, journal.String(), "nobody would release the slots that it gives")
+}
+
+// A row that has slots does not decide for a limiter that has none, and the other way round: its calls would be refused.
+func TestRowsNeitherGiveNorTakeSlots(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
+	db := pgtest.New(t)
+	var journal testkit.Journal
+	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{Logger: journal.Logger()})
+	day := ratelimit.FixedWindow{Limit: 9, Window: 24 * time.Hour}
+	both := ratelimit.All(day, ratelimit.Concurrency{Limit: 1})
+	slots := limitertest.New(t, db.Pool, ratelimit.Config{Name: "jobs", Policy: both, Policies: p})
+	rate := limitertest.New(t, db.Pool, ratelimit.Config{Name: "api", Policy: day, Policies: p})
+	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "jobs", "", "", "enforce", "fixed 5/1d")
+	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "", "", "enforce", "fixed 5/1d, concurrent 5")
+	limitertest.WaitUntilKnown(t, p, db.Pool)
+
+	result, err := rate.Allow(t.Context(), "k")
+	require.NoError(t, err)
+	require.EqualValues(t, 9, result.Limit)
+	release(t, acquire(t, slots, ratelimit.SlotOptions{}))
+	require.Equal(t, 2, strings.Count(journal.String(), "only one of the row's policy and Config.Policy has a Concurrency"))
+
+	// The code may do what a row may not.
+	_, err = limitertest.With(t, slots, ratelimit.FixedWindow{Limit: 20, Window: 24 * time.Hour}).Allow(t.Context(), "k")
+	require.NoError(t, err)
+	release(t, acquire(t, limitertest.With(t, rate, both), ratelimit.SlotOptions{}))
+}
+
+// A limiter bans a key whose calls of TryAcquire are denied again and again. Acquire waits until the ban is over.
+func TestBanOfSlots(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
+	db := pgtest.New(t)
+	p := limitertest.RunningPolicies(t, db.Pool, ratelimit.PoliciesConfig{})
+	l := limitertest.New(t, db.Pool, ratelimit.Config{
+		Name: "jobs", Policy: ratelimit.Concurrency{Limit: 1}, Policies: p,
+		Ban: &ratelimit.Ban{Denials: 2, Within: time.Hour, First: time.Hour},
+	})
+	held := acquire(t, l, ratelimit.SlotOptions{})
+	for range 2 {
+		require.Equal(t, ratelimit.SourceDatabase, tryAcquire(t, l, ratelimit.SlotOptions{}).Source)
+	}
+	testkit.WaitUntil(t, func() bool { return tryAcquire(t, l, ratelimit.SlotOptions{}).Source == ratelimit.SourcePolicy })
+	release(t, held)
+	waiting := testkit.Later(func() (*ratelimit.Slot, error) { return l.Acquire(t.Context(), "k", ratelimit.SlotOptions{}) })
+	require.False(t, tryAcquire(t, l, ratelimit.SlotOptions{}).Allowed)
+	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy")
+	slot, err := waiting()
+	require.NoError(t, err)
+	release(t, slot)
 }
 
 // eachSlotConfig runs a test with limits of 3 slots, alone and beside a rate, for both tables.
 func eachSlotConfig(t *testing.T, test func(t *testing.T, config ratelimit.Config)) {
 	t.Helper()
-	alone := ratelimit.Concurrency{Limit: 3}
+	alone, rate := ratelimit.Concurrency{Limit: 3}, ratelimit.FixedWindow{Limit: 1000, Window: limitertest.Year}
 	for name, policy := range map[string]ratelimit.Policy{
 		"alone":         alone,
-		"beside a rate": ratelimit.All(ratelimit.FixedWindow{Limit: 1000, Window: 24 * time.Hour}, alone),
+		"beside a rate": ratelimit.All(rate, alone),
+		"before a rate": ratelimit.All(alone, rate),
 	} {
 		for _, durable := range []bool{false, true} {
 			config := ratelimit.Config{Name: "jobs", Policy: policy, Durable: durable}
@@ -167,6 +343,11 @@ func testSlots(t *testing.T, l, other *ratelimit.Limiter) {
 	looked, err = other.Peek(t.Context(), "k")
 	require.NoError(t, err)
 	require.Zero(t, looked.Held)
+	for _, each := range looked.Each() {
+		if each.Limit == 1000 {
+			require.EqualValues(t, 996, each.Remaining, "the rate counts what the slots have taken")
+		}
+	}
 }
 
 // Callers wait in one line for all processes. A caller that leaves holds nobody up, and nobody passes the line.

@@ -4662,6 +4662,12 @@ BEGIN
     END IF;
     IF NEW.policy IS NOT NULL THEN
         SELECT * INTO parts FROM _rate_limit_read_policy(NEW.policy COLLATE "C"); -- raises an error if it is invalid
+        IF NEW.mode = 'shadow' AND 6 = ANY (parts.algorithms) THEN
+            RAISE EXCEPTION 'rate_limit: column mode of the policy is not valid'
+                USING ERRCODE = 'invalid_parameter_value', COLUMN = 'mode',
+                    HINT = 'A policy with slots, such as concurrent 5, cannot be a shadow, because nobody would '
+                        'release the slots that it gives.';
+        END IF;
         IF (octet_length(NEW.name) + CASE WHEN cardinality(parts.algorithms) > 1 THEN 2 ELSE 0 END
             + CASE WHEN NEW.mode = 'shadow' THEN 7 ELSE 0 END > 128)
         THEN

@@ -89,6 +89,8 @@ func TestPoliciesThatNobodyCouldRead(t *testing.T) {
 		"('n', 'secret', 'secr', 'off', NULL, now(), 'infinity', 'why', false)":                                    "key_prefix",
 		"('n', 'secret', NULL, 'on', NULL, now(), 'infinity', 'why', false)":                                       "mode",
 		"('n', 'secret', NULL, NULL, NULL, now(), 'infinity', 'why', false)":                                       "mode",
+		"('n', 'secret', NULL, 'shadow', 'concurrent 5', now(), 'infinity', 'why', false)":                         "mode",
+		"('n', 'secret', NULL, 'shadow', 'fixed 1/1h, concurrent 5', now(), 'infinity', 'why', false)":             "mode",
 		"('n', 'secret', NULL, 'enforce', NULL, now(), 'infinity', 'why', false)":                                  "policy",
 		"('n', 'secret', NULL, 'shadow', NULL, now(), 'infinity', 'why', false)":                                   "policy",
 		"('n', 'secret', NULL, 'off', 'fixed 1/1h', now(), 'infinity', 'why', false)":                              "policy",

@@ -188,7 +188,7 @@ func TestShadowDoesNotWaitTwice(t *testing.T) {
 	pgtest.Exec(t, tx, "SELECT FROM rate_limit_ephemeral WHERE prefix = 'api' FOR UPDATE")
 	before := counted.Count()
 	r := newRequest(l, "key", 1)
-	r.Shadow = newShadow(l, limitertest.View(l).Shadow("key"), "key", 1)
+	r.Shadow = newShadow(l, limitertest.View(l).Shadow(limitertest.Model(l.Config().Policy), "key"), "key", 1)
 	b := limitertest.Engine(l).Batcher
 	err = b.Decide(t.Context(), pool, []*engine.Request{r}, engine.Transaction{LockTimeout: engine.LockTimeout(50 * time.Millisecond)})
 	require.True(t, pg.LockTimeout(err), err)

@@ -504,7 +504,7 @@ func TestShadowOfAShard(t *testing.T) {
 	asked := 0
 	ask := func(key string) (granted int64) {
 		r := newRequest(l, key, 1)
-		r.Shadow = newShadow(l, limitertest.View(l).Shadow(key), key, 1)
+		r.Shadow = newShadow(l, limitertest.View(l).Shadow(limitertest.Model(l.Config().Policy), key), key, 1)
 		asked++
 		require.NoError(t, limitertest.Engine(l).Database.Execute(t.Context(), p.pool, []*engine.Request{r}, ownTransaction(l)))
 		require.Nil(t, r.Shadow.Outcome())

@@ -44,7 +44,7 @@ type Table struct {
 	Telling chan struct{}                 // has a value if given is not empty
 	failed  atomic.Pointer[error]         // why the last attempt to read the rows failed, or nil
 	Clock   atomic.Pointer[DatabaseClock] // nil until the rows have been read
-	told    sync.Map                      // by a row's ID, the policy of another kind that canObey has logged
+	told    sync.Map                      // by a row's ID, the policy of another kind that passOver has logged
 	swept   int64                         // when Run last dropped rows that had ended, by the database's clock
 	// The pause between two full reads is PerRow times the number of rows. Patience is how long a query or a
 	// notification may take. They are variables because tests change them.

@@ -84,12 +84,17 @@ func (t *Table) Everybody(limiter string) *model.Policy {
 	return r.Value.Policy
 }
 
-// Shadow returns the shadow row for a key, or nil.
-func (v *View) Shadow(key string) *Row {
+// Shadow returns the shadow row for a key, or nil. A limiter with slots decides no shadow: Shadow logs that once.
+func (v *View) Shadow(own *model.Policy, key string) *Row {
 	if v == nil {
 		return nil
 	}
-	return v.page.Shadow(key, v.Table.counts)
+	r := v.page.Shadow(key, v.Table.counts)
+	if r != nil && own.HasSlots {
+		v.passOver(r, "a limiter with a Concurrency decides no policies of mode shadow")
+		return nil
+	}
+	return r
 }
 
 // Now returns the database's clock as this process computes it.
@@ -100,16 +105,25 @@ func (v *View) canObey(r *Row, own *model.Policy) bool {
 	if r.Value.Mode != ModeEnforce {
 		return true
 	}
+	if r.Value.Policy.HasSlots != own.HasSlots { // the application calls other methods for a policy with slots
+		v.passOver(r, "only one of the row's policy and Config.Policy has a Concurrency")
+		return false
+	}
 	row, code, differ := r.Value.Policy.KindsDiffer(own)
 	if !differ {
 		return true
 	}
+	v.passOver(r, fmt.Sprintf("the row's policy is a %s, and Config.Policy is a %s", row, code))
+	return false
+}
+
+// passOver logs once that the limiter does not obey a row.
+func (v *View) passOver(r *Row, reason string) {
 	if before, told := v.Table.told.Swap(r.ID, r.Value.Policy); !told || !r.Value.Policy.Is(before.(*model.Policy)) {
 		v.Table.log(context.Background(), slog.LevelWarn, "ratelimit: a policy is of another kind than the limiter's, "+
-			"and is passed over", slog.Int64("id", r.ID), slog.String("limiter", v.name), slog.String("error",
-			fmt.Sprintf("the row's policy is a %s, and Config.Policy is a %s", row, code)))
+			"and is passed over", slog.Int64("id", r.ID), slog.String("limiter", v.name),
+			slog.String("error", reason))
 	}
-	return false
 }
 
 // Strike counts a denial of a key. After BanTerms.Denials denials, Run bans the key.
