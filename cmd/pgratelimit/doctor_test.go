@@ -307,6 +307,12 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 				RESET session_replication_role`,
 			check: "policies", level: cli.Problem, found: "rows with a name, key or prefix that no limiter can have (id 5, 6, 7, 8)", do: "IN (3, 4, 5, 6, 7, 8, 2)",
 		},
+		"a shadow with slots": {
+			sql: `SET session_replication_role = replica;
+				INSERT INTO rate_limit_policy (name, mode, policy, comment) VALUES ('api', 'shadow', 'concurrent 5', 'why');
+				RESET session_replication_role`,
+			check: "policies", level: cli.Problem, found: "rows with a shadow with slots, which nobody would release (id ", do: "DELETE FROM",
+		},
 		"triggers of the policies disabled": {
 			sql: `ALTER TABLE rate_limit_policy DISABLE TRIGGER USER;
 				INSERT INTO rate_limit_policy (name, key, mode, policy, comment) VALUES ('api', 'secret', 'enforce', 'none', 'why');

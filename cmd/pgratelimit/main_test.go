@@ -317,6 +317,7 @@ func TestCommandLinesThatMakeNoSense(t *testing.T) {
 		{[]string{"policy", "set", "api", "--everybody", "--comment=why"}, "accepts 2 arg(s), received 1"},
 		{[]string{"policy", "set", "api", "fixed 1/1m", "--off", "--everybody", "--comment=why"}, "accepts 1 arg(s), received 2"},
 		{[]string{"policy", "set", "api", "fixed 1/1m", "--mode=deny", "--everybody", "--comment=why"}, "pgratelimit ban"},
+		{[]string{"policy", "set", "api", "fixed 1/1m, concurrent 5", "--mode=shadow", "--everybody", "--comment=why"}, "nobody would release"},
 		{[]string{"policy", "set", "api", "--off", "--mode=shadow", "--everybody", "--comment=why"}, "--off is no shadow"},
 		{[]string{"policy", "set", "api", "fixed 1/1m", "--until=soon", "--everybody", "--comment=why"}, "a duration, like 90m or 7d, or a time"},
 		{[]string{"policy", "set", "api", "fixed 1/1m", "--until=-1h", "--everybody", "--comment=why"}, "a duration, like 90m or 7d, or a time"},

@@ -220,6 +220,9 @@ func TestPolicySetOfAnotherKind(t *testing.T) {
 	require.Empty(t, set("bucket 10 10/1m, log 10/1h", "--force"))
 	pgtest.Exec(t, db.Pool, "SELECT rate_limit_allow('api', 'c', 'sliding 10/1d')")
 	require.Empty(t, set("sliding 10/1m", "--force"))
+	pgtest.Exec(t, db.Pool, "SELECT rate_limit_acquire('api', 'd', 'fixed 10/1d, concurrent 5')")
+	require.Equal(t, "warning: limiter api seems to have a policy with slots: such a limiter decides no shadows\n",
+		set("sliding 10/1m", "--mode=shadow"))
 
 	// A role that may not read the tables gets no warning.
 	pgtest.Exec(t, db.Pool, "GRANT SELECT, INSERT, UPDATE, DELETE ON rate_limit_policy TO pg_monitor")
@@ -564,19 +567,24 @@ func TestExplain(t *testing.T) {
 	pgtest.Exec(t, tx, `ALTER TABLE rate_limit_policy DISABLE TRIGGER USER;
 		INSERT INTO rate_limit_policy (name, key, mode, policy, comment) VALUES ('api', 'a:1', 'enforce', NULL, 'none'),
 			('api', 'a:1', 'enforce', 'leap 1/1h', 'leap'), ('api', 'a:1', 'throttle', 'fixed 1/1h', 'throttle'),
-			('api', 'a:1', 'shadow', NULL, 'none'), ('api', 'a:1', 'shadow', 'leap 1/1h', 'leap');
+			('api', 'a:1', 'shadow', NULL, 'none'), ('api', 'a:1', 'shadow', 'leap 1/1h', 'leap'),
+			('api', 'a:1', 'shadow', 'concurrent 5', 'slots');
 		ALTER TABLE rate_limit_policy ENABLE TRIGGER USER`)
 	require.NoError(t, tx.Commit(t.Context()))
 	e = explain()
 	require.Equal(t, "everybody", e.Source)
 	require.Equal(t, "sliding 5/1h", *e.Shadow.Policy)
-	require.Len(t, e.PassedOver, 5)
+	require.Len(t, e.PassedOver, 6)
 	shown := gets(t, db.URL, "a:1")
-	for _, s := range shown[:5] {
+	for _, s := range shown[:6] {
 		require.Regexp(t, "^passed over ", s)
 	}
-	require.Equal(t, []string{"in force shadow sliding 5/1h", "in force enforce sliding 100/1h, sliding 1000/1d"}, shown[5:])
-	require.Equal(t, 5, strings.Count(invoke(t, db.URL, "policy", "list").done(t), policies.PassedOver))
+	require.Equal(t, []string{"in force shadow sliding 5/1h", "in force enforce sliding 100/1h, sliding 1000/1d"}, shown[6:])
+	require.Equal(t, 6, strings.Count(invoke(t, db.URL, "policy", "list").done(t), policies.PassedOver))
+	// A limiter with slots decides no shadow, and obeys only policies with slots.
+	slots := explain("--policy", "sliding 9/1h, sliding 9/1d, concurrent 5")
+	require.Nil(t, slots.Shadow)
+	require.Nil(t, slots.Decides)
 	// A new policy is compared with the policy in force.
 	set := []string{"policy", "set", "api", "--key", "a:1", "--until=1h", "--dry-run", why}
 	require.False(t, changed(t, db.URL, append(set, "sliding 100/1h, sliding 1000/1d")...).Lowers)

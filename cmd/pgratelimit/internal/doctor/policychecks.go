@@ -47,6 +47,9 @@ func (f FoundPolicies) reason() string {
 		if _, err := ratelimit.ParsePolicy(*f.Policy); err != nil {
 			return "a policy that this release cannot read"
 		}
+		if *f.Mode == policies.ModeShadow && policies.HasSlots(*f.Policy) {
+			return "a shadow with slots, which nobody would release"
+		}
 	}
 	return ""
 }

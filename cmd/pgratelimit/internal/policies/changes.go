@@ -214,6 +214,10 @@ row that this release cannot read is not compared, and is replaced only with --f
 			if err != nil {
 				return cli.Usage(err)
 			}
+			if mode == ModeShadow && HasSlots(args[1]) {
+				return cli.Usage(fmt.Errorf("the policy %q cannot have --mode shadow, because nobody would release "+
+					"the slots that it gives; set it for a single key or a prefix instead", args[1]))
+			}
 			wanted.Policy = new(policy.String())
 		}
 		to := target.PolicyTarget

@@ -5,6 +5,7 @@ import (
 	_ "embed"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -149,12 +150,21 @@ func Words(bits int64) []string {
 
 // warnOfKind prints a warning if the limiter seems to ignore the policy of a row.
 func warnOfKind(ctx context.Context, a *cli.App, r *PolicyRow) {
-	if r.Mode != ModeEnforce {
+	if r.Mode == ModeOff {
 		return
 	}
 	found, err := KindsOf(ctx, a, r.Limiter, nil)
 	if err != nil {
 		return // set the policy without a warning
+	}
+	if r.shadow() {
+		if slices.ContainsFunc(algorithm.RowNames(r.Limiter), func(name string) bool {
+			return found.Either(name)>>algorithm.Concurrency&1 == 1
+		}) {
+			fmt.Fprintf(a.Stderr, "warning: limiter %s seems to have a policy with slots: such a limiter decides no "+
+				"shadows\n", cli.Printable(r.Limiter))
+		}
+		return
 	}
 	if own, others := OtherKinds(*r.Policy, found.Either(r.Limiter)); others != "" {
 		fmt.Fprintf(a.Stderr, "warning: this policy is of the kind %s, and the rows of %s are of the kind %s: "+

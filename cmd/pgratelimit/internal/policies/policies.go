@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"time"
 
@@ -328,18 +329,29 @@ func (r *PolicyRow) ObeyedBy(code ratelimit.Policy) bool {
 	case ModeOff, ModeDeny:
 		return true
 	case ModeShadow:
-		return r.Policy != nil && sameKind(*r.Policy, nil)
+		return r.Policy != nil && sameKind(*r.Policy, nil) && !HasSlots(*r.Policy) &&
+			(code == nil || !HasSlots(code.String()))
 	case ModeEnforce:
 		return r.Policy != nil && sameKind(*r.Policy, code)
 	}
 	return false
 }
 
-// sameKind tells whether text is a valid policy. If code is not nil, text must also have code's algorithm.
+// HasSlots tells whether text is a policy with slots. Limiters decide no shadow with slots, or beside slots.
+func HasSlots(text string) bool {
+	numbers, err := algorithm.Parse(text)
+	return err == nil && slices.ContainsFunc(numbers, algorithm.Numbers.HasSlots)
+}
+
+// sameKind tells whether text is a valid policy. If code is not nil, text must also have code's algorithm, and slots
+// only if code has some.
 func sameKind(text string, code ratelimit.Policy) bool {
 	row, err := algorithm.Parse(text)
 	if err != nil || code == nil {
 		return err == nil
+	}
+	if HasSlots(text) != HasSlots(code.String()) {
+		return false
 	}
 	mine, err := algorithm.Parse(code.String())
 	for i := range min(len(row), len(mine)) {
