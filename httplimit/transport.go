@@ -37,6 +37,11 @@ var _ Reserver = (*ratelimit.Limiter)(nil)
 // that were allowed together are sent together. With MaxDelay, the requests of all processes are spread: each books a
 // place of its own, and is sent when its place is ready.
 //
+// The Limiter's policy must not have a [ratelimit.Concurrency]: then each request gets a [*ratelimit.SlotError]. A
+// limit on requests in flight lasts until the body of the response has been read, and only the caller knows when that
+// is. So let the caller call [ratelimit.Limiter.Acquire], send the request with the slot's Context, close the body, and
+// call Release.
+//
 // If the server refuses a request and names a time, the Transport pauses: it sends nothing for the key until this time,
 // and for at least one second. These statuses are refusals:
 //

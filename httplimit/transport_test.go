@@ -631,12 +631,15 @@ func TestTransportErrors(t *testing.T) {
 
 	gone := errors.New("it is gone")
 	limiter := waiter(t, ratelimittest.NewDB(), plenty())
+	slots := waiter(t, ratelimittest.NewDB(), ratelimit.All(ratelimit.Concurrency{Limit: 5}, plenty()))
 	for name, test := range map[string]struct {
 		transport *Transport
 		url, want string
 	}{
 		"no limiter":      {&Transport{}, "https://api.example.com", "httplimit.Transport.Limiter is required"},
 		"a limiter fails": {&Transport{Limiter: failingWaiter{gone}}, "https://api.example.com", "it is gone"},
+		"slots":           {&Transport{Limiter: slots}, "https://api.example.com", "call Acquire"},
+		"slots by places": {&Transport{Limiter: slots, MaxDelay: time.Hour}, "https://api.example.com", "call Acquire"},
 		"no key":          {&Transport{Limiter: limiter, Key: ByHeader("Account")}, "https://api.example.com", "no header Account"},
 		"a bad Key":       {&Transport{Limiter: limiter, Key: ByHeader("")}, "https://api.example.com", "no name of a header"},
 		"a long host":     {&Transport{Limiter: limiter}, "https://" + strings.Repeat("x", 513), "invalid key"},
