@@ -588,3 +588,24 @@ func ExampleAll() {
 	result, err := limiter.Allow(context.Background(), "user:123")
 	fmt.Println(result.Allowed, err)
 }
+
+func ExampleNewService() {
+	service, err := ratelimit.NewService("unix:/run/pgratelimit.sock", ratelimit.ServiceConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer service.Close()
+	client, err := ratelimit.NewClient(service, ratelimit.ClientConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	limiter, err := client.Limiter(ratelimit.Config{
+		Name:      "login",
+		Policy:    ratelimit.SlidingWindow{Limit: 10, Window: time.Minute},
+		OnFailure: ratelimit.FailClosed(), // also while the service is away
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	_, _ = limiter.Allow(context.Background(), "user:123")
+}
