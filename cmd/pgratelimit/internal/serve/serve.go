@@ -78,7 +78,8 @@ An address is host:port, or unix:/path. Addresses that other machines can reach 
 	set.BoolVar(&f.insecure, "insecure", false, "let other machines in without TLS and token")
 	set.StringVar(&f.onFailure, "on-failure", "error",
 		`answer while Postgres is away: error, allow, deny, or "local 0.5" for half of the limit`)
-	set.DurationVar(&f.timeout, "timeout", time.Second, "longest time for a decision")
+	set.DurationVar(&f.timeout, "timeout", 900*time.Millisecond,
+		"longest time for a decision; callers should wait a little longer")
 	set.DurationVar(&f.drain, "drain", 20*time.Second, "longest time for the requests under way at the end")
 	set.Int32Var(&f.conns, "max-conns", 4, "most connections to Postgres for decisions")
 	set.BoolVar(&f.envoy.Durable, "durable", false, "keep what Envoy's requests count through a crash of Postgres")
