@@ -588,8 +588,8 @@ func TestSlotsObeyPolicies(t *testing.T) {
 	})
 	set := func(mode, policy any) {
 		t.Helper()
-		pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy")
-		pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, mode, policy, comment) VALUES ('jobs', 'k', $1, $2, 'why')", mode, policy)
+		pgtest.Exec(t, db.Pool, `WITH before AS (DELETE FROM rate_limit_policy)
+			INSERT INTO rate_limit_policy (name, key, mode, policy, comment) VALUES ('jobs', 'k', $1, $2, 'why')`, mode, policy)
 	}
 	held := acquire(t, l, ratelimit.SlotOptions{})
 	require.False(t, tryAcquire(t, l, ratelimit.SlotOptions{}).Allowed)
