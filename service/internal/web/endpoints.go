@@ -156,8 +156,7 @@ func (extended) status() int     { return http.StatusOK }
 
 // decisionOf returns a result as an answer, and sets the header fields.
 func (h *handler) decisionOf(header http.Header, l *ratelimit.Limiter, result ratelimit.Result) (decision, error) {
-	config := l.Config()
-	h.Headers.Set(header, shownName(config.Name), config.Policy, result)
+	h.tell(header, l, result)
 	d := decision{
 		Allowed: result.Allowed, Source: result.Source.String(), Limit: result.Limit, Remaining: result.Remaining,
 		RetryAfter: seconds(result.RetryAfter), RetryAfterSeconds: whole(result.RetryAfter),
@@ -166,6 +165,12 @@ func (h *handler) decisionOf(header http.Header, l *ratelimit.Limiter, result ra
 	var err error
 	d.Receipt, err = receiptOf(result)
 	return d, err
+}
+
+// tell sets the header fields of a result.
+func (h *handler) tell(header http.Header, l *ratelimit.Limiter, result ratelimit.Result) {
+	config := l.Config()
+	h.Headers.Set(header, shownName(config.Name), config.Policy, result)
 }
 
 // receiptOf returns the receipt of a result, or "" if it took nothing.
@@ -270,6 +275,9 @@ func (h *handler) wait(ctx context.Context, header http.Header, q *waitRequest) 
 	if err != nil {
 		return nil, err
 	}
+	if timeout == 0 {
+		return h.ask(ctx, header, &q.askRequest)
+	}
 	n := defaultTo(q.N, 1)
 	within, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
@@ -340,7 +348,7 @@ func balanceOf(b ratelimit.Balance) balance {
 	}
 }
 
-func (h *handler) refund(ctx context.Context, _ http.Header, q *refundRequest) (answer, error) {
+func (h *handler) refund(ctx context.Context, header http.Header, q *refundRequest) (answer, error) {
 	l, err := h.limiter("", q.Limiter)
 	if err != nil {
 		return nil, err
@@ -361,10 +369,13 @@ func (h *handler) refund(ctx context.Context, _ http.Header, q *refundRequest) (
 	if err != nil {
 		return nil, at("", err)
 	}
+	h.tell(header, l, ratelimit.Result{
+		Allowed: true, Limit: b.Limit, Remaining: b.Remaining, ResetAfter: b.ResetAfter, DecidedAt: b.DecidedAt,
+	})
 	return balanceOf(b), nil
 }
 
-func (h *handler) charge(ctx context.Context, _ http.Header, q *chargeRequest) (answer, error) {
+func (h *handler) charge(ctx context.Context, header http.Header, q *chargeRequest) (answer, error) {
 	l, err := h.limiterOf("", q.subject)
 	if err != nil {
 		return nil, err
@@ -383,6 +394,7 @@ func (h *handler) charge(ctx context.Context, _ http.Header, q *chargeRequest) (
 		}),
 		Owed: c.Owed, RetryAfter: seconds(c.RetryAfter), RetryAfterSeconds: whole(c.RetryAfter),
 	}
+	h.tell(header, l, c.Result())
 	a.Receipt, err = receiptOf(c.Result())
 	return a, err
 }

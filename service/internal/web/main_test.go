@@ -63,7 +63,8 @@ func setup(t testing.TB, options Options) bundle {
 	for name, policy := range map[string]ratelimit.Policy{
 		"login": ratelimit.SlidingWindow{Limit: 3, Window: time.Hour},
 		"mail":  ratelimit.FixedWindow{Limit: 100, Window: time.Hour},
-		"jobs":  ratelimit.Concurrency{Limit: 1},
+		"jobs":  ratelimit.Concurrency{Limit: 2},
+		"both":  ratelimit.All(ratelimit.Concurrency{Limit: 3}, ratelimit.FixedWindow{Limit: 5, Window: time.Hour}),
 	} {
 		l[name], err = client.Limiter(ratelimit.Config{Name: name, Policy: policy})
 		require.NoError(t, err)

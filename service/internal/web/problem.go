@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"net/http"
 	"strings"
+	"sync"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
 
@@ -39,6 +41,11 @@ func (p problem) write(w http.ResponseWriter) {
 	_, _ = w.Write(append(text, '\n')) // fails only if the client has left
 }
 
+// Refuse writes a problem. The detail says how to mend it.
+func Refuse(w http.ResponseWriter, status int, title, detail string) {
+	problem{Status: status, Title: title, Detail: detail}.write(w)
+}
+
 // wrong returns the problem of a field.
 func wrong(field, format string, args ...any) error {
 	return problem{Status: http.StatusBadRequest, Title: "A field is wrong.", Field: field, Kind: "invalid_request",
@@ -61,16 +68,30 @@ func (h *handler) fail(w http.ResponseWriter, r *http.Request, err error) {
 		return
 	}
 	p := problemOf(err)
-	switch p.Kind {
-	case "unavailable", "timeout", "key_held", "pool_exhausted", "read_only", "context":
-		// The client logs when the database stops deciding, and no line is needed for each call.
-	default:
-		if p.Status >= http.StatusInternalServerError {
-			h.Logger.ErrorContext(r.Context(), "ratelimit: a request over HTTP was not answered; "+
-				"the comment of ratelimit.ErrorKind explains the kind", "path", r.URL.Path, "kind", p.Kind)
-		}
+	if p.Status >= http.StatusInternalServerError && r.Context().Err() == nil && h.faults.begin(p.Kind, time.Now()) {
+		h.Logger.ErrorContext(r.Context(), "ratelimit: requests over HTTP fail; "+
+			"errors of this kind are not logged again until there was none for a minute",
+			"path", r.URL.Path, "kind", p.Kind, "error", err)
 	}
 	p.write(w)
+}
+
+// faults remembers when requests have failed, so that each kind of error is logged once.
+type faults struct {
+	mu   sync.Mutex
+	last map[string]time.Time // by the kind
+}
+
+// begin records an error, and returns whether there was none of its kind for a minute.
+func (f *faults) begin(kind string, now time.Time) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.last == nil {
+		f.last = map[string]time.Time{}
+	}
+	before, known := f.last[kind]
+	f.last[kind] = now
+	return !known || now.Sub(before) >= time.Minute
 }
 
 // problemOf returns the problem of an error of the library or of a statement. Texts of the driver stay here.

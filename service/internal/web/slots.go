@@ -106,25 +106,33 @@ func (h *handler) acquire(ctx context.Context, header http.Header, q *acquireReq
 	}
 	config := l.Config()
 	policy := &[]string{config.Policy.String()}[0]
-	if config.Policies != nil {
-		why, err := l.Explain(ctx, q.Key)
-		if err != nil {
-			return h.withoutDatabase(header, l, err)
-		}
-		if why.Row != 0 {
-			policy = nil // the database obeys the row
-		}
+	why, err := l.Explain(ctx, q.Key)
+	if err != nil {
+		return nil, at("", err)
+	}
+	state := why.State
+	if state.Source == ratelimit.SourceFailedOpen || state.Source == ratelimit.SourceFailedClosed {
+		return h.withoutDatabase(header, l, state), nil
+	}
+	if why.Row != 0 {
+		policy = nil // the database obeys the row
 	}
 	a := slotAnswer{TTL: seconds(lasts)}
 	var slot *string
 	var fence *int64
 	var retryAfter int64
 	var endsAt pgtype.Timestamptz
-	err = h.query(ctx, acquireSlot,
+	// If the caller leaves meanwhile, the slot must be known, so that it can be given back.
+	err = h.query(context.WithoutCancel(ctx), acquireSlot,
 		[]any{config.Name, q.Key, policy, n, lasts.Microseconds(), config.Durable, q.Holder, timeout > 0},
 		&a.Allowed, &slot, &fence, &retryAfter, &endsAt)
+	mode := config.OnFailure
+	if pg.IsAway(err) && (mode == ratelimit.FailOpen() || mode == ratelimit.FailClosed()) {
+		state.Allowed, state.RetryAfter = mode == ratelimit.FailOpen(), time.Second
+		return h.withoutDatabase(header, l, state), nil
+	}
 	if err != nil {
-		return h.withoutDatabase(header, l, err)
+		return nil, err
 	}
 	if slot != nil && !a.Allowed { // a place in the line
 		turn, err := h.stand(ctx, *slot, lasts, timeout)
@@ -133,51 +141,43 @@ func (h *handler) acquire(ctx context.Context, header http.Header, q *acquireReq
 		}
 		a.Allowed, fence, endsAt = turn.held, turn.fence, turn.endsAt
 	}
+	if a.Allowed && ctx.Err() != nil {
+		h.leave(ctx, *slot)
+		return nil, ctx.Err()
+	}
 	if a.Allowed {
 		retryAfter = 0
+		state.Remaining = max(state.Remaining-n, 0)
+		if state.Each() != nil {
+			if now, err := l.Peek(ctx, q.Key); err == nil {
+				state = now
+			}
+		}
 		a.Slot, a.EndsAt = *slot, endOf(endsAt)
 		if fence != nil {
 			a.Fence = *fence
 		}
 	}
-	h.sayRetry(header, l, &a, time.Duration(retryAfter)*time.Microsecond)
+	state.Allowed, state.RetryAfter = a.Allowed, time.Duration(retryAfter)*time.Microsecond
+	h.tellSlot(header, l, &a, state)
 	return a, nil
 }
 
-// sayRetry sets when to try again, in the answer and in its header.
-func (h *handler) sayRetry(header http.Header, l *ratelimit.Limiter, a *slotAnswer, after time.Duration) {
-	a.RetryAfter, a.RetryAfterSeconds = seconds(after), whole(after)
-	if !a.Allowed {
-		h.Headers.Set(header, shownName(l.Config().Name), l.Config().Policy, ratelimit.Result{
-			RetryAfter: after, Limit: limitOf(l.Config().Policy),
-		})
-	}
+// tellSlot sets when to try again, in the answer and in its header fields.
+func (h *handler) tellSlot(header http.Header, l *ratelimit.Limiter, a *slotAnswer, state ratelimit.Result) {
+	a.RetryAfter, a.RetryAfterSeconds = seconds(state.RetryAfter), whole(state.RetryAfter)
+	h.tell(header, l, state)
 }
 
-// limitOf returns the limit of a policy of slots.
-func limitOf(policy ratelimit.Policy) int64 {
-	if slots, ok := policy.(ratelimit.Concurrency); ok {
-		return slots.Limit
+// withoutDatabase answers as on_failure says. A local share is an error, because this process does not know which slots
+// are held.
+func (h *handler) withoutDatabase(header http.Header, l *ratelimit.Limiter, state ratelimit.Result) slotAnswer {
+	a := slotAnswer{Allowed: state.Allowed}
+	if a.Allowed {
+		a.Slot, state.RetryAfter = emptySlot, 0
 	}
-	return 0
-}
-
-// withoutDatabase answers as on_failure says, if the database cannot decide. A local share is an error, because this
-// process does not know which slots are held.
-func (h *handler) withoutDatabase(header http.Header, l *ratelimit.Limiter, err error) (answer, error) {
-	if !pg.IsAway(err) {
-		return nil, err
-	}
-	a := slotAnswer{}
-	switch l.Config().OnFailure {
-	case ratelimit.FailOpen():
-		a.Allowed, a.Slot = true, emptySlot
-	case ratelimit.FailClosed():
-		h.sayRetry(header, l, &a, time.Second)
-	default:
-		return nil, err
-	}
-	return a, nil
+	h.tellSlot(header, l, &a, state)
+	return a
 }
 
 const renewSlot = `

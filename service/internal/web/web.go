@@ -48,6 +48,7 @@ type Options struct {
 type handler struct {
 	Options
 	routes map[string]http.HandlerFunc
+	faults faults
 }
 
 // New returns a handler. It limits the size of a body, and the time in which it arrives. The http.Server must limit the
@@ -105,10 +106,8 @@ func (h *handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		route, known, method = document, true, http.MethodGet
 	}
 	switch {
-	case !h.mayCall(r):
-		w.Header().Set("WWW-Authenticate", "Bearer")
-		problem{Status: http.StatusUnauthorized, Title: "The token is missing or wrong.",
-			Detail: "Send the header Authorization: Bearer TOKEN."}.write(w)
+	case !IsToken(h.Token, r.Header.Values("Authorization")):
+		RefuseToken(w, r)
 	case !known:
 		problem{Status: http.StatusNotFound, Title: "There is no such path.",
 			Detail: "GET /openapi.yaml describes all paths."}.write(w)
@@ -126,17 +125,23 @@ func document(w http.ResponseWriter, _ *http.Request) {
 	_, _ = w.Write(openAPI)
 }
 
-// mayCall tells whether the request has the token. It takes as long for all wrong tokens of the same length.
-func (h *handler) mayCall(r *http.Request) bool {
-	if h.Token == "" {
+// IsToken returns whether the values of a header field Authorization are the token alone, or whether there is no token.
+// It takes as long for all wrong tokens of the same length.
+func IsToken(token string, values []string) bool {
+	if token == "" {
 		return true
 	}
-	values := r.Header.Values("Authorization")
 	if len(values) != 1 {
 		return false
 	}
-	scheme, token, _ := strings.Cut(values[0], " ")
-	return strings.EqualFold(scheme, "Bearer") && subtle.ConstantTimeCompare([]byte(token), []byte(h.Token)) == 1
+	scheme, sent, _ := strings.Cut(values[0], " ")
+	return strings.EqualFold(scheme, "Bearer") && subtle.ConstantTimeCompare([]byte(sent), []byte(token)) == 1
+}
+
+// RefuseToken answers a request without the token.
+func RefuseToken(w http.ResponseWriter, _ *http.Request) {
+	w.Header().Set("WWW-Authenticate", "Bearer")
+	Refuse(w, http.StatusUnauthorized, "The token is missing or wrong.", "Send the header Authorization: Bearer TOKEN.")
 }
 
 // answer is what an endpoint answers if there is no error.
@@ -215,7 +220,7 @@ func decode(body []byte, request any) error {
 	}
 	if err != nil {
 		if unknown, ok := strings.CutPrefix(err.Error(), "json: unknown field "); ok {
-			return bad(strings.Trim(unknown, `"`), "There is no such field; /openapi.yaml lists all.")
+			return bad(strings.Trim(unknown, `"`), noSuchField)
 		}
 		return bad("", "It is not JSON: it is empty, cut off or misspelt.")
 	}
@@ -224,6 +229,9 @@ func decode(body []byte, request any) error {
 	}
 	if text := bytes.TrimSpace(body); text[0] != '{' { // null decodes into anything
 		return bad("", "It must be a JSON object.")
+	}
+	if field, mistake := checkText(body); mistake != "" {
+		return bad(field, mistake)
 	}
 	return nil
 }

@@ -1,6 +1,7 @@
 package web
 
 import (
+	"context"
 	"fmt"
 	"net/http"
 	"net/http/httptest"
@@ -8,6 +9,9 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 func TestAskUntilDenied(t *testing.T) {
@@ -83,7 +87,7 @@ func TestSlots(t *testing.T) {
 	t.Parallel()
 	b := setup(t, Options{})
 
-	const acquire = `{"limiter": "jobs", "key": "ada", "ttl": 3600, "holder": "worker-7"`
+	const acquire = `{"limiter": "jobs", "key": "ada", "n": 2, "ttl": 3600, "holder": "worker-7"`
 	first := post(t, b.handler, "/v1/acquire", acquire+"}")
 	require.Equal(t, http.StatusOK, first.status)
 	slot := fmt.Sprintf(`{"slot": %q`, first.body["slot"])
@@ -150,6 +154,13 @@ func TestWrongRequestsAreRefused(t *testing.T) {
 		{"/v1/ask", `{"limiter": "mail", "key": "secret", "n": 101}`, 400, "n"},
 		{"/v1/ask", `{"limiter": "mail", "key": "secret", "n": 1.5}`, 400, "n"},
 		{"/v1/ask", `{"limiter": "mail", "key": "secret", "n": 1e99}`, 400, "n"},
+		{"/v1/ask", `{"limiter": "mail", "Key": "secret"}`, 400, "Key"},
+		{"/v1/ask", "{\"limiter\": \"mail\", \"\u212aey\" \t: \"secret\"}", 400, "\u212aey"}, // encoding/json takes it for k
+		{"/v1/ask", `{"limiter": "mail", "key": "secret", "key": "eva"}`, 400, "key"},
+		{"/v1/ask", `{"limiter": "mail", "key": "secret", "k\u0065y": "eva"}`, 400, "key"},
+		{"/v1/ask", `{"limiter": "mail", "key": "secret\ud800"}`, 400, "key"},
+		{"/v1/ask", `{"limiter": "mail", "key": "secret\udc00"}`, 400, "key"},
+		{"/v1/ask", `{"limiter": "mail", "key": "secret\ud83d\ud83d\ude00"}`, 400, "key"},
 		{"/v1/ask", `{"key": "secret"}`, 400, "limiter"},
 		{"/v1/ask", `{"limiter": "none", "key": "secret"}`, 404, "limiter"},
 		{"/v1/ask", `{"key": "` + strings.Repeat("x", 64<<10) + `"}`, 413, ""},
@@ -167,6 +178,7 @@ func TestWrongRequestsAreRefused(t *testing.T) {
 		{"/v1/all", `{"limits": []}`, 400, "limits"},
 		{"/v1/all", `{"limits": [{"limiter": "mail", "key": "a"}, {"limiter": "mail", "key": ""}]}`, 400, "limits[1].key"},
 		{"/v1/all", `{"limits": [{"limiter": "mail", "key": "secret", "n": 0}]}`, 400, "limits[0].n"},
+		{"/v1/all", `{"limits": [{"limiter": "mail", "key": "a"}, {"limiter": "mail", "N": 2}]}`, 400, "N"},
 		{"/v1/none", `{}`, 404, ""},
 	} {
 		got := post(t, b.handler, test.path, test.body)
@@ -176,6 +188,119 @@ func TestWrongRequestsAreRefused(t *testing.T) {
 		require.NotContains(t, fmt.Sprint(got.body), "secret")
 	}
 	require.Empty(t, b.log.String())
+}
+
+// A key may have all that JSON can write, and a value may look like a name.
+func TestUnusualTexts(t *testing.T) {
+	t.Parallel()
+	b := setup(t, Options{})
+	for key, same := range map[string]string{
+		`\ud83d\ude00`: "\U0001f600", `\\ud800`: `\\ud800`, `\"key\": \"`: `\u0022key\u0022: \u0022`, `{[`: `\u007b[`,
+		`key`: `\u006bey`, `\\`: `\u005c`,
+	} {
+		require.Equal(t, http.StatusOK, post(t, b.handler, "/v1/ask", `{"limiter": "mail", "key": "`+key+`"}`).status, key)
+		got := post(t, b.handler, "/v1/look", ` { "limiter" : "mail" , "key" : "`+same+`" } `)
+		require.InDelta(t, 99, got.body["remaining"], 0, key)
+	}
+}
+
+// All answers that tell of a limit have the header fields of package httplimit, and those that deny have Retry-After.
+func TestHeaderFields(t *testing.T) {
+	t.Parallel()
+	b := setup(t, Options{})
+
+	const ada = `{"limiter": "login", "key": "ada"`
+	ask := post(t, b.handler, "/v1/ask", ada+`}`)
+	for _, test := range []struct {
+		path, body        string
+		status, remaining int
+	}{
+		{"/v1/ask", ada + `}`, 200, 1},
+		{"/v1/refund", fmt.Sprintf(`{"limiter": "login", "receipt": %q}`, ask.body["receipt"]), 200, 2},
+		{"/v1/look", ada + `}`, 200, 2},
+		{"/v1/wait", ada + `, "timeout": 0}`, 200, 1},
+		{"/v1/hold", ada + `, "n": 2, "ttl": 60}`, 429, 1},
+		{"/v1/hold", ada + `, "n": 1, "ttl": 60}`, 200, 0},
+		{"/v1/ask", ada + `}`, 429, 0},
+		{"/v1/look", ada + `}`, 429, 0},
+		{"/v1/wait", ada + `, "timeout": 0.001}`, 429, 0},
+		{"/v1/all", `{"limits": [` + ada + `}]}`, 429, 0},
+		{"/v1/charge", ada + `, "n": 5}`, 200, 0},
+		{"/v1/acquire", `{"limiter": "jobs", "key": "ada"}`, 200, 1},
+		{"/v1/acquire", `{"limiter": "jobs", "key": "ada", "n": 2}`, 429, 1},
+		{"/v1/acquire", `{"limiter": "jobs", "key": "ada"}`, 200, 0},
+		{"/v1/acquire", `{"limiter": "jobs", "key": "ada"}`, 429, 0},
+		{"/v1/acquire", `{"limiter": "jobs", "key": "ada", "timeout": 0.001}`, 429, 0},
+		{"/v1/acquire", `{"limiter": "both", "key": "ada", "n": 2}`, 200, 1},
+	} {
+		got := post(t, b.handler, test.path, test.body)
+		what := test.path + " " + test.body
+		require.Equal(t, test.status, got.status, what)
+		require.Contains(t, got.header.Get("RateLimit"), fmt.Sprintf(`;r=%d`, test.remaining), what)
+		require.Regexp(t, `^"(login|jobs|both)";q=[235]`, got.header.Get("RateLimit-Policy"), what)
+		require.Equal(t, test.status == 429, got.header.Get("Retry-After") != "", what)
+		if test.status == 429 {
+			require.Equal(t, fmt.Sprint(got.body["retry_after_seconds"]), got.header.Get("Retry-After"), what)
+		}
+	}
+	got := post(t, b.handler, "/v1/acquire", `{"limiter": "both", "key": "eva", "n": 2}`)
+	require.Equal(t, `"both";r=1, "both/2";r=3;t=3600`, got.header.Get("RateLimit"))
+}
+
+// leave sends a request whose caller leaves when a condition holds. The function wait waits until the request has ended.
+func (b *bundle) leave(t *testing.T, path, body string, condition func() bool) (wait func()) {
+	t.Helper()
+	ctx, leave := context.WithCancel(t.Context())
+	left := make(chan struct{})
+	go func() {
+		defer close(left)
+		r := httptest.NewRequestWithContext(ctx, http.MethodPost, path, strings.NewReader(body))
+		r.Header.Set("Content-Type", "application/json")
+		b.handler.ServeHTTP(httptest.NewRecorder(), r)
+	}()
+	testkit.WaitUntil(t, condition)
+	leave()
+	return func() { <-left }
+}
+
+func (b *bundle) slots(t *testing.T) int {
+	t.Helper()
+	return pgtest.Scalar[int](t, b.db.Pool, "SELECT count(*) FROM rate_limit_ephemeral_hold")
+}
+
+const takesBoth = `{"limiter": "jobs", "key": "ada", "n": 2, "ttl": 3600`
+
+// A caller who leaves while he waits in line leaves no slot and no place.
+func TestCallerLeavesTheLine(t *testing.T) {
+	t.Parallel()
+	b := setup(t, Options{})
+
+	first := post(t, b.handler, "/v1/acquire", takesBoth+"}")
+	require.Equal(t, http.StatusOK, first.status)
+	b.leave(t, "/v1/acquire", takesBoth+`, "timeout": 60}`, func() bool { return b.slots(t) == 2 })()
+	require.Equal(t, 1, b.slots(t))
+	post(t, b.handler, "/v1/release", fmt.Sprintf(`{"slot": %q}`, first.body["slot"]))
+	require.Equal(t, http.StatusOK, post(t, b.handler, "/v1/acquire", takesBoth+"}").status)
+	require.Empty(t, b.log.String())
+}
+
+// So does a caller who leaves while the database decides.
+func TestCallerLeavesDuringTheStatement(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "it locks a table of the database")
+	b := setup(t, Options{})
+
+	tx, err := b.db.Pool.Begin(t.Context())
+	require.NoError(t, err)
+	_, err = tx.Exec(t.Context(), "LOCK TABLE rate_limit_ephemeral_hold IN SHARE MODE")
+	require.NoError(t, err)
+	wait := b.leave(t, "/v1/acquire", takesBoth+`}`, func() bool {
+		return pgtest.Scalar[int](t, b.db.Pool, "SELECT count(*) FROM pg_locks WHERE NOT granted AND "+
+			"relation = 'rate_limit_ephemeral_hold'::regclass") > 0
+	})
+	require.NoError(t, tx.Rollback(t.Context()))
+	wait()
+	require.Zero(t, b.slots(t))
 }
 
 func TestMethodTypeAndToken(t *testing.T) {
