@@ -2,7 +2,6 @@ package service
 
 import (
 	"context"
-	"crypto/subtle"
 	"net/http"
 	"strings"
 
@@ -20,8 +19,11 @@ func (s *service) handler() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { say(w, http.StatusOK, "ok") })
 	mux.HandleFunc("GET /readyz", s.readyz)
-	mux.Handle("GET /metrics", s.protect(s.metrics.handler()))
-	mux.Handle("POST /json", s.protect(s.envoy.JSON()))
+	mux.Handle("GET /metrics", s.protect(s.metrics.handler(), func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("WWW-Authenticate", "Bearer")
+		say(w, http.StatusUnauthorized, noToken+"header Authorization: Bearer TOKEN")
+	}))
+	mux.Handle("POST /json", s.protect(s.envoy.JSON(), web.RefuseToken))
 	mux.Handle("GET /{$}", s.page) // for this machine only: see package livepage
 	mux.Handle("/", web.New(web.Options{
 		Limiters: &s.config, DB: s.DB, Schema: s.Schema, Token: s.Token, Timeout: s.Timeout, Logger: s.Logger,
@@ -47,29 +49,17 @@ func (s *service) readyz(w http.ResponseWriter, _ *http.Request) {
 	}
 }
 
-// protect asks for the token, if there is one.
-func (s *service) protect(h http.Handler) http.Handler {
-	if s.Token == "" {
-		return h
-	}
+const noToken = "the token is missing or wrong; send the "
+
+// protect asks for the token, if there is one, and calls refuse without it.
+func (s *service) protect(h http.Handler, refuse http.HandlerFunc) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if !s.isToken(r.Header.Values("Authorization")) {
-			w.Header().Set("WWW-Authenticate", "Bearer")
-			say(w, http.StatusUnauthorized,
-				"the token is missing or wrong; send the header Authorization: Bearer TOKEN")
+		if !web.IsToken(s.Token, r.Header.Values("Authorization")) {
+			refuse(w, r)
 			return
 		}
 		h.ServeHTTP(w, r)
 	})
-}
-
-// isToken returns whether the values of a header field are the token alone. It takes as long for all wrong tokens.
-func (s *service) isToken(values []string) bool {
-	if len(values) != 1 {
-		return false
-	}
-	scheme, token, _ := strings.Cut(values[0], " ")
-	return strings.EqualFold(scheme, "Bearer") && subtle.ConstantTimeCompare([]byte(token), []byte(s.Token)) == 1
 }
 
 // authorize asks callers over gRPC for the token, but not those who ask for the health.
@@ -93,10 +83,9 @@ func (s *service) authorizeStream(
 }
 
 func (s *service) mayCall(ctx context.Context, method string) error {
-	if s.Token == "" || strings.HasPrefix(method, "/"+healthpb.Health_ServiceDesc.ServiceName+"/") ||
-		s.isToken(metadata.ValueFromIncomingContext(ctx, "authorization")) {
+	if strings.HasPrefix(method, "/"+healthpb.Health_ServiceDesc.ServiceName+"/") ||
+		web.IsToken(s.Token, metadata.ValueFromIncomingContext(ctx, "authorization")) {
 		return nil
 	}
-	return status.Error(codes.Unauthenticated,
-		"the token is missing or wrong; send the metadata authorization: Bearer TOKEN")
+	return status.Error(codes.Unauthenticated, noToken+"metadata authorization: Bearer TOKEN")
 }

@@ -31,10 +31,18 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/metadata"
+	reflection "google.golang.org/grpc/reflection/grpc_reflection_v1"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protodesc"
+	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/types/descriptorpb"
+	"google.golang.org/protobuf/types/dynamicpb"
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/migrations"
 	"github.com/pgratelimit/ratelimit/service"
 )
 
@@ -213,6 +221,82 @@ func TestServe(t *testing.T) {
 	require.NotContains(t, metrics, "192.0.2.1")
 }
 
+// The service uses a schema that search_path does not name.
+func TestSchema(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "it migrates another schema")
+	db := pgtest.Empty(t)
+	require.NoError(t, migrations.Up(t.Context(), db.InSchema(t, "limits of all")))
+	s := start(t, map[string]string{
+		"shop.yaml": shop(1), "limiters.yaml": login + "- name: jobs\n  policy: concurrent 1\n",
+	}, func(o *service.Options) { o.DB, o.Schema = db.Pool, "limits of all" })
+	_, err := db.Pool.Exec(t.Context(), `INSERT INTO "limits of all".rate_limit_policy (name, mode, policy, comment)
+		VALUES ('row', 'enforce', 'fixed 1/1d', 'a test')`)
+	require.NoError(t, err)
+	eventually(t, func() bool { return s.ask(t, "row") == http.StatusOK })
+	code, err := ask(t.Context(), s.dial(t, insecure.NewCredentials()), "shop", "address", "192.0.2.1")
+	require.NoError(t, err)
+	require.Equal(t, pb.RateLimitResponse_OK, code)
+	for _, path := range []string{"/v1/ask", "/v1/look", "/v1/hold", "/v1/acquire"} {
+		limiter, more := "login", ""
+		switch path {
+		case "/v1/hold":
+			more = `, "n": 1, "ttl": 60`
+		case "/v1/acquire":
+			limiter = "jobs"
+		}
+		response, err := http.Post(s.http+path, "application/json", //nolint:noctx // the test has a timeout
+			strings.NewReader(`{"limiter": "`+limiter+`", "key": "user:123"`+more+`}`))
+		require.NoError(t, err)
+		response.Body.Close()
+		require.Equal(t, http.StatusOK, response.StatusCode, path)
+	}
+	door, err := ratelimit.NewService(s.door, ratelimit.ServiceConfig{})
+	require.NoError(t, err)
+	defer door.Close()
+	l, err := ratelimit.New(door, ratelimit.Config{
+		Name: "login", Policy: ratelimit.FixedWindow{Limit: 2, Window: 24 * time.Hour},
+	})
+	require.NoError(t, err)
+	result, err := l.Peek(t.Context(), "user:123")
+	require.NoError(t, err)
+	require.Zero(t, result.Remaining)
+}
+
+// grpcurl and similar programs need no proto file: the service describes itself, as they ask for it.
+func TestReflection(t *testing.T) {
+	t.Parallel()
+	s := start(t, map[string]string{"shop.yaml": shop(1)}, nil)
+	conn := s.dial(t, insecure.NewCredentials())
+	stream, err := reflection.NewServerReflectionClient(conn).ServerReflectionInfo(t.Context())
+	require.NoError(t, err)
+	require.NoError(t, stream.Send(&reflection.ServerReflectionRequest{
+		MessageRequest: &reflection.ServerReflectionRequest_FileContainingSymbol{
+			FileContainingSymbol: "envoy.service.ratelimit.v3.RateLimitService",
+		},
+	}))
+	answer, err := stream.Recv()
+	require.NoError(t, err)
+	var described descriptorpb.FileDescriptorSet
+	for _, file := range answer.GetFileDescriptorResponse().GetFileDescriptorProto() {
+		var one descriptorpb.FileDescriptorProto
+		require.NoError(t, proto.Unmarshal(file, &one))
+		described.File = append(described.File, &one)
+	}
+	files, err := protodesc.NewFiles(&described)
+	require.NoError(t, err)
+	found, err := files.FindDescriptorByName("envoy.service.ratelimit.v3.RateLimitService.ShouldRateLimit")
+	require.NoError(t, err)
+	method, ok := found.(protoreflect.MethodDescriptor)
+	require.True(t, ok)
+
+	request, reply := dynamicpb.NewMessage(method.Input()), dynamicpb.NewMessage(method.Output())
+	require.NoError(t, protojson.Unmarshal([]byte(
+		`{"domain": "shop", "descriptors": [{"entries": [{"key": "address", "value": "192.0.2.1"}]}]}`), request))
+	require.NoError(t, conn.Invoke(t.Context(), "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit", request, reply))
+	require.Contains(t, protojson.Format(reply), `"OK"`)
+}
+
 func TestReload(t *testing.T) {
 	t.Parallel()
 	s := start(t, map[string]string{"shop.yaml": shop(1)}, nil)
@@ -283,13 +367,24 @@ func TestToken(t *testing.T) {
 		ctx := metadata.AppendToOutgoingContext(t.Context(), "authorization", sent)
 		_, err := ask(ctx, conn, "shop", "address", "a")
 		require.Equal(t, codes.Unauthenticated, status.Code(err), "%q", sent)
-		request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, s.http+"/metrics", nil)
-		require.NoError(t, err)
-		request.Header.Set("Authorization", sent)
-		response, err := http.DefaultClient.Do(request)
-		require.NoError(t, err)
-		response.Body.Close()
-		require.Equal(t, http.StatusUnauthorized, response.StatusCode)
+		for path, form := range map[string]string{
+			"GET /metrics": "text/plain; charset=utf-8", "POST /json": "application/problem+json",
+			"POST /v1/ask": "application/problem+json",
+		} {
+			method, path, _ := strings.Cut(path, " ")
+			request, err := http.NewRequestWithContext(t.Context(), method, s.http+path, nil)
+			require.NoError(t, err)
+			request.Header.Set("Authorization", sent)
+			response, err := http.DefaultClient.Do(request)
+			require.NoError(t, err)
+			text, err := io.ReadAll(response.Body)
+			require.NoError(t, err)
+			response.Body.Close()
+			require.Equal(t, http.StatusUnauthorized, response.StatusCode)
+			require.Equal(t, form, response.Header.Get("Content-Type"))
+			require.Equal(t, "Bearer", response.Header.Get("WWW-Authenticate"))
+			require.Contains(t, string(text), "header Authorization: Bearer TOKEN")
+		}
 	}
 	for _, path := range []string{"/v1/ask", "/json", "/nowhere", "/openapi.yaml"} {
 		code, _ := s.get(t, path)

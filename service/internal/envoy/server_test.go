@@ -458,7 +458,9 @@ func TestJSON(t *testing.T) {
 			require.Equal(t, "application/json", recorder.Header().Get("Content-Type"))
 			require.JSONEq(t, test.want, recorder.Body.String())
 		} else {
-			require.Equal(t, http.StatusText(test.code)+"\n", recorder.Body.String())
+			require.Equal(t, "application/problem+json", recorder.Header().Get("Content-Type"))
+			require.Contains(t, recorder.Body.String(), fmt.Sprintf(`{"status":%d,"title":"`, test.code))
+			require.NotContains(t, recorder.Body.String(), "xxx")
 		}
 	}
 }

@@ -66,7 +66,7 @@ which you may change meanwhile.
 
 Ten logins a minute:
 
-  curl -i http://%s/v1/ask -d '{"limiter": "login", "key": "user:123"}'
+  curl -i http://%s/v1/ask --json '{"limiter": "login", "key": "user:123"}'
 
 Three requests a minute from each address, as Envoy asks:
 
