@@ -277,7 +277,9 @@ func (w *slotWish) ask(ctx context.Context, policy *model.Policy, wait bool) (en
 	details.Wait = wait
 	slot := &Slot{limiter: l, id: newHoldID([]heldLimit{{key: w.key}})}
 	// Another process may hand the slot over before this one has read the answer.
-	slot.kept = l.client.engine.Keeper.Expect(slot.id, w.ttl, w.strict)
+	slot.kept = l.client.engine.Keeper.Expect(slot.id, w.ttl, w.strict, func() int64 {
+		return l.view.Slots(l.model, w.key)
+	})
 	sent := time.Now()
 	question := l.question(policy, w.key, w.n)
 	a, err := l.client.engine.Acquire(ctx, &question, slot.id, model.MicrosUp(w.ttl), details)

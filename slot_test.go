@@ -580,6 +580,7 @@ func TestSlotsWhilePostgresIsAway(t *testing.T) {
 // Rows of the table of policies open, close and change a limit of slots.
 func TestSlotsObeyPolicies(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 	db := pgtest.New(t)
 	pool := db.NewPool(t, nil)
 	l := limitertest.New(t, pool, ratelimit.Config{
@@ -607,6 +608,41 @@ func TestSlotsObeyPolicies(t *testing.T) {
 	require.Greater(t, second.Fence(), held.Fence())
 	release(t, second)
 	release(t, held)
+}
+
+// A row that raises the limit, or takes it away, also serves those who wait in line already.
+func TestNewLimitsReachTheLine(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
+	l := limitertest.New(t, pool, ratelimit.Config{
+		Name: "jobs", Policy: ratelimit.Concurrency{Limit: 1},
+		Policies: limitertest.RunningPolicies(t, pool, ratelimit.PoliciesConfig{}),
+	})
+	held := acquire(t, l, ratelimit.SlotOptions{})
+	const waiters = 4
+	served := make(chan *ratelimit.Slot, waiters)
+	for range waiters {
+		go func() {
+			slot, err := l.Acquire(t.Context(), "k", ratelimit.SlotOptions{})
+			if err == nil {
+				served <- slot
+			}
+		}()
+	}
+	inLine := func() int64 {
+		return pgtest.Scalar[int64](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral_hold WHERE status = 3")
+	}
+	testkit.WaitUntil(t, func() bool { return inLine() == waiters })
+	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, mode, policy, comment)
+		VALUES ('jobs', 'k', 'enforce', 'concurrent 3', 'why')`)
+	slots := []*ratelimit.Slot{held, <-served, <-served}
+	require.EqualValues(t, 2, inLine())
+	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET mode = 'off', policy = NULL")
+	for _, slot := range append(slots, <-served, <-served) {
+		release(t, slot)
+	}
 }
 
 // Bad options are told with what to do, and nobody's slot is touched.

@@ -1469,15 +1469,16 @@ BEGIN
 END
 $$;
 
--- _rate_limit_renew_ephemeral makes those slots and tickets last for at least ttl_us that are live, and hands over. It
--- makes a key's row that is missing, because the row expires while only tickets are left.
-CREATE FUNCTION _rate_limit_renew_ephemeral(slots uuid[], ttl_us bigint, now_us bigint) RETURNS void
+-- _rate_limit_renew_ephemeral makes those slots and tickets last for at least ttl_us that are live, sets their limits,
+-- and hands over. It makes a key's row that is missing, because the row expires while only tickets are left.
+CREATE FUNCTION _rate_limit_renew_ephemeral(slots uuid[], limits bigint[], ttl_us bigint, now_us bigint) RETURNS void
 LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
     ids uuid[]; -- the slots and tickets that exist
     names_of text[]; -- of each of them
     keys_of text[];
+    limits_of bigint[];
     names text[]; -- each key once, in the lock order of rate_limit_all
     keys text[];
     one record;
@@ -1486,9 +1487,14 @@ DECLARE
     clock bigint;
 BEGIN
     -- A slot never moves to another key, so this locks no row.
-    SELECT array_agg(h.id), array_agg(h.prefix), array_agg(h.key) INTO ids, names_of, keys_of
-    FROM rate_limit_ephemeral_hold AS h
-    WHERE h.id = ANY (slots) AND h.status IN (0, 3) AND h.fence > 0;
+    SELECT array_agg(h.id), array_agg(h.prefix), array_agg(h.key), array_agg(e.max_count)
+    INTO ids, names_of, keys_of, limits_of
+    FROM unnest(slots, limits) AS e (id, max_count)
+    CROSS JOIN LATERAL (
+        SELECT h.id, h.prefix, h.key FROM rate_limit_ephemeral_hold AS h
+        WHERE h.id = e.id AND h.status IN (0, 3) AND h.fence > 0
+        OFFSET 0
+    ) AS h;
     IF ids IS NULL THEN
         RETURN;
     END IF;
@@ -1507,12 +1513,13 @@ BEGIN
     clock := _rate_limit_now(now_us); -- after the locks
 
     -- LATERAL with OFFSET 0 searches for each row by its key, however large Postgres believes the tables to be.
-    UPDATE rate_limit_ephemeral_hold AS h SET ends_at = clock + ttl_us
-    FROM unnest(ids, names_of, keys_of) AS e (id, name, key)
+    UPDATE rate_limit_ephemeral_hold AS h
+    SET ends_at = greatest(h.ends_at, clock + ttl_us), max_count = coalesce(e.max_count, h.max_count)
+    FROM unnest(ids, names_of, keys_of, limits_of) AS e (id, name, key, max_count)
     CROSS JOIN LATERAL (
         SELECT h.ctid FROM rate_limit_ephemeral_hold AS h
         WHERE h.id = e.id AND h.key = e.key AND h.prefix = e.name AND h.status IN (0, 3)
-            AND h.ends_at > clock AND h.ends_at < clock + ttl_us
+            AND h.ends_at > clock AND (h.ends_at < clock + ttl_us OR h.max_count <> e.max_count)
         OFFSET 0
     ) AS n
     WHERE h.ctid = n.ctid;
@@ -1656,13 +1663,15 @@ Example: SELECT * FROM rate_limit_slots(ARRAY[''imports''], ARRAY[''tenant:7''],
 --   lock_timeout_ms, synchronous_commit
 --                    as in rate_limit_take_sliding_window
 --   now_us           the time in tests; otherwise NULL
+--   limits           for each slot the limit of its key now, for the case that the policy has changed. A ticket is
+--                    served by the limit that it has, so a raised limit serves the line. NULL leaves the limits
 --
 -- The result has a row for each slot or ticket that is live: whether it still waits, its fence, or its place in the
 -- line while it waits, and its end. A slot without a row is lost: it has ended, was released, or was taken away. It is
 -- never revived.
 CREATE FUNCTION rate_limit_renew_all(
     slots uuid[], ttl_us bigint, lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL,
-    now_us bigint DEFAULT NULL,
+    now_us bigint DEFAULT NULL, limits bigint[] DEFAULT NULL,
     OUT slot uuid, OUT waiting boolean, OUT fence bigint, OUT ends_us bigint, OUT clock_us bigint
 ) RETURNS SETOF record
 LANGUAGE plpgsql
@@ -1679,11 +1688,15 @@ BEGIN
         RAISE EXCEPTION 'rate_limit: ttl_us is %', coalesce(ttl_us::text, 'NULL')
             USING ERRCODE = 'invalid_parameter_value', COLUMN = 'ttl_us',
                 HINT = 'It is from 1 millisecond to 24 hours. Renew a slot while its work goes on.';
+    ELSIF cardinality(limits) <> cardinality(slots) OR NOT (1 <= ALL (limits) AND 1000000 >= ALL (limits)) THEN
+        RAISE EXCEPTION 'rate_limit: limits does not have a limit for each slot'
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'limits',
+                HINT = 'A limit is from 1 to 1000000. Without limits, those of the slots stay.';
     END IF;
     -- Every call uses the tables of keys before those of holds: see _rate_limit_end_hold.
     LOCK TABLE rate_limit_ephemeral, rate_limit_durable IN ROW EXCLUSIVE MODE;
-    PERFORM _rate_limit_renew_ephemeral(slots, ttl_us, now_us);
-    PERFORM _rate_limit_renew_durable(slots, ttl_us, now_us);
+    PERFORM _rate_limit_renew_ephemeral(slots, limits, ttl_us, now_us);
+    PERFORM _rate_limit_renew_durable(slots, limits, ttl_us, now_us);
     clock_us := _rate_limit_now(now_us);
     RETURN QUERY
         SELECT h.id, h.status = 3, h.fence, h.ends_at, clock_us

@@ -39,6 +39,7 @@ func TestSlotsEqualTheModel(t *testing.T) {
 		"released", "released, handed over", "released ticket", "stale release", "renewed", "renewed, handed over", "lost",
 		"ended ticket", "handed over to the group with least", "weighted head blocks", "set back", "far back", "limit",
 		"algorithm", "reset", "peek", "never fits any more", "several at once",
+		"renewed with a larger limit",
 	} {
 		require.Positive(t, seen[what], "%s: %v", what, seen)
 	}
@@ -259,7 +260,16 @@ func (k *slotKey) slotStep(ctx context.Context, p model.Concurrency, ok bool, se
 		if k.r.IntN(8) == 0 {
 			ttl = model.Micros(model.MaxHold)
 		}
-		return k.renew(ctx, ids, ttl, seen)
+		limits := map[int64]int64{} // the same limit for all, or none
+		for _, id := range ids {
+			limits[id] = 0
+		}
+		if k.r.IntN(2) == 0 {
+			for id := range limits {
+				limits[id] = p.Limit
+			}
+		}
+		return k.renew(ctx, limits, ttl, seen)
 	case dice < 19:
 		var existed bool
 		row := k.pool.QueryRow(ctx, "SELECT rate_limit_reset($1, 'key', $2)", k.name, k.durable)
@@ -333,15 +343,26 @@ func (k *slotKey) acquire(ctx context.Context, p model.Concurrency, seen map[str
 	return what, k.compareSlot(got, toldOf(d, h))
 }
 
-func (k *slotKey) renew(ctx context.Context, ids []int64, ttl int64, seen map[string]int) (what string, err error) {
-	next, live := k.key.Renew(k.clock, ids, ttl)
-	rows, err := k.pool.Query(ctx, "SELECT slot::text, waiting, fence, ends_us FROM rate_limit_renew_all($1::uuid[], $2, now_us => $3)",
-		func() (texts []string) {
-			for _, id := range ids {
-				texts = append(texts, holdID(id))
-			}
-			return texts
-		}(), ttl, k.clock)
+func (k *slotKey) renew(
+	ctx context.Context, limits map[int64]int64, ttl int64, seen map[string]int,
+) (what string, err error) {
+	next, live := k.key.Renew(k.clock, limits, ttl)
+	var ids []string
+	var numbers []int64 // nil if the limits stay
+	for id, limit := range limits {
+		ids = append(ids, holdID(id))
+		if limit > 0 {
+			numbers = append(numbers, limit)
+		}
+	}
+	for _, h := range k.key.Holds {
+		if h.Status == model.Waiting && limits[h.ID] > h.Limit {
+			seen["renewed with a larger limit"]++
+		}
+	}
+	rows, err := k.pool.Query(ctx,
+		"SELECT slot::text, waiting, fence, ends_us FROM rate_limit_renew_all($1::uuid[], $2, now_us => $3, limits => $4)",
+		ids, ttl, k.clock, numbers)
 	if err != nil {
 		return "renew", err
 	}
@@ -376,7 +397,7 @@ func (k *slotKey) renew(ctx context.Context, ids []int64, ttl int64, seen map[st
 	}
 	// A key none of whose slots was live at the last write is not touched.
 	touched := slices.ContainsFunc(k.key.Holds, func(h model.Hold) bool {
-		return h.Fence > 0 && slices.Contains(ids, h.ID) && (h.Status == model.Live || h.Status == model.Waiting)
+		return h.Fence > 0 && slices.Contains(ids, holdID(h.ID)) && (h.Status == model.Live || h.Status == model.Waiting)
 	})
 	if touched {
 		if handedOver(k.key, next, k.clock, seen) > 0 {
@@ -409,7 +430,7 @@ func TestMistakesInSlotsDifferFromTheModel(t *testing.T) {
 		{line, "coalesce(max_count, h.max_count)", "h.max_count"},
 		{line, "IF differs OR last > longest THEN", "IF last > longest THEN"},
 		// A slot or a ticket that has ended is live again.
-		{renew, "AND h.ends_at > clock AND h.ends_at < clock + ttl_us", "AND h.ends_at < clock + ttl_us"},
+		{renew, "AND h.ends_at > clock AND (", "AND ("},
 		{renew, "(was, one.name, one.key, clock);", "(s, one.name, one.key, clock);"},
 		{one, "(was, name, key, clock);", "(s, name, key, clock);"},
 		{renew, "AND h.ends_at > clock AND", "AND h.ends_at >= clock AND"},
@@ -420,12 +441,15 @@ func TestMistakesInSlotsDifferFromTheModel(t *testing.T) {
 		{one, "h.fence > 0 AND h.ends_at > clock", "h.fence > 0 AND h.ends_at >= clock"},
 		{one, "h.status = 0 AND s.held IS NOT NULL", "h.status IN (0, 1) AND s.held IS NOT NULL"},
 		// A renewal shortens a slot, or forgets a ticket.
-		{renew, "AND h.ends_at < clock + ttl_us", ""},
+		{renew, "greatest(h.ends_at, clock + ttl_us)", "clock + ttl_us"},
 		{renew, "h.status IN (0, 3)", "h.status = 0"},
 		{line, "coalesce(s.held, 0) < most", "s.held < most"},
 		{renew, "OR EXISTS (", "OR false AND EXISTS ("},
 		{renew, "d.held_next <= clock OR", ""},
 		{renew, "OR d.held_until > clock + 86400000000", ""},
+		// A renewal does not bring the new limit.
+		{renew, "max_count = coalesce(e.max_count, h.max_count)", "max_count = h.max_count"},
+		{renew, "OR h.max_count <> e.max_count", ""},
 		// The fences do not ascend, or a place is not one.
 		{handOver, "SET status = 0, fence =", "SET status = 0, fence = h.fence + 0 *"},
 		// The line is not fair, or stands still.

@@ -238,6 +238,8 @@ func TestSQLSlotsRefuseBadInput(t *testing.T) {
 		"rate_limit_renew('" + *held.Slot + "', '0')":                                                                 "ttl",
 		"rate_limit_renew('" + *held.Slot + "', NULL)":                                                                "ttl",
 		"rate_limit_renew_all('{}', 0)":                                                                               "ttl_us",
+		"rate_limit_renew_all('{}', 1000, limits => '{1}')":                                                           "limits",
+		"rate_limit_renew_all('{NULL}', 1000, limits => '{0}')":                                                       "limits",
 		"rate_limit_allow('n', 'k', 'concurrent 5')":                                                                  "policy",
 		"rate_limit_charge('n', 'k', 'concurrent 5')":                                                                 "policy",
 		"rate_limit_hold('n', 'k', 'concurrent 5')":                                                                   "policy",

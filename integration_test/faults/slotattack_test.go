@@ -144,7 +144,7 @@ func TestObserverOfSlotsCatches(t *testing.T) {
 			one, "s.held := coalesce(s.held, 0) + cost;", "s.held := cost;",
 		}}, "are "},
 		"a renewal that revives a slot": {[]rewrite{
-			{renew, "SET ends_at = clock + ttl_us", "SET ends_at = clock + ttl_us, status = CASE h.status WHEN 1 THEN 0 ELSE h.status END"},
+			{renew, "SET ends_at = greatest(h.ends_at, clock + ttl_us)", "SET ends_at = clock + ttl_us, status = CASE h.status WHEN 1 THEN 0 ELSE h.status END"},
 			{renew, "h.status IN (0, 3)", "h.status IN (0, 1, 3)"},
 			{renew, "AND h.ends_at > clock AND", "AND"},
 			{all, "h.status IN (0, 3)", "h.status IN (0, 1, 3)"},
@@ -153,7 +153,7 @@ func TestObserverOfSlotsCatches(t *testing.T) {
 			renew, "WHERE h.id = e.id AND h.key = e.key", "WHERE h.key = e.key",
 		}}, "is dead and has a slot"},
 		"a renewal for too long": {[]rewrite{{
-			renew, "SET ends_at = clock + ttl_us", "SET ends_at = clock + 10 * ttl_us",
+			renew, "SET ends_at = greatest(h.ends_at, clock + ttl_us)", "SET ends_at = clock + 10 * ttl_us",
 		}}, "a slot lasts for"},
 		"fences that descend": {[]rewrite{{fence, "RETURN nextval(", "RETURN 1000000000 - nextval("}}, "a fence that does not ascend"},
 	} {

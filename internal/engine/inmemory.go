@@ -3,6 +3,7 @@ package engine
 import (
 	"encoding/json"
 	"errors"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -182,13 +183,14 @@ func (p *Part) slotIn(db *memdb.DB, clock int64) {
 }
 
 // renewInMemory does what rate_limit_renew_all does.
-func (d *Database) renewInMemory(ids []string, ttl time.Duration) (told []keeper.Told) {
+func (d *Database) renewInMemory(places []keeper.Place, ttl time.Duration) (told []keeper.Told) {
 	clock := d.memoryNow().UnixMicro()
-	numbers, names := make([]int64, len(ids)), map[int64]string{}
-	for i, id := range ids {
-		numbers[i] = holdNumber(id)
-		names[numbers[i]] = id
+	limits, names := map[int64]int64{}, map[int64]string{}
+	for _, p := range places {
+		number := holdNumber(p.ID)
+		limits[number], names[number] = p.Limit, p.ID
 	}
+	numbers := slices.Collect(maps.Keys(limits))
 	d.memory.Mu.Lock()
 	defer d.memory.Mu.Unlock()
 	for at, value := range d.memory.Rows {
@@ -196,7 +198,7 @@ func (d *Database) renewInMemory(ids []string, ttl time.Duration) (told []keeper
 		if !slices.ContainsFunc(numbers, row.Has) {
 			continue
 		}
-		next, live := row.Renew(clock, numbers, model.Micros(ttl))
+		next, live := row.Renew(clock, limits, model.Micros(ttl))
 		row.Key = next
 		d.memory.Rows[at] = row
 		for _, h := range live {

@@ -105,37 +105,37 @@ func (e *Engine) Release(ctx context.Context, at SlotPlace, id string) (known bo
 
 // renewSlots makes slots and places in line last for ttl from now. Beside an error, it returns those that it has
 // renewed all the same.
-func (e *Engine) renewSlots(ctx context.Context, ids []string, ttl time.Duration) ([]keeper.Told, error) {
+func (e *Engine) renewSlots(ctx context.Context, places []keeper.Place, ttl time.Duration) ([]keeper.Told, error) {
 	patience := LockTimeout(min(e.Batcher.Held.Patience(), ttl/30))
-	told, err := e.Database.renew(ctx, ids, ttl, patience)
-	if len(ids) == 1 || !pg.LockTimeout(err) {
+	told, err := e.Database.renew(ctx, places, ttl, patience)
+	if len(places) == 1 || !pg.LockTimeout(err) {
 		return told, err
 	}
 	// Another transaction has locked the row of a key. The slots of all other keys must not end with it. So only when
 	// they are renewed does a statement wait for the locked rows again.
-	told, locked, err := e.renewUnlocked(ctx, ids, ttl)
-	for _, id := range locked {
-		one, err2 := e.Database.renew(ctx, []string{id}, ttl, patience)
+	told, locked, err := e.renewUnlocked(ctx, places, ttl)
+	for _, p := range locked {
+		one, err2 := e.Database.renew(ctx, []keeper.Place{p}, ttl, patience)
 		told, err = append(told, one...), errors.Join(err, err2)
 	}
 	return told, err
 }
 
-// renewUnlocked renews those slots whose rows are locked only briefly, and returns the others. It cuts the ids in half
-// again and again, so it waits several times for each locked row, but not for long.
+// renewUnlocked renews those slots whose rows are locked only briefly, and returns the others. It cuts them in half again
+// and again, so it waits several times for each locked row, but not for long.
 func (e *Engine) renewUnlocked(
-	ctx context.Context, ids []string, ttl time.Duration,
-) (told []keeper.Told, locked []string, err error) {
-	told, err = e.Database.renew(ctx, ids, ttl, LockTimeout(briefly))
+	ctx context.Context, places []keeper.Place, ttl time.Duration,
+) (told []keeper.Told, locked []keeper.Place, err error) {
+	told, err = e.Database.renew(ctx, places, ttl, LockTimeout(briefly))
 	switch {
 	case !pg.LockTimeout(err):
 		return told, nil, err
-	case len(ids) == 1:
-		return nil, ids, nil
+	case len(places) == 1:
+		return nil, places, nil
 	}
-	half := len(ids) / 2
-	told, locked, err = e.renewUnlocked(ctx, ids[:half], ttl)
-	told2, locked2, err2 := e.renewUnlocked(ctx, ids[half:], ttl)
+	half := len(places) / 2
+	told, locked, err = e.renewUnlocked(ctx, places[:half], ttl)
+	told2, locked2, err2 := e.renewUnlocked(ctx, places[half:], ttl)
 	return append(told, told2...), append(locked, locked2...), errors.Join(err, err2)
 }
 
@@ -144,17 +144,21 @@ const briefly = 3 * time.Millisecond
 
 // renew is renewSlots in one statement, on a pool or in memory: other clients have no slots.
 func (d *Database) renew(
-	ctx context.Context, ids []string, ttl time.Duration, lockTimeout *int32,
+	ctx context.Context, places []keeper.Place, ttl time.Duration, lockTimeout *int32,
 ) (told []keeper.Told, err error) {
 	if d.memory != nil {
-		return d.renewInMemory(ids, ttl), nil
+		return d.renewInMemory(places, ttl), nil
+	}
+	ids, limits := make([]string, len(places)), make([]int64, len(places))
+	for i, p := range places {
+		ids[i], limits[i] = p.ID, p.Limit
 	}
 	const flush = true // a renewal that a crash loses would end a slot while its holder believes in it
 	var t keeper.Told
 	err = whileSplit(ctx, true, func() error {
 		told = nil
 		return pg.Query(ctx, d.asked, true, Text("renew", d.schema),
-			[]any{ids, model.Micros(ttl), lockTimeout, flush, microsOf(d.now())},
+			[]any{ids, model.Micros(ttl), lockTimeout, flush, microsOf(d.now()), limits},
 			[]any{&t.ID, &t.Waiting, &t.Fence}, func() error {
 				told = append(told, t)
 				return nil

@@ -343,7 +343,7 @@ func (s *search) execute(w *world, t *statement, units int64) error {
 			k.Holds[i].Status, k.Holds[i].End = model.Live, life
 		}
 		var live []model.Hold
-		if next, live = k.Renew(0, []int64{id}, life); len(live) > 0 {
+		if next, live = k.Renew(0, map[int64]int64{id: s.limit}, life); len(live) > 0 {
 			told(live[0])
 		}
 	case release:

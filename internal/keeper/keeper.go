@@ -38,11 +38,17 @@ type Told struct {
 	Fence   int64 // if it is not
 }
 
+// Place is a slot to renew.
+type Place struct {
+	ID    string
+	Limit int64 // the limit of its key now
+}
+
 // Config says how a Keeper reaches the database. The functions are called concurrently.
 type Config struct {
-	// Renew makes the slots last for ttl from now, and returns those that still exist. Beside an error, it returns
-	// those that it has renewed all the same.
-	Renew func(ctx context.Context, ids []string, ttl time.Duration) ([]Told, error)
+	// Renew makes the slots last for ttl from now, and returns those that still exist. Places in line are served by
+	// the given limits from now on. Beside an error, Renew returns those that it has renewed all the same.
+	Renew func(ctx context.Context, places []Place, ttl time.Duration) ([]Told, error)
 	// Listen calls ready when it has begun to listen, and then heard for each place that becomes a slot. It returns if
 	// it cannot listen, or when ctx ends. If it is nil, the keeper asks twice a second.
 	Listen func(ctx context.Context, ready func(), heard func(Told)) error
@@ -89,6 +95,7 @@ type group struct {
 type Slot struct {
 	id     string
 	strict bool // whether a failed renewal ends it
+	limit  func() int64
 	keeper *Keeper
 	group  *group
 	ctx    context.Context //nolint:containedctx // the slot ends it
@@ -109,8 +116,9 @@ func margin(ttl time.Duration) time.Duration { return ttl / 10 }
 
 // Expect returns a slot that a statement is about to make. The keeper hears of it from now on, because another process
 // may hand the slot over before this process has read the statement's answer. Call Confirm or Drop after the statement.
-func (k *Keeper) Expect(id string, ttl time.Duration, strict bool) *Slot {
-	s := &Slot{id: id, strict: strict, keeper: k, got: make(chan struct{}), expected: true, waiting: true}
+// The function limit returns the limit of the slot's key, which a policy can change.
+func (k *Keeper) Expect(id string, ttl time.Duration, strict bool, limit func() int64) *Slot {
+	s := &Slot{id: id, strict: strict, limit: limit, keeper: k, got: make(chan struct{}), expected: true, waiting: true}
 	s.ctx, s.end = context.WithCancelCause(context.Background())
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -205,11 +213,11 @@ func (g *group) wake() {
 // renew renews the slots of a group until there are none.
 func (k *Keeper) renew(g *group) {
 	for {
-		ids, wait, ended := k.due(g)
+		slots, wait, ended := k.due(g)
 		if ended {
 			return
 		}
-		if len(ids) == 0 {
+		if len(slots) == 0 {
 			timer := time.NewTimer(wait)
 			select {
 			case <-timer.C:
@@ -220,14 +228,18 @@ func (k *Keeper) renew(g *group) {
 		}
 		sent := time.Now()
 		ctx, cancel := context.WithTimeout(context.Background(), g.ttl/3)
-		told, err := k.config.Renew(ctx, ids, g.ttl)
+		places := make([]Place, len(slots))
+		for i, s := range slots {
+			places[i] = Place{s.id, s.limit()}
+		}
+		told, err := k.config.Renew(ctx, places, g.ttl)
 		cancel()
-		k.config.Told(k.apply(g, ids, told, sent, err))
+		k.config.Told(k.apply(g, places, told, sent, err))
 	}
 }
 
 // due returns the slots to renew now. If there are none, it returns how long to wait for the next ones.
-func (k *Keeper) due(g *group) (ids []string, wait time.Duration, ended bool) {
+func (k *Keeper) due(g *group) (slots []*Slot, wait time.Duration, ended bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if k.groups[g.ttl] != g {
@@ -244,7 +256,7 @@ func (k *Keeper) due(g *group) (ids []string, wait time.Duration, ended bool) {
 			continue
 		}
 		if all {
-			ids = append(ids, s.id)
+			slots = append(slots, s)
 		} else if s.waiting {
 			period := pollPeriod
 			if k.listening {
@@ -252,22 +264,22 @@ func (k *Keeper) due(g *group) (ids []string, wait time.Duration, ended bool) {
 			}
 			rest := g.asked.Add(period).Sub(now)
 			if rest <= 0 {
-				ids = append(ids, s.id)
+				slots = append(slots, s)
 			}
 			wait = min(wait, max(rest, 0))
 		}
 	}
-	if len(ids) > 0 {
+	if len(slots) > 0 {
 		g.asked = now
 	}
-	return ids, wait, false
+	return slots, wait, false
 }
 
 // apply applies the answer to a renewal that was sent at the time sent.
-func (k *Keeper) apply(g *group, ids []string, told []Told, sent time.Time, err error) Renewal {
+func (k *Keeper) apply(g *group, places []Place, told []Told, sent time.Time, err error) Renewal {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	renewal := Renewal{Slots: len(ids), TTL: g.ttl, Err: err}
+	renewal := Renewal{Slots: len(places), TTL: g.ttl, Err: err}
 	exists := make(map[string]bool, len(told))
 	for _, t := range told {
 		exists[t.ID] = true
@@ -282,9 +294,9 @@ func (k *Keeper) apply(g *group, ids []string, told []Told, sent time.Time, err 
 			s.out(t)
 		}
 	}
-	for _, id := range ids {
-		switch s := g.slots[id]; {
-		case s == nil || exists[id]:
+	for _, p := range places {
+		switch s := g.slots[p.ID]; {
+		case s == nil || exists[p.ID]:
 		case err == nil:
 			s.drop(ErrLost)
 			renewal.Lost++

@@ -28,6 +28,9 @@ type database struct {
 	heard   func(keeper.Told)
 }
 
+// five is the limit of all keys.
+func five() int64 { return 5 }
+
 var errAway = errors.New("away")
 
 func newDatabase() *database {
@@ -53,18 +56,18 @@ func (d *database) config(listens bool) keeper.Config {
 	return c
 }
 
-func (d *database) renew(_ context.Context, ids []string, ttl time.Duration) (told []keeper.Told, err error) {
+func (d *database) renew(_ context.Context, places []keeper.Place, ttl time.Duration) (told []keeper.Told, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.renewed.Add(1)
 	if d.away {
 		return nil, errAway
 	}
-	for _, id := range ids {
-		if end, known := d.ends[id]; known && time.Now().Before(end) {
-			d.ends[id] = time.Now().Add(ttl)
-			fence, slot := d.handed[id]
-			told = append(told, keeper.Told{ID: id, Waiting: !slot, Fence: fence})
+	for _, p := range places {
+		if end, known := d.ends[p.ID]; known && time.Now().Before(end) {
+			d.ends[p.ID] = time.Now().Add(ttl)
+			fence, slot := d.handed[p.ID]
+			told = append(told, keeper.Told{ID: p.ID, Waiting: !slot, Fence: fence})
 		}
 	}
 	return told, nil
@@ -72,7 +75,7 @@ func (d *database) renew(_ context.Context, ids []string, ttl time.Duration) (to
 
 // make makes a slot, or a place in line if the fence is 0.
 func (d *database) make(k *keeper.Keeper, id string, fence int64, strict bool) *keeper.Slot {
-	s := k.Expect(id, ttl, strict)
+	s := k.Expect(id, ttl, strict, five)
 	sent := time.Now()
 	d.made(id, sent)
 	if fence > 0 {
@@ -188,7 +191,7 @@ func TestSlotsThatAreMadeSlowlyAreRenewed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDatabase()
 		k := keeper.New(d.config(true))
-		s, sent := k.Expect("a", ttl, false), time.Now()
+		s, sent := k.Expect("a", ttl, false, five), time.Now()
 		d.made("a", sent)
 		d.handOver("a", 1)
 		<-time.After(ttl * 7 / 10)
@@ -259,7 +262,7 @@ func TestHandOverBeforeTheAnswer(t *testing.T) {
 		first := d.make(k, "first", 0, false)
 		synctest.Wait() // it listens
 
-		s, sent := k.Expect("a", ttl, false), time.Now()
+		s, sent := k.Expect("a", ttl, false, five), time.Now()
 		d.made("a", sent)
 		d.handOver("a", 9)
 		s.Confirm(keeper.Told{ID: "a", Waiting: true, Fence: 3}, sent)
@@ -270,7 +273,7 @@ func TestHandOverBeforeTheAnswer(t *testing.T) {
 		synctest.Wait()
 
 		// This time nobody listens yet. The keeper asks when it has begun to.
-		s, sent = k.Expect("b", ttl, false), time.Now()
+		s, sent = k.Expect("b", ttl, false, five), time.Now()
 		d.made("b", sent)
 		d.heard = nil
 		d.handOver("b", 10)
@@ -312,8 +315,8 @@ func TestSlotThatIsAPlaceAgain(t *testing.T) {
 		d := newDatabase()
 		c := d.config(true)
 		var handsOver atomic.Bool
-		c.Renew = func(ctx context.Context, ids []string, ttl time.Duration) ([]keeper.Told, error) {
-			told, err := d.renew(ctx, ids, ttl)
+		c.Renew = func(ctx context.Context, places []keeper.Place, ttl time.Duration) ([]keeper.Told, error) {
+			told, err := d.renew(ctx, places, ttl)
 			<-time.After(time.Millisecond)
 			if handsOver.CompareAndSwap(true, false) {
 				d.handOver("a", 9)
@@ -348,7 +351,7 @@ func TestPlacesBehindADeadHolder(t *testing.T) {
 		var places []*keeper.Slot
 		for i := range 100 {
 			id := fmt.Sprint(i)
-			s, sent := k.Expect(id, 24*time.Hour, false), time.Now()
+			s, sent := k.Expect(id, 24*time.Hour, false, five), time.Now()
 			d.made(id, sent)
 			s.Confirm(keeper.Told{ID: id, Waiting: true}, sent)
 			places = append(places, s)
@@ -375,7 +378,7 @@ func TestExpectedSlotIsNotRenewed(t *testing.T) {
 		d := newDatabase()
 		k := keeper.New(d.config(true))
 		other := d.make(k, "other", 1, false)
-		s := k.Expect("a", ttl, false)
+		s := k.Expect("a", ttl, false, five)
 		sent := time.Now()
 		<-time.After(ttl / 2)
 		require.NoError(t, s.Context().Err())
@@ -386,7 +389,7 @@ func TestExpectedSlotIsNotRenewed(t *testing.T) {
 		require.NoError(t, s.Context().Err())
 		require.True(t, s.Drop(keeper.ErrReleased))
 		require.True(t, other.Drop(keeper.ErrReleased))
-		require.True(t, k.Expect("b", ttl, false).Drop(keeper.ErrReleased))
+		require.True(t, k.Expect("b", ttl, false, five).Drop(keeper.ErrReleased))
 	})
 }
 
@@ -396,7 +399,7 @@ func TestConfirmedTooLate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDatabase()
 		k := keeper.New(d.config(true))
-		s, sent := k.Expect("a", ttl, false), time.Now()
+		s, sent := k.Expect("a", ttl, false, five), time.Now()
 		<-time.After(ttl)
 		s.Confirm(keeper.Told{ID: "a", Fence: 2}, sent)
 		synctest.Wait()

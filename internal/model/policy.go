@@ -31,6 +31,16 @@ func NewPolicy(rules ...Rules) *Policy {
 	return p
 }
 
+// Slots returns the limit of the rule with slots, or 0 without such a rule.
+func (p *Policy) Slots() int64 {
+	for _, r := range p.Rules {
+		if n := r.Numbers(); n.HasSlots() {
+			return n.Limit
+		}
+	}
+	return 0
+}
+
 // Is returns whether two policies are equal. A nil policy equals only nil.
 func (p *Policy) Is(other *Policy) bool {
 	return p == other || p != nil && other != nil && p.same == other.same

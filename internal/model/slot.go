@@ -19,7 +19,7 @@ type Ticket struct {
 	Fence  int64 // the fence of a slot; the place in the line of a ticket
 	Group  string
 	Weight int64 // of Group; at least 1
-	Limit  int64 // for a ticket, the Limit of the last request that waited in its line
+	Limit  int64 // for a ticket, the Limit of its last renewal, or of the last request that waited in its line
 }
 
 // Want is a request for a slot.
@@ -131,17 +131,26 @@ func (k Key) Release(clock, id int64) (Key, Hold, error) {
 	return next.handOver(clock), was, nil
 }
 
-// Renew makes the slots and tickets that are live last for at least ttl, and returns them. The others are lost.
-func (k Key) Renew(clock int64, ids []int64, ttl int64) (next Key, live []Hold) {
+// Renew makes the slots and tickets that are live last for at least ttl, and returns them. The others are lost. limits
+// has the ids of them, each with the Limit that a ticket is served by from now on, or with 0 if its Limit stays.
+//
+// For example, two tickets of 1 unit wait for a Limit of 1, which a slot holds. The policy's Limit is raised to 2. The
+// next renewal of the first ticket makes it a slot.
+func (k Key) Renew(clock int64, limits map[int64]int64, ttl int64) (next Key, live []Hold) {
+	named := func(h Hold) bool {
+		_, ok := limits[h.ID]
+		return ok && h.Fence > 0 && h.lives(clock)
+	}
 	next, _ = k.write(Concurrency{}, clock)
 	for i := range next.Holds {
-		if h := &next.Holds[i]; h.Fence > 0 && slices.Contains(ids, h.ID) && h.lives(clock) {
+		if h := &next.Holds[i]; named(*h) {
 			h.End = max(h.End, clock+ttl)
+			h.Limit = cmp.Or(limits[h.ID], h.Limit)
 		}
 	}
 	next = next.handOver(clock)
 	for _, h := range next.Holds {
-		if h.Fence > 0 && slices.Contains(ids, h.ID) && h.lives(clock) {
+		if named(h) {
 			live = append(live, h)
 		}
 	}

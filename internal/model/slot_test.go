@@ -30,7 +30,7 @@ func TestBigTicketStopsTheLine(t *testing.T) {
 	key, _, err := key.Release(30, 1)
 	require.NoError(t, err)
 	require.EqualValues(t, 3, key.Held(30))
-	_, live := key.Renew(40, []int64{1, 2, 3}, 1000)
+	_, live := key.Renew(40, map[int64]int64{1: 0, 2: 0, 3: 0}, 1000)
 	require.Len(t, live, 2)
 	require.Equal(t, []int64{4, 5}, []int64{live[0].Fence, live[1].Fence})
 	require.EqualValues(t, 1040, live[0].End)
@@ -47,9 +47,25 @@ func TestNextIsTheGroupThatHoldsLeast(t *testing.T) {
 	key, _ = key.Acquire(m, 0, model.Want{ID: 9, Units: 1, TTL: 1000, Group: "one", Weight: 1, Wait: true})
 	key, _, err := key.Release(1, 1)
 	require.NoError(t, err)
-	_, live := key.Renew(1, []int64{2, 3, 9}, 1)
+	_, live := key.Renew(1, map[int64]int64{2: 0, 3: 0, 9: 0}, 1)
 	require.Equal(t, []model.HoldStatus{model.Live, model.Waiting, model.Live},
 		[]model.HoldStatus{live[0].Status, live[1].Status, live[2].Status})
+}
+
+// A raised limit reaches a line with a renewal, and serves by it the tickets that were renewed.
+func TestRenewalBringsTheNewLimit(t *testing.T) {
+	t.Parallel()
+
+	key := model.Key{}
+	for id := range int64(4) {
+		key, _ = key.Acquire(model.Concurrency{Limit: 1}, 0, model.Want{ID: 1 + id, Units: 1, TTL: 9, Weight: 1, Wait: true})
+	}
+	key, live := key.Renew(1, map[int64]int64{3: 0, 4: 0}, 1)
+	require.Equal(t, []model.HoldStatus{model.Waiting, model.Waiting}, []model.HoldStatus{live[0].Status, live[1].Status})
+	key, live = key.Renew(1, map[int64]int64{2: 3, 3: 3}, 1)
+	require.Equal(t, []model.HoldStatus{model.Live, model.Live}, []model.HoldStatus{live[0].Status, live[1].Status})
+	_, live = key.Renew(1, map[int64]int64{4: 3}, 1)
+	require.Equal(t, model.Waiting, live[0].Status)
 }
 
 // A slot that has ended stays ended when the clock is set back, and a renewal does not revive it.
@@ -60,7 +76,7 @@ func TestNoSlotIsRevived(t *testing.T) {
 	key, _ = key.Acquire(m, 0, model.Want{ID: 1, Units: 1, TTL: 10, Weight: 1})
 	key, second := key.Acquire(m, 10, model.Want{ID: 2, Units: 1, TTL: 10, Weight: 1})
 	require.EqualValues(t, 2, second.Hold.Fence)
-	_, live := key.Renew(5, []int64{1}, 100)
+	_, live := key.Renew(5, map[int64]int64{1: 0}, 100)
 	require.Empty(t, live)
 	_, _, err := key.Release(5, 1)
 	require.ErrorIs(t, err, model.ErrHoldUnknown)

@@ -63,6 +63,16 @@ func (v *View) Known(own *model.Policy, key string) *model.Policy {
 	return own
 }
 
+// Slots returns how many slots a key has at a time, as this process knows it.
+func (v *View) Slots(own *model.Policy, key string) int64 {
+	if v != nil && v.Table.IsReady() {
+		if r := v.Row(own, key); r != nil && r.Value.Mode == ModeOff {
+			return model.MaxSlots
+		}
+	}
+	return v.Known(own, key).Slots()
+}
+
 // IsReady returns whether the rows have been read.
 func (t *Table) IsReady() bool { return t.Clock.Load() != nil }
 
