@@ -1690,7 +1690,7 @@ BEGIN
                 HINT = 'It is from 1 millisecond to 24 hours. Renew a slot while its work goes on.';
     ELSIF cardinality(limits) <> cardinality(slots) OR NOT (1 <= ALL (limits) AND 1000000 >= ALL (limits)) THEN
         RAISE EXCEPTION 'rate_limit: limits does not have a limit for each slot'
-            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'limits',
+            USING ERRCODE = 'invalid_parameter_value',
                 HINT = 'A limit is from 1 to 1000000. Without limits, those of the slots stay.';
     END IF;
     -- Every call uses the tables of keys before those of holds: see _rate_limit_end_hold.

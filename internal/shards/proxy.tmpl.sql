@@ -255,7 +255,7 @@ BEGIN
         ORDER BY place
     LOOP
         RETURN QUERY SELECT * FROM {{$.Schema}}._{{.Name}}(shard, shards{{range .In}},
-            {{if .PerKey}}ARRAY(SELECT u.id FROM unnest({{.Name}}) AS u (id)
+            {{if .PerKey}}ARRAY(SELECT u.element FROM unnest(slots, {{.Name}}) AS u (id, element)
                 WHERE {{$.Schema}}._rate_limit_shard_of_hold(concat(u.id, '.'), shards) = shard)
             {{- else}}{{.Name}}{{end}}{{end}});
     END LOOP;
