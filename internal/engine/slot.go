@@ -121,8 +121,8 @@ func (e *Engine) renewSlots(ctx context.Context, places []keeper.Place, ttl time
 	return told, err
 }
 
-// renewUnlocked renews those slots whose rows are locked only briefly, and returns the others. It cuts them in half again
-// and again, so it waits several times for each locked row, but not for long.
+// renewUnlocked renews those slots whose rows are locked only briefly, and returns the others. It cuts them in half
+// again and again, so it waits several times for each locked row, but not for long.
 func (e *Engine) renewUnlocked(
 	ctx context.Context, places []keeper.Place, ttl time.Duration,
 ) (told []keeper.Told, locked []keeper.Place, err error) {
