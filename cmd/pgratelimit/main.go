@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
-	"runtime/debug"
 	"syscall"
 
 	"github.com/spf13/cobra"
@@ -86,7 +85,7 @@ func rootCommand(a *cli.App) *cobra.Command {
   pgratelimit migrate up
   pgratelimit take login user:123 --policy "sliding 10/1m"
   pgratelimit doctor`,
-		Version:       version(),
+		Version:       cli.Version(),
 		Args:          cli.KnownCommand,
 		RunE:          cli.MissingCommand,
 		SilenceErrors: true,
@@ -114,12 +113,4 @@ func rootCommand(a *cli.App) *cobra.Command {
 	addGroup("A service:", serve.Command(a))
 	addGroup("Trying it out:", replay.Command(a), demo.Command(a))
 	return root
-}
-
-// version returns the main module's version, or "unknown".
-func version() string {
-	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
-		return info.Main.Version
-	}
-	return "unknown"
 }

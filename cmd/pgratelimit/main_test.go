@@ -178,7 +178,7 @@ func TestHelp(t *testing.T) {
 		}
 		require.Equal(t, name != "demo" && name != "serve", cmd.Flags().Lookup("json") != nil, name)
 	}
-	require.Regexp(t, `^pgratelimit version \S+\n$`, invoke(t, "", "--version").done(t))
+	require.Regexp(t, `^pgratelimit version devel\b.*\n$`, invoke(t, "", "--version").done(t))
 	require.Contains(t, invoke(t, "", "completion", "bash").done(t), "bash completion")
 	require.Contains(t, invoke(t, "", "__complete", "peek", "login", "key", "--policy", "").stdout, "sliding 100/1m")
 }

@@ -65,9 +65,7 @@ func (a *App) Open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pg
 	if conn.ConnectTimeout == 0 {
 		conn.ConnectTimeout = ConnectTimeout
 	}
-	if conn.RuntimeParams["application_name"] == "" {
-		conn.RuntimeParams["application_name"] = "pgratelimit"
-	}
+	NameSession(conn, "pgratelimit")
 	// On an interruption, send a cancel request, so that the server also ends the statement.
 	conn.BuildContextWatcherHandler = func(conn *pgconn.PgConn) ctxwatch.Handler {
 		return &pgconn.CancelRequestContextWatcherHandler{Conn: conn, DeadlineDelay: cancelGrace}

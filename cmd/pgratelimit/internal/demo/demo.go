@@ -132,6 +132,7 @@ func (d *demo) openDatabase(ctx context.Context, databaseURL string) (err error)
 	if err != nil {
 		return err
 	}
+	cli.NameSession(config.ConnConfig, "pgratelimit demo")
 	if d.server.Owned() {
 		d.printf("   It was started for this demo, and is gone when the demo ends.\n")
 	} else {

@@ -47,6 +47,7 @@ func runDemo(ctx context.Context, a *cli.App, f *flags) (err error) {
 		return err
 	}
 	config.MaxConns = f.conns
+	cli.NameSession(config.ConnConfig, "pgratelimit serve")
 	pool, err := pgxpool.NewWithConfig(ctx, config)
 	if err != nil {
 		return err

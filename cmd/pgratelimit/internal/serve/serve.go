@@ -111,9 +111,7 @@ func (f *flags) run(ctx context.Context, a *cli.App) error {
 		return err
 	}
 	config.MaxConns = f.conns
-	if config.ConnConfig.RuntimeParams["application_name"] == "" {
-		config.ConnConfig.RuntimeParams["application_name"] = "pgratelimit serve"
-	}
+	cli.NameSession(config.ConnConfig, "pgratelimit serve")
 	pool, err := pgxpool.NewWithConfig(ctx, config)
 	if err != nil {
 		return err

@@ -148,6 +148,7 @@ func own(ctx context.Context, a *cli.App, role string) (*pgx.Conn, error) {
 	if conn.ConnectTimeout == 0 {
 		conn.ConnectTimeout = cli.ConnectTimeout
 	}
+	cli.NameSession(conn, "pgratelimit")
 	conn.RuntimeParams["search_path"] = "pg_catalog, pg_temp"
 	if role != "" && role != conn.User {
 		conn.RuntimeParams["role"] = role // a pooler refuses this, so no other client can get the session
