@@ -1,7 +1,7 @@
 # MODULES are the folders of all modules.
 MODULES := $(patsubst %/,%,$(dir $(wildcard go.mod */go.mod cmd/*/go.mod)))
 
-.PHONY: help test test/race test/mistakes test/integration test/matrix test/shards test/faults fuzz bench soak sql lint verify demo
+.PHONY: help test test/race test/mistakes test/integration test/matrix test/shards test/faults fuzz bench soak sql lint verify release demo
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z\/]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
@@ -56,6 +56,9 @@ verify: ## Check that files are formatted, generated files are current, and modu
 	@test -z "$$(gofmt -l .)" || { gofmt -l .; echo 'not formatted: run gofmt -w .'; exit 1; }
 	go run ./internal/gensql -check
 	bash .ci/tidy -diff
+
+release: verify ## Write VERSION=v0.1.0 into all modules, and print how to publish them
+	@go run ./internal/release '$(VERSION)'
 
 demo: ## Show what the library does, on a throwaway Postgres or on the server at DATABASE_URL
 	go run ./cmd/pgratelimit demo
