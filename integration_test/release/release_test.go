@@ -66,7 +66,7 @@ func TestRelease(t *testing.T) {
 func workingTree(t *testing.T) string {
 	t.Helper()
 	tree := t.TempDir()
-	for _, name := range strings.Split(in(t, "../..", nil, "git", "ls-files", "-co", "--exclude-standard"), "\n") {
+	for name := range strings.SplitSeq(in(t, "../..", nil, "git", "ls-files", "-co", "--exclude-standard"), "\n") {
 		content, err := os.ReadFile(filepath.Join("../..", name))
 		if os.IsNotExist(err) {
 			continue // it was removed, and that is not committed yet

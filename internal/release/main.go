@@ -50,7 +50,7 @@ func release(version string) error {
 	if err != nil {
 		return err
 	}
-	defer os.RemoveAll(dir)
+	defer func() { _ = os.RemoveAll(dir) }()
 	r, err := newRehearsal(dir, version)
 	if err != nil {
 		return err
@@ -73,7 +73,7 @@ func release(version string) error {
 // check returns an error if this commit cannot become the version.
 func check(version string) error {
 	if !regexp.MustCompile(`^v[01]\.\d+\.\d+(-[0-9a-z.]+)?$`).MatchString(version) {
-		return fmt.Errorf("%q is no version such as v0.1.0; from v2 on, the paths of the modules need a suffix", version)
+		return fmt.Errorf("%q is no version such as v0.1.0; from v2 on, the modules need other paths", version)
 	}
 	changes, err := output(".", nil, "git", "status", "--porcelain")
 	if err != nil {

@@ -11,9 +11,8 @@ import (
 
 // integration_test/release makes a whole release. These tests show what is refused.
 
-//nolint:paralleltest // the program works in the current folder
 func TestWhatCannotBeReleased(t *testing.T) {
-	t.Chdir(t.TempDir())
+	t.Chdir(t.TempDir()) // the program works in the current folder
 	git := func(args ...string) {
 		t.Helper()
 		args = append([]string{"-c", "user.name=test", "-c", "user.email=test@localhost"}, args...)
