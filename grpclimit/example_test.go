@@ -2,11 +2,13 @@ package grpclimit_test
 
 import (
 	"context"
+	"errors"
 	"log"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/metadata"
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/grpclimit"
@@ -45,4 +47,22 @@ func newServer(limiter httplimit.Limiter) *grpc.Server {
 	}
 	server := grpc.NewServer(grpc.ChainUnaryInterceptor(limit.Unary), grpc.ChainStreamInterceptor(limit.Stream))
 	return server
+}
+
+// The key is the customer in the metadata of the call.
+func ExampleByFunc() {
+	var limiter *ratelimit.Limiter
+	limit, err := grpclimit.New(limiter, grpclimit.Config{
+		Key: grpclimit.ByFunc(func(ctx context.Context, _ string) (string, error) {
+			customers := metadata.ValueFromIncomingContext(ctx, "customer") // set by an interceptor that authenticates
+			if len(customers) != 1 {
+				return "", errors.New("no customer")
+			}
+			return customers[0], nil
+		}),
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	_ = grpc.NewServer(grpc.ChainUnaryInterceptor(limit.Unary))
 }

@@ -18,6 +18,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/httplimit"
+	"github.com/pgratelimit/ratelimit/ratelimittest"
 )
 
 // 100 requests a minute from each address, behind a load balancer in 10.0.0.0/8.
@@ -219,4 +220,72 @@ func ExampleConfig_tier() {
 		log.Fatal(err)
 	}
 	http.Handle("/", limit(http.NotFoundHandler()))
+}
+
+// Two requests a minute for each customer. A limiter on Postgres takes the place of the one in memory.
+func ExampleNew() {
+	limiter, err := ratelimit.New(ratelimittest.NewDB(), ratelimit.Config{
+		Name: "api", Policy: ratelimit.FixedWindow{Limit: 2, Window: time.Minute}, OnFailure: ratelimit.FailOpen(),
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	limit, err := httplimit.New(limiter, httplimit.Config{Key: httplimit.ByHeader("Customer")})
+	if err != nil {
+		log.Fatal(err)
+	}
+	handler := limit(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
+	for range 3 {
+		request, answer := httptest.NewRequest(http.MethodGet, "/", nil), httptest.NewRecorder()
+		request.Header.Set("Customer", "acme")
+		handler.ServeHTTP(answer, request)
+		fmt.Println(answer.Code)
+	}
+	// Output:
+	// 200
+	// 200
+	// 429
+}
+
+// The database sees no addresses, only what HMAC makes of them.
+func ExampleHMAC() {
+	secret := []byte("32 random bytes, from a safe place") // the same in all processes
+	key, err := httplimit.HMAC(secret, httplimit.ByIP()).Of(httptest.NewRequest(http.MethodGet, "/", nil))
+	fmt.Println(key, err)
+	// Output: -hZrJCBekFfhx_feU0olhg <nil>
+}
+
+// Each address has its own limit for each path.
+func ExampleJoin() {
+	path := httplimit.ByFunc(func(r *http.Request) (string, error) { return r.URL.Path, nil })
+	key, err := httplimit.Join(httplimit.ByIP(), path).Of(httptest.NewRequest(http.MethodGet, "/search", nil))
+	fmt.Println(key, err)
+	// Output: 192.0.2.1|/search <nil>
+}
+
+// A proxy in 10.0.0.0/8 puts the client's address into X-Real-IP.
+func ExampleAddressHeader() {
+	key := httplimit.ByIP(
+		httplimit.TrustedProxies(netip.MustParsePrefix("10.0.0.0/8")), httplimit.AddressHeader("X-Real-IP"))
+	request := httptest.NewRequest(http.MethodGet, "/", nil)
+	request.RemoteAddr = "10.0.0.7:4711"
+	request.Header.Set("X-Real-IP", "198.51.100.4")
+	fmt.Println(key.Of(request))
+	// Output: 198.51.100.4 <nil>
+}
+
+// An answer of your own.
+func ExampleProblemJSON() {
+	config := httplimit.Config{
+		Key: httplimit.ByIP(),
+		Reject: func(w http.ResponseWriter, r *http.Request, rejection httplimit.Rejection) {
+			if strings.Contains(r.Header.Get("Accept"), "text/html") {
+				httplimit.PlainText(w, r, rejection)
+				return
+			}
+			httplimit.ProblemJSON(w, r, rejection)
+		},
+	}
+	_, err := httplimit.New(&ratelimit.Limiter{}, config)
+	fmt.Println(err)
 }

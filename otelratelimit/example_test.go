@@ -20,3 +20,14 @@ func Example() {
 	client, err := ratelimit.NewClient(pool, ratelimit.ClientConfig{Observer: observer})
 	fmt.Println(client != nil, err)
 }
+
+// Gauges of the tables, and of how long ago a sweep has finished.
+func ExampleObserveTables() {
+	var pool *pgxpool.Pool
+	registration, err := otelratelimit.ObserveTables(otel.Meter("github.com/pgratelimit/ratelimit"), pool, "")
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	defer func() { _ = registration.Unregister() }()
+}
