@@ -6,6 +6,7 @@ import (
 	"html/template"
 	"math"
 	"os"
+	"strconv"
 	"strings"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
@@ -34,7 +35,7 @@ const (
 	pictureHeight = 160
 )
 
-// picture is an SVG. Its colours are classes of the page.
+// picture is an SVG. Its colours are classes of the page, or of its own style.
 type picture struct{ strings.Builder }
 
 func newPicture(title string) *picture {
@@ -51,10 +52,12 @@ func (p *picture) bar(class string, x, bottom, width, height float64) {
 	}
 }
 
-func (p *picture) label(x float64, anchor, text string) {
-	fmt.Fprintf(p, `<text x="%.0f" y="%d" text-anchor="%s">%s</text>`, x, pictureHeight+18, anchor,
-		template.HTMLEscapeString(text))
+func (p *picture) text(x, y float64, anchor, text string) {
+	fmt.Fprintf(p, `<text x="%.0f" y="%.0f" text-anchor="%s">%s</text>`, x, y, anchor, template.HTMLEscapeString(text))
 }
+
+// label writes a text below the picture.
+func (p *picture) label(x float64, anchor, text string) { p.text(x, pictureHeight+18, anchor, text) }
 
 func (p *picture) end() template.HTML {
 	p.WriteString("</svg>")
@@ -131,8 +134,7 @@ func deniedKeys(groups []KeyGroup) template.HTML {
 	for i, g := range groups {
 		height := math.Log1p(float64(g.Keys)) / math.Log1p(float64(most)) * (pictureHeight - 20)
 		p.bar("allowed", float64(i)*width, pictureHeight, width-2, height)
-		fmt.Fprintf(p, `<text x="%.0f" y="%.0f" text-anchor="middle">%d</text>`, (float64(i)+0.5)*width,
-			pictureHeight-height-4, g.Keys)
+		p.text((float64(i)+0.5)*width, pictureHeight-height-4, "middle", strconv.FormatInt(g.Keys, 10))
 		p.label((float64(i)+0.5)*width, "middle", fmt.Sprintf("≤ %d", g.UpTo))
 	}
 	return p.end()
