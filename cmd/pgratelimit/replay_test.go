@@ -75,7 +75,7 @@ func TestReplayOfWrongCommandLines(t *testing.T) {
 		{"-", "--sweep", "fixed N/1m"},
 		{file, "--sweep", "fixed N/1m", "--deny-at-most", "5"},
 		{file, "--policy", "fixed 5/1m", "--fail-if-denied-above", "101%"},
-		{file, "--current", "fixed 5/1m", "--limiter", "login"},
+		{file, "--policy", "fixed 5/1m", "--max-keys", "-1"},
 	} {
 		invoke(t, "", append([]string{"replay"}, args...)...).complains(t, exitUsage)
 	}
@@ -109,5 +109,21 @@ func TestReplayFromThePolicyInForce(t *testing.T) {
 		require.Equal(t, policy, r.Policies[0].Policy)
 		require.True(t, r.Policies[0].Current)
 	}
+	invoke(t, db.URL, "replay", file, "--limiter", "other").complains(t, exitFailed, "no policy for all keys of other")
+
+	// A row for a key decides it also beside the policies to try, and the policy in the code is in force for the others.
+	invoke(t, db.URL, "policy", "set", "other", "fixed 7/1m", "--key", "<Anna>", "--comment", "test").done(t)
+	args := []string{"replay", file, "--limiter", "other", "--current", "fixed 1/1m", "--policy", "fixed 2/1m", "--sweep", "fixed N/1m",
+		"--deny-at-most", "1 key"}
+	r := decode[replay.Report](t, invoke(t, db.URL, append(args, "--json")...))
+	require.Equal(t, "fixed 1/1m", r.Policies[0].Policy)
+	require.EqualValues(t, 13+4, r.Policies[0].Denied)
+	require.EqualValues(t, 13+3, r.Policies[1].Denied)
+	require.EqualValues(t, 20, r.Policies[1].ByRows)
+	require.EqualValues(t, 1, r.Policies[1].Change.NowAllowed)
+	require.EqualValues(t, 5, *r.Sweep.Limit)
+	require.Contains(t, invoke(t, db.URL, args...).done(t), "beside fixed 2/1m, rows for a key or a prefix decide 20 requests\n")
+	invoke(t, db.URL, "policy", "set", "other", "--off", "--everybody", "--comment", "test").done(t)
+	require.Zero(t, decode[replay.Report](t, invoke(t, db.URL, append(args, "--json")...)).Policies[0].Denied-13)
 	invoke(t, db.URL, "replay", file, "--limiter", "other").complains(t, exitFailed, "no policy for all keys of other")
 }

@@ -5,6 +5,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -167,4 +168,30 @@ func TestInterruptedStatementsEnd(t *testing.T) {
 	require.True(t, strings.HasSuffix(shown, "pgratelimit limits: interrupted\n"), shown)
 	require.Eventually(t, func() bool { return waiting() == 0 }, patience, 5*time.Millisecond)
 	require.NoError(t, tx.Rollback(t.Context()))
+}
+
+// A terminal shows how much of a log has been read, and the bar is gone when the result comes. Other outputs have no bar.
+func TestReplayShowsProgress(t *testing.T) {
+	t.Parallel()
+
+	file := filepath.Join(t.TempDir(), "log.csv") // more than is read at once
+	log := []byte("time,key\n" + strings.Repeat("1700000000,<Anna>\n", 40_000))
+	require.NoError(t, os.WriteFile(file, log, 0o600))
+	plain := invoke(t, "", "replay", file, "--policy", "fixed 10/1m", "--show-keys")
+	require.Empty(t, plain.stderr)
+	text := plain.done(t)
+	p := onTerminal(t, command(t, "", "replay", file, "--policy", "fixed 10/1m", "--show-keys"))
+	code, shown := p.wait()
+	require.Zero(t, code, shown)
+	require.Regexp(t, `^\rreading [ \d]+% `, shown)
+	require.True(t, strings.HasSuffix(shown, "\r"+text), shown)
+
+	cmd := command(t, "", "replay", "-", "--policy", "fixed 10/1m", "--show-keys")
+	piped := exec.Command("sh", append([]string{"-c", `exec "$0" "$@" <` + file, cmd.Path}, cmd.Args[1:]...)...)
+	piped.Env = cmd.Env
+	p = onTerminal(t, piped)
+	code, shown = p.wait()
+	require.Zero(t, code, shown)
+	require.Regexp(t, `\r. reading: 0\.\d MB `, shown)
+	require.True(t, strings.HasSuffix(shown, "\r"+text), shown)
 }

@@ -104,7 +104,8 @@ func (a *App) Show(ctx context.Context, watch bool, read func() (show func() err
 
 // Bar shows the progress of a command, from the first update on. Errors of the bar are ignored.
 type Bar struct {
-	Shown *progressbar.ProgressBar // nil if no terminal would show the bar
+	Shown       *progressbar.ProgressBar // nil if no terminal would show the bar
+	description string
 }
 
 // NewBar returns a Bar. NewBar shows nothing if standard error is not a terminal.
@@ -112,7 +113,7 @@ func (a *App) NewBar(description string) Bar {
 	if a.JSON || !IsTerminal(a.Stderr) {
 		return Bar{}
 	}
-	return Bar{progressbar.NewOptions64(1,
+	return Bar{description: description, Shown: progressbar.NewOptions64(1,
 		progressbar.OptionSetWriter(a.Stderr),
 		progressbar.OptionSetDescription(description),
 		progressbar.OptionSetWidth(40),
@@ -122,8 +123,21 @@ func (a *App) NewBar(description string) Bar {
 	)}
 }
 
+// Update shows how much is done. If total is 0, there is nothing to do, and Update shows nothing. If total is negative,
+// nobody knows how much there is, and Update shows how many megabytes are done.
 func (b Bar) Update(done, total int64) {
-	if b.Shown != nil && total > 0 { // the total is 0 if there is nothing to do
+	if b.Shown == nil {
+		return
+	}
+	if total < 0 {
+		if b.Shown.GetMax64() != total {
+			b.Shown.ChangeMax64(-1)
+		}
+		b.Shown.Describe(fmt.Sprintf("%s: %.1f MB", b.description, float64(done)/1e6))
+		_ = b.Shown.Set64(done)
+		return
+	}
+	if total > 0 {
 		b.Shown.ChangeMax64(max(done, total))
 		_ = b.Shown.Set64(done)
 	}

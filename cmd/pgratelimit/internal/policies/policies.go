@@ -143,6 +143,17 @@ func ApplyingPolicies(
 	return rows, at, err
 }
 
+// Deciding returns the rows of a limiter that are in force now. Those for the same keys are in order of precedence. It
+// leaves out rows of mode shadow, which decide nothing, and bans that limiters made.
+func Deciding(ctx context.Context, tx pgx.Tx, name string) ([]PolicyRow, error) {
+	var at time.Time
+	if err := tx.QueryRow(ctx, "SELECT clock_timestamp()").Scan(&at); err != nil {
+		return nil, err
+	}
+	rows, err := cli.Rows[PolicyRow](ctx, tx, listSQL, name, false)
+	return slices.DeleteFunc(rows, func(r PolicyRow) bool { return r.shadow() || !r.Counts(at) }), err
+}
+
 func PolicyCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "policy",

@@ -90,14 +90,14 @@ func (l *chartLaneOf) draw(t *testing.T, bottom float64) {
 	noon := time.Date(2026, 11, 28, 12, 0, 0, 0, time.UTC).UnixMicro()
 	policy, err := ParsePolicy(l.policy)
 	require.NoError(t, err)
-	r := newRun(policy)
+	r := newRun(policy, nil)
 	requests, windows := &picture{}, &picture{}
 	var taken []int64 // the times of the admitted requests
 	mostFrom, window := int64(0), int64(0)
 	heights := map[int64]float64{}
 	for _, at := range chartRequests() {
 		class := "denied"
-		if r.decide(request{at: noon + at, cost: 1}) {
+		if r.decide(request{at: noon + at, cost: 1}, "") {
 			class = "allowed"
 			taken = append(taken, at)
 			first := slices.IndexFunc(taken, func(before int64) bool { return before > at-60e6 })
@@ -105,7 +105,7 @@ func (l *chartLaneOf) draw(t *testing.T, bottom float64) {
 				l.Most, mostFrom = within, taken[first]
 			}
 		}
-		if end := l.windowEnd(r.states[0][0]) - noon; end > window {
+		if end := l.windowEnd(r.keys[0].state[0]) - noon; end > window {
 			window = end
 			fmt.Fprintf(windows, `<path class="window" d="M%.1f %.0fv6`, chartX(end-60e6)+1, bottom+4)
 			if end <= chartSpan*1e6 {

@@ -4,14 +4,13 @@ import (
 	"context"
 	"crypto/rand"
 	"crypto/sha256"
-	_ "embed"
 	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
-	"math/bits"
 	"os"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -21,38 +20,24 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-//go:embed sql/policy.sql
-var policySQL string
-
 // Report is the result of a replay.
 type Report struct {
-	Lines    Lines      `json:"lines"`
-	From     *time.Time `json:"from"` // null if there is no request
-	To       *time.Time `json:"to"`
-	Keys     int64      `json:"keys"`
-	Busiest  float64    `json:"busiest_share"` // the share of the requests that the busiest 1 % of the keys made
-	Groups   []KeyGroup `json:"keys_by_requests"`
-	Policies []Totals   `json:"policies"`
-	Sweep    *Sweep     `json:"sweep,omitempty"`
+	Lines Lines      `json:"lines"`
+	From  *time.Time `json:"from"` // null if there is no request
+	To    *time.Time `json:"to"`
+	Keys  int64      `json:"keys"`
+	// KeysForgotten is how many keys were idle and had to make room. One that came back is counted once more.
+	KeysForgotten int64      `json:"keys_forgotten"`
+	Busiest       float64    `json:"busiest_share"` // the share of the requests that the busiest 1 % of the keys made
+	Groups        []KeyGroup `json:"keys_by_requests"`
+	Policies      []Totals   `json:"policies"`
+	Sweep         *Sweep     `json:"sweep,omitempty"`
 }
 
 // KeyGroup is how many keys made more requests than the group before, and at most UpTo.
 type KeyGroup struct {
 	UpTo int64 `json:"up_to"`
 	Keys int64 `json:"keys"`
-}
-
-// groupsOf groups keys by their number of requests: 1, 2, up to 4, up to 8 and so on.
-func groupsOf(requests []int64) []KeyGroup {
-	groups := []KeyGroup{}
-	for _, n := range requests {
-		group := bits.Len64(uint64(n - 1)) //nolint:gosec // n is at least 1
-		for group >= len(groups) {
-			groups = append(groups, KeyGroup{UpTo: 1 << len(groups)})
-		}
-		groups[group].Keys++
-	}
-	return groups
 }
 
 type options struct {
@@ -65,7 +50,7 @@ type options struct {
 	html             string
 	tolerance        time.Duration
 	showKeys         bool
-	number           int
+	number, maxKeys  int
 }
 
 // Command returns the command replay.
@@ -81,10 +66,17 @@ what would change from that policy to the others. No request is sent to a databa
 A log is an access log of Apache or nginx (common or combined), JSON lines, or CSV with a header. It may
 be compressed by gzip, and - is standard input. Requests of several files are merged by time. A line
 that is later than --tolerance allows is decided at the time of the line before. Lines that cannot be
-read are counted and left out.
+read are counted and left out. From --max-bad on, either is an error.
 
-Memory holds each key with its counts, and the state of keys that still count something. The output names
-keys by a code that holds for this output only, unless --show-keys is given.`,
+With --limiter, the rows of rate_limit_policy that are in force now decide: the row for a key, else the row
+for its longest prefix, else the row for everybody, else the policy of --current, which is then the policy
+in the code. The policies of --policy and --sweep are for keys without a row of their own. Bans that
+limiters made are left out, because the requests of the log may have led to them.
+
+Memory holds the requests of the last --tolerance, and each key with its counts. From --max-keys on, keys
+that count nothing any more are forgotten, except for the busiest and those that were denied most. That
+changes no decision, but a key that comes back counts as a new key. The output names keys by a code that
+holds for this output only, unless --show-keys is given.`,
 		Example: `  pgratelimit replay access.log --policy "sliding 100/1m"
   pgratelimit replay access.log.*.gz access.log \
       --current "fixed 100/1m" --policy "sliding 100/1m" --html report.html
@@ -102,7 +94,7 @@ keys by a code that holds for this output only, unless --show-keys is given.`,
 		"a policy to try, like "+algorithm.Examples()+`; a comma, or " + ", joins policies that all have to allow`)
 	f.StringVar(&o.current, "current", "", "the policy in force, with which the others are compared")
 	f.StringVar(&o.limiter, "limiter", "",
-		"take the policy in force from the database: the policy for all keys of this limiter in rate_limit_policy")
+		"take what is in force from the database: the rows of this limiter in rate_limit_policy")
 	f.StringVar(&o.Format, "format", "", "combined, json or csv (default: guessed)")
 	f.StringArrayVar(&o.Keys, "key", nil, "field of the key, like remote_addr, user_id or $.user.id; several are "+
 		"joined (default: remote_addr of an access log, key of others)")
@@ -111,21 +103,20 @@ keys by a code that holds for this output only, unless --show-keys is given.`,
 	f.StringVar(&o.TimeLayout, "time-layout", "", "layout of the time in Go, like '02.01.2006 15:04:05' (default: "+
 		"guessed; that of access logs, RFC 3339, or seconds, milli-, micro- or nanoseconds since 1970)")
 	f.DurationVar(&o.tolerance, "tolerance", 10*time.Second, "how much earlier than a line before a line may be")
-	f.StringVar(&o.maxBad, "max-bad", "1%", "the largest share of lines that cannot be read")
+	f.StringVar(&o.maxBad, "max-bad", "1%",
+		"the largest share of lines that cannot be read, or that come later than --tolerance")
 	f.StringVar(&o.sweep, "sweep", "", `search for the smallest limit of this policy, like "sliding N/1m"`)
 	f.StringVar(&o.target, "deny-at-most", "0.1%", `what the limit of --sweep may deny, like "0.1%" or "5 keys"`)
 	f.StringVar(&o.failAbove, "fail-if-denied-above", "",
 		`end with exit code 3 if a policy of --policy denies more, like "0.1%"`)
 	f.BoolVar(&o.showKeys, "show-keys", false, "show the keys, which may be personal data")
+	f.IntVar(&o.maxKeys, "max-keys", 1_000_000, "how many keys to keep in memory; each takes about 200 bytes")
 	f.IntVarP(&o.number, "number", "n", 5, "how many keys to list for each policy")
 	f.StringVar(&o.html, "html", "", "also write a page with pictures to this file")
 	return a.Finish(cmd)
 }
 
-func newKeyring() *keyring { return &keyring{number: map[string]int32{}} }
-
 func (o *options) run(ctx context.Context, a *cli.App) error {
-	var runs []*run
 	var err error
 	failAbove := 1.0
 	if o.failAbove != "" {
@@ -140,44 +131,37 @@ func (o *options) run(ctx context.Context, a *cli.App) error {
 	if err != nil {
 		return cli.Usage(fmt.Errorf("--deny-at-most: %w", err))
 	}
-	if o.number < 0 || o.tolerance < 0 {
-		return cli.Usage(errors.New("--number and --tolerance must not be negative"))
+	if o.number < 0 || o.tolerance < 0 || o.maxKeys < 0 {
+		return cli.Usage(errors.New("--number, --tolerance and --max-keys must not be negative"))
 	}
 	o.Tolerance = o.tolerance.Microseconds()
-	if o.current != "" && o.limiter != "" {
-		return cli.Usage(errors.New("--current and --limiter both say which policy is in force"))
-	}
-	if o.limiter != "" {
-		if o.current, err = inForce(ctx, a, o.limiter); err != nil {
-			return err
-		}
-	}
-	texts := o.policies
-	if o.current != "" {
-		texts = append([]string{o.current}, texts...)
-	}
-	if len(texts) == 0 && o.sweep == "" {
+	if len(o.policies) == 0 && o.current == "" && o.limiter == "" && o.sweep == "" {
 		return cli.Usage(errors.New("--policy, --current, --limiter or --sweep is missing"))
 	}
 	if err := o.checkSweep(o.sweep); o.sweep != "" && err != nil {
 		return cli.Usage(fmt.Errorf("--sweep: %w", err))
 	}
-	for _, text := range texts {
+	var others []Policy
+	for _, text := range o.policies {
 		p, err := ParsePolicy(text)
 		if err != nil {
 			return cli.Usage(err)
 		}
-		runs = append(runs, newRun(p))
+		others = append(others, p)
+	}
+	current, table, err := o.inForce(ctx, a)
+	if err != nil {
+		return err
 	}
 	done := o.progress(a)
 	defer done()
 
-	report, err := o.replay(ctx, runs)
+	report, err := o.replay(ctx, current, others, table)
 	if err != nil {
 		return err
 	}
 	if o.sweep != "" {
-		if report.Sweep, err = o.Input.sweep(ctx, o.sweep, target); err != nil {
+		if report.Sweep, err = o.Input.sweep(ctx, o.sweep, target, table, o.maxKeys); err != nil {
 			return err
 		}
 	}
@@ -198,84 +182,82 @@ func (o *options) run(ctx context.Context, a *cli.App) error {
 	return nil
 }
 
-// inForce returns the policy of a limiter for keys without a row of their own.
-func inForce(ctx context.Context, a *cli.App, limiter string) (text string, err error) {
-	type row struct{ Policy string }
-	err = a.InFirst(ctx, func(db cli.DB) error {
-		return db.Read(ctx, func(tx cli.Tx) error {
-			rows, err := cli.Rows[row](ctx, tx, policySQL, limiter)
-			if err == nil && len(rows) == 0 {
-				err = fmt.Errorf("rate_limit_policy has no policy for all keys of %s", cli.Printable(limiter))
-			}
-			if err == nil {
-				text = rows[0].Policy
-			}
-			return err
-		})
-	})
-	return text, err
+// inForce returns the policy in force for keys without a row of their own, or nil, and the rows.
+func (o *options) inForce(ctx context.Context, a *cli.App) (current *Policy, t *table, err error) {
+	if o.current != "" {
+		p, err := ParsePolicy(o.current)
+		if err != nil {
+			return nil, nil, cli.Usage(err)
+		}
+		current = &p
+	}
+	if o.limiter == "" {
+		return current, nil, nil
+	}
+	if t, err = readTable(ctx, a, o.limiter); err != nil {
+		return nil, nil, err
+	}
+	if current = t.forEverybody(current); current == nil {
+		return nil, nil, fmt.Errorf("rate_limit_policy has no policy for all keys of %s; --current gives the one "+
+			"in the code", cli.Printable(o.limiter))
+	}
+	return current, t, nil
 }
 
-// progress shows how much of the files has been read, and returns a function that removes the bar.
+// progress shows how much of the files has been read, and returns a function that removes the bar. The size of standard
+// input is not known. A sweep reads the files several times.
 func (o *options) progress(a *cli.App) (done func()) {
 	bar, read, total := a.NewBar("reading"), int64(0), int64(0)
 	for _, name := range o.Files {
-		if info, err := os.Stat(name); err == nil && name != "-" {
-			total += info.Size()
+		info, err := os.Stat(name)
+		if err != nil || !info.Mode().IsRegular() {
+			total = -1
+			break
 		}
+		total += info.Size()
 	}
 	o.Progress = func(n int64) {
-		read += n
-		bar.Update(read%max(total, 1), total)
+		if read += n; total > 0 && read > total {
+			read = n
+		}
+		bar.Update(read, total)
 	}
-	return bar.Remove
+	return sync.OnceFunc(bar.Remove) // it would also remove what follows the bar
 }
 
-// replay reads the log once, and decides its requests by all policies.
-func (o *options) replay(ctx context.Context, runs []*run) (*Report, error) {
-	keys, changes := newKeyring(), make([]comparison, len(runs))
-	var requests []int64
-	var from, to int64
-	total := int64(0)
-	lines, err := o.each(ctx, keys, func(q request) {
-		for int(q.key) >= len(requests) {
-			requests = append(requests, 0)
-		}
-		requests[q.key]++
-		if total++; total == 1 {
-			from = q.at
-		}
-		to = q.at
-		before := false
-		for i, r := range runs {
-			allowed := r.decide(q)
-			switch {
-			case o.current == "":
-			case i == 0:
-				before = allowed
-			default:
-				changes[i].count(q.key, before, allowed)
-			}
-		}
-	})
+// replay reads the log once, and decides its requests by all policies. current is nil if it is not known.
+func (o *options) replay(ctx context.Context, current *Policy, others []Policy, t *table) (*Report, error) {
+	all := &replayed{keys: newKeyring(), maxKeys: o.maxKeys, keep: o.number, compares: current != nil}
+	if current != nil {
+		all.runs = append(all.runs, newRun(*current, t))
+	}
+	for _, p := range others {
+		all.runs = append(all.runs, newRun(p, t))
+	}
+	all.changes = make([]comparison, len(all.runs))
+	lines, err := o.each(ctx, all.keys, all.decide)
 	if err != nil {
 		return nil, err
 	}
-	report := &Report{Lines: lines, Keys: int64(len(requests)), Groups: groupsOf(requests), Policies: []Totals{}}
-	if total > 0 {
-		first, last := time.UnixMicro(from).UTC(), time.UnixMicro(to).UTC()
+	keys := all.keys
+	report := &Report{
+		Lines: lines, Keys: keys.count(), KeysForgotten: keys.countForgotten(), Groups: keys.groups(),
+		Policies: []Totals{},
+	}
+	if all.requests > 0 {
+		first, last := time.UnixMicro(all.from).UTC(), time.UnixMicro(all.to).UTC()
 		report.From, report.To = &first, &last
 		busy := int64(0)
-		for _, key := range largest(requests, min(max(len(requests)/100, 1), 10_000)) {
-			busy += requests[key]
+		for _, key := range keys.busiest(int(min(max(report.Keys/100, 1), busyKeys))) {
+			busy += keys.requests[key]
 		}
-		report.Busiest = float64(busy) / float64(total)
+		report.Busiest = float64(busy) / float64(all.requests)
 	}
 	name := o.names(keys)
-	for i, r := range runs {
-		t := r.totals(requests, name, o.number)
-		if t.Current = o.current != "" && i == 0; o.current != "" && i > 0 {
-			t.Change = changes[i].change(name, o.number)
+	for i, r := range all.runs {
+		t := r.totals(keys, name, o.number)
+		if t.Current = current != nil && i == 0; current != nil && i > 0 {
+			t.Change = all.changes[i].change(name, o.number)
 		}
 		report.Policies = append(report.Policies, t)
 	}
@@ -309,6 +291,10 @@ func (r *Report) text(w io.Writer) {
 		fmt.Fprintf(w, ", from %s to %s", cli.Instant(*r.From), cli.Instant(*r.To))
 	}
 	fmt.Fprintf(w, "\nthe busiest 1 %% of the keys made %s of the requests\n", percent(r.Busiest))
+	if r.KeysForgotten > 0 {
+		fmt.Fprintf(w, "%s made room for others, and counts as a new key if it came back: --max-keys keeps more\n",
+			cli.Count(r.KeysForgotten, "idle key"))
+	}
 	if r.Lines.Late > 0 {
 		fmt.Fprintf(w, "%s later than --tolerance, decided at the time of the line before\n",
 			cli.Count(r.Lines.Late, "line"))
@@ -334,6 +320,10 @@ func (r *Report) text(w io.Writer) {
 		}
 	}
 	for _, t := range r.Policies {
+		if t.ByRows > 0 {
+			fmt.Fprintf(w, "\nbeside %s, rows for a key or a prefix decide %s\n", t.Policy,
+				cli.Count(t.ByRows, "request"))
+		}
 		if len(t.Most) > 0 {
 			fmt.Fprintf(w, "\n%s denies most:\n", t.Policy)
 			fmt.Fprintln(w, "KEY\tDENIED\tREQUESTS")

@@ -17,37 +17,56 @@ type ChangedKey struct {
 }
 
 // comparison counts changes by the key's number.
-type comparison struct{ nowDenied, nowAllowed []int64 }
+type comparison struct {
+	keys      []changes
+	forgotten Change // of keys that are forgotten
+}
+
+type changes struct{ nowDenied, nowAllowed int64 }
 
 func (c *comparison) count(key int32, before, after bool) {
-	for int(key) >= len(c.nowDenied) {
-		c.nowDenied, c.nowAllowed = append(c.nowDenied, 0), append(c.nowAllowed, 0)
+	for int(key) >= len(c.keys) {
+		c.keys = append(c.keys, changes{})
 	}
 	switch {
 	case before && !after:
-		c.nowDenied[key]++
+		c.keys[key].nowDenied++
 	case !before && after:
-		c.nowAllowed[key]++
+		c.keys[key].nowAllowed++
 	}
 }
 
+func (c *comparison) forget(key int) {
+	if key < len(c.keys) {
+		c.forgotten.add(c.keys[key])
+		c.keys[key] = changes{}
+	}
+}
+
+func (c *Change) add(k changes) {
+	c.NowDenied += k.nowDenied
+	c.NowAllowed += k.nowAllowed
+	switch {
+	case k.nowDenied > k.nowAllowed:
+		c.KeysWorse++
+	case k.nowDenied < k.nowAllowed:
+		c.KeysBetter++
+	}
+}
+
+// most returns the n keys that changed most.
+func (c *comparison) most(n int) []int {
+	return largest(len(c.keys), n, func(key int) int64 { return c.keys[key].nowDenied + c.keys[key].nowAllowed })
+}
+
 func (c *comparison) change(name func(key int) string, n int) *Change {
-	change := &Change{Most: []ChangedKey{}}
-	changed := make([]int64, len(c.nowDenied))
-	for key, denied := range c.nowDenied {
-		allowed := c.nowAllowed[key]
-		change.NowDenied += denied
-		change.NowAllowed += allowed
-		changed[key] = denied + allowed
-		switch {
-		case denied > allowed:
-			change.KeysWorse++
-		case denied < allowed:
-			change.KeysBetter++
-		}
+	change := c.forgotten
+	change.Most = []ChangedKey{}
+	for _, k := range c.keys {
+		change.add(k)
 	}
-	for _, key := range largest(changed, n) {
-		change.Most = append(change.Most, ChangedKey{name(key), c.nowDenied[key], c.nowAllowed[key]})
+	for _, key := range c.most(n) {
+		change.Most = append(change.Most, ChangedKey{name(key), c.keys[key].nowDenied, c.keys[key].nowAllowed})
 	}
-	return change
+	return &change
 }

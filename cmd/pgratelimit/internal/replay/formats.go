@@ -125,7 +125,7 @@ func newCSV(header []byte, names []string, optional func(name string) bool) (for
 		f.comma = ';'
 	}
 	var titles []string
-	for rest := bytes.TrimPrefix(header, []byte("\ufeff")); rest != nil; {
+	for rest := header; rest != nil; {
 		var title []byte
 		var err error
 		if title, rest, err = f.next(rest); err != nil {

@@ -4,9 +4,13 @@ import (
 	"bytes"
 	"compress/gzip"
 	"fmt"
+	"io"
+	"math"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -111,7 +115,7 @@ func TestAccessLog(t *testing.T) {
 func TestCSV(t *testing.T) {
 	t.Parallel()
 	never := func(string) bool { return false }
-	f, err := newCSV([]byte("\ufeffkey,\"a \"\"b\"\"\",time"), []string{"time", "key", `a "b"`}, never)
+	f, err := newCSV([]byte("key,\"a \"\"b\"\"\",time"), []string{"time", "key", `a "b"`}, never)
 	require.NoError(t, err)
 	got, err := values(t, f, 3, `"x, ""y""",2,3,4`)
 	require.NoError(t, err)
@@ -199,19 +203,107 @@ func TestTooManyBadLines(t *testing.T) {
 	require.ErrorContains(t, err, "the time is missing; --time names its field")
 }
 
+// What programs on Windows, hostile clients and broken disks write.
+func TestOddInput(t *testing.T) {
+	t.Parallel()
+	for text, want := range map[string][]string{
+		"\ufefftime,key\r\n1,a\r\n":                                                                    {"1 a 1"},
+		"\r\n\ntime;key\n1;\"a;\"\"b\"\n\n":                                                            {`1 a;"b 1`},
+		"\ufeff{\"time\":1,\"key\":\"a\"}":                                                             {"1 a 1"},
+		"\ufeff::1 - - [01/Jan/1970:00:00:01 +0000] \"\" 400 0":                                        {"1 ::1 1"},
+		`{"time":1,"key":"\ud800"}` + "\n" + `{"key":"<script>\u202e\u0000","time":"2"}`:               {"1 \ufffd 1", "2 <script>\u202e\x00 1"},
+		`{"x":` + strings.Repeat("[", 100_000) + strings.Repeat("]", 100_000) + `,"time":1,"key":"a"}`: {"1 a 1"},
+		`{"time":1,"key":{"a":[1]},"cost":"9"}`:                                                        {`1 {"a":[1]} 1`},
+		`{"time":1,"key":"` + strings.Repeat("é", 256) + `"}`:                                          {"1 " + strings.Repeat("é", 256) + " 1"},
+		"time,key,cost\n1,a,9223372036854775807\n":                                                     {"1 a 9223372036854775807"},
+	} {
+		got, _, err := read(t, Input{Files: []string{"-"}, Stdin: strings.NewReader(text)})
+		require.NoError(t, err, text)
+		require.Equal(t, want, got, text)
+	}
+	for text, want := range map[string]string{
+		`{"time":1,"key":"` + strings.Repeat("é", 257) + `"}`:        "longer than 512 bytes",
+		`{"time":1,"key":"` + strings.Repeat("secret", 1<<18) + `"}`: "does not have the format", // cut
+		`{"time":1,"key":"a`:                               "does not have the format",
+		`{"time":1e9,"key":"a"}`:                           "the time cannot be read",
+		"time,key,cost\n1,a,0\n":                           "whole number",
+		"time,key,cost\n1,a,9223372036854775808\n":         "whole number",
+		"time,key\n1,\"secret\n2,secret\"\n":               "does not have the format",
+		"time,user\n1,a\n":                                 `no column "key"`,
+		"\x00\x01\x02":                                     "cannot be guessed",
+		"\xff\xfet\x00i\x00m\x00e\x00,\x00k\x00e\x00y\x00": "no column",
+		"\x1f\x8bthis is no gzip":                          "gzip: invalid header",
+	} {
+		_, _, err := read(t, Input{Files: []string{"-"}, Stdin: strings.NewReader(text)})
+		require.ErrorContains(t, err, want, "%.100q", text)
+		require.NotContains(t, err.Error(), "secret")
+	}
+	var zipped bytes.Buffer
+	w := gzip.NewWriter(&zipped)
+	_, err := w.Write([]byte("time,key\n1,a\n"))
+	require.NoError(t, err)
+	require.NoError(t, w.Close())
+	_, _, err = read(t, Input{Files: []string{"-"}, Stdin: bytes.NewReader(zipped.Bytes()[:zipped.Len()-5])})
+	require.ErrorIs(t, err, io.ErrUnexpectedEOF)
+	twice := append(bytes.Clone(zipped.Bytes()), zipped.Bytes()...) // as cat of two files writes it
+	got, _, err := read(t, Input{Files: []string{"-"}, Stdin: bytes.NewReader(twice), MaxBad: 0.4})
+	require.NoError(t, err)
+	require.Equal(t, []string{"1 a 1", "1 a 1"}, got)
+}
+
+// A log with the newest line first is refused, and one that is out of order within the tolerance is put in order.
+func TestOrder(t *testing.T) {
+	t.Parallel()
+	const n = 20_000
+	var backwards, shuffled bytes.Buffer
+	backwards.WriteString("time,key\n")
+	shuffled.WriteString("time,key,cost\n")
+	var want []string
+	for i, at := range rand.New(rand.NewPCG(1, 9)).Perm(n) {
+		fmt.Fprintf(&backwards, "%d,a\n", n-i)
+		fmt.Fprintf(&shuffled, "%d,a,%d\n", at/10+1, i+1) // ten lines have the same time, and keep their order
+		want = append(want, fmt.Sprintf("%d a %d", at/10+1, i+1))
+	}
+	slices.SortStableFunc(want, func(a, b string) int {
+		first, _ := strconv.Atoi(strings.Fields(a)[0])
+		second, _ := strconv.Atoi(strings.Fields(b)[0])
+		return first - second
+	})
+	_, _, err := read(t, Input{Files: []string{"-"}, Stdin: &backwards, Tolerance: 10e6, MaxBad: 0.01})
+	require.ErrorContains(t, err, "lines come later than --tolerance allows: sort the log")
+	got, lines, err := read(t, Input{Files: []string{"-"}, Stdin: &shuffled, Tolerance: n * 1e6})
+	require.NoError(t, err)
+	require.Zero(t, lines.Late)
+	require.Equal(t, want, got)
+}
+
+// A cost that no limit allows is denied, however large it is.
+func TestLargestCost(t *testing.T) {
+	t.Parallel()
+	for _, text := range []string{"fixed 5/10s", "sliding 5/10s", "bucket 5 2/3s", "log 5/10s", "every 5/10s", "every 5/month"} {
+		p, err := ParsePolicy(text)
+		require.NoError(t, err)
+		r := newRun(p, nil)
+		for _, cost := range []int64{1, math.MaxInt64, math.MaxInt64 - 1, 6} {
+			require.Equal(t, cost == 1, r.decide(request{at: 1, cost: cost}, ""), text)
+		}
+		require.EqualValues(t, 3, r.never, text)
+	}
+}
+
 // The states of keys that count nothing any more are dropped, and that changes no answer.
 func TestIdleKeysAreDropped(t *testing.T) {
 	t.Parallel()
 	p, err := ParsePolicy("sliding 3/1s + log 4/2s")
 	require.NoError(t, err)
-	r, whole := newRun(p), newRun(p)
+	r, whole := newRun(p, nil), newRun(p, nil)
 	whole.swept = 1 << 40
 	most := 0
 	dice := rand.New(rand.NewPCG(3, 4))
 	for i := range int64(100_000) {
 		// each key has requests for 3 s, and never again
 		q := request{at: i * 1000, cost: 1 + dice.Int64N(2), key: max(int32(i/100)-dice.Int32N(30), 0)*10 + dice.Int32N(10)}
-		require.Equal(t, whole.decide(q), r.decide(q))
+		require.Equal(t, whole.decide(q, ""), r.decide(q, ""))
 		most = max(most, r.live)
 	}
 	require.Equal(t, whole.denied, r.denied)
@@ -234,13 +326,13 @@ func TestSweepFindsTheSmallestLimit(t *testing.T) {
 		for _, text := range []string{"0.5%", "2 keys", "0%"} {
 			target, err := ParseTarget(text)
 			require.NoError(t, err)
-			s, err := in.sweep(t.Context(), policy, target)
+			s, err := in.sweep(t.Context(), policy, target, nil, 1000)
 			require.NoError(t, err)
 			var each []int64
 			for limit := int64(1); limit <= 160; limit++ {
 				each = append(each, limit)
 			}
-			points, err := in.try(t.Context(), policy, each)
+			points, err := in.try(t.Context(), policy, each, nil, 1000)
 			require.NoError(t, err)
 			want := int64(0)
 			for i, p := range points {
@@ -311,8 +403,8 @@ func BenchmarkReplay(b *testing.B) {
 	b.ReportAllocs()
 	for b.Loop() {
 		in := Input{Files: []string{"-"}, Stdin: strings.NewReader(log.String()), Progress: func(int64) {}, Tolerance: 1e7}
-		r := newRun(p)
-		_, err := in.each(b.Context(), newKeyring(), func(q request) { r.decide(q) })
+		all := &replayed{keys: newKeyring(), runs: []*run{newRun(p, nil)}, maxKeys: 1000}
+		_, err := in.each(b.Context(), all.keys, all.decide)
 		require.NoError(b, err)
 	}
 	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/n, "ns/line")

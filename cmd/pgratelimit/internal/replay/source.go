@@ -4,13 +4,13 @@ package replay
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"compress/gzip"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"os"
-	"slices"
 	"strconv"
 	"strings"
 )
@@ -25,7 +25,7 @@ type Input struct {
 	Keys       []string
 	Cost       string        // the field of the cost, or "" if each request costs 1
 	Tolerance  int64         // by how many microseconds a line may be late
-	MaxBad     float64       // the largest share of bad lines
+	MaxBad     float64       // the largest share of bad lines, and of late ones
 	Progress   func(n int64) // gets the bytes that were read since the last call
 }
 
@@ -58,22 +58,6 @@ const (
 	longestLine = 1 << 20
 	enoughLines = 1000 // from here on, a share of bad lines says something
 )
-
-// keyring numbers the keys.
-type keyring struct {
-	number map[string]int32
-	names  []string
-}
-
-func (k *keyring) of(name []byte) int32 {
-	if n, ok := k.number[string(name)]; ok {
-		return n
-	}
-	n := int32(len(k.names)) //nolint:gosec // 2 billion keys do not fit into memory
-	k.names = append(k.names, string(name))
-	k.number[k.names[n]] = n
-	return n
-}
 
 // reader reads the requests of one file.
 type reader struct {
@@ -122,6 +106,9 @@ func (in *Input) open(name string) (*reader, error) {
 		}
 		buffered = bufio.NewReaderSize(unzipped, 1<<18)
 	}
+	if mark, _ := buffered.Peek(3); string(mark) == "\ufeff" { // Windows begins files so
+		_, _ = buffered.Discard(3) // what was peeked can be discarded
+	}
 	r.lines = buffered
 	return r, nil
 }
@@ -149,7 +136,7 @@ func (r *reader) line() ([]byte, error) {
 // guess returns the format that the beginning of a file has.
 func (r *reader) guess() string {
 	start, _ := r.lines.Peek(4096)
-	line, _, _ := bytes.Cut(bytes.TrimLeft(bytes.TrimPrefix(start, []byte("\ufeff")), " \t\r\n"), []byte("\n"))
+	line, _, _ := bytes.Cut(bytes.TrimLeft(start, " \t\r\n"), []byte("\n"))
 	switch {
 	case bytes.HasPrefix(line, []byte("{")):
 		return "json"
@@ -198,8 +185,10 @@ func (r *reader) start(lines *Lines) error {
 			names[1] = "cost"
 		}
 		var header []byte
-		if header, err = r.line(); err != nil {
-			return fmt.Errorf("%s: it has no header: %w", r.name, err)
+		for len(header) == 0 {
+			if header, err = r.line(); err != nil {
+				return fmt.Errorf("%s: it has no header: %w", r.name, err)
+			}
 		}
 		r.format, err = newCSV(header, names, func(name string) bool { return name == "cost" && r.in.Cost == "" })
 	default:
@@ -231,10 +220,8 @@ func (r *reader) next(lines *Lines, keys *keyring) error {
 		if len(lines.First) < badShown {
 			lines.First = append(lines.First, BadLine{r.name, r.number, bad.Error()})
 		}
-		if lines.Read >= enoughLines {
-			if err := lines.tooManyBad(r.in.MaxBad); err != nil {
-				return err
-			}
+		if err := lines.check(r.in.MaxBad, enoughLines); err != nil {
+			return err
 		}
 	}
 	r.more = false
@@ -293,8 +280,16 @@ func (r *reader) request(line []byte, keys *keyring) error {
 	return nil
 }
 
-func (l *Lines) tooManyBad(share float64) error {
-	if float64(l.Bad) <= share*float64(l.Read) {
+// check returns an error if there are too many bad or late lines, from a number of lines on.
+func (l *Lines) check(share float64, from int64) error {
+	most := share * float64(l.Read)
+	switch {
+	case l.Read < from:
+		return nil
+	case float64(l.Late) > most:
+		return fmt.Errorf("%d of %d lines come later than --tolerance allows: sort the log by time, or raise "+
+			"--tolerance, which takes memory; --max-bad allows more", l.Late, l.Read)
+	case float64(l.Bad) <= most:
 		return nil
 	}
 	texts := []string{fmt.Sprintf("%d of %d lines cannot be read", l.Bad, l.Read)}
@@ -329,6 +324,7 @@ func (in *Input) each(ctx context.Context, keys *keyring, decide func(request)) 
 	var waiting queue
 	latest := int64(0) // the time of the last request that was decided
 	pass := func(r request) {
+		keys.waiting[r.key]--
 		if r.at < latest {
 			lines.Late++
 			r.at = latest
@@ -346,49 +342,72 @@ func (in *Input) each(ctx context.Context, keys *keyring, decide func(request)) 
 		if first == nil {
 			break
 		}
-		newest := waiting.add(first.ahead)
-		for waiting.length() > 0 && waiting.first().at < newest-in.Tolerance {
+		waiting.add(first.ahead)
+		for waiting.length() > 0 && waiting.first().at < waiting.newest-in.Tolerance {
 			pass(waiting.remove())
 		}
 		if err := first.next(&lines, keys); err != nil {
 			return lines, err
 		}
-		if n%(1<<14) == 0 && ctx.Err() != nil {
-			return lines, ctx.Err()
+		if n%(1<<14) == 0 {
+			if err := cmp.Or(ctx.Err(), lines.check(in.MaxBad, enoughLines)); err != nil {
+				return lines, err
+			}
 		}
 	}
 	for waiting.length() > 0 {
 		pass(waiting.remove())
 	}
-	return lines, lines.tooManyBad(in.MaxBad)
+	return lines, lines.check(in.MaxBad, 0)
 }
 
-// queue has the requests of the last moments in the order of time. Requests of the same time keep their order.
+// queue has the requests of the last moments, as a heap. Requests of the same time keep their order.
 type queue struct {
-	requests []request
-	head     int
+	requests []queued
+	added    int64
+	newest   int64 // the latest time
 }
 
-func (q *queue) length() int     { return len(q.requests) - q.head }
-func (q *queue) first() *request { return &q.requests[q.head] }
+type queued struct {
+	request
+
+	order int64
+}
+
+func (q *queue) length() int     { return len(q.requests) }
+func (q *queue) first() *request { return &q.requests[0].request }
+
+func (q *queue) before(a, b *queued) bool { return a.at < b.at || a.at == b.at && a.order < b.order }
+
+func (q *queue) add(r request) {
+	q.added++
+	q.newest = max(q.newest, r.at)
+	q.requests = append(q.requests, queued{r, q.added})
+	all := q.requests
+	for i := len(all) - 1; i > 0; {
+		parent := (i - 1) / 2
+		if !q.before(&all[i], &all[parent]) {
+			return
+		}
+		all[i], all[parent] = all[parent], all[i]
+		i = parent
+	}
+}
 
 func (q *queue) remove() request {
-	r := q.requests[q.head]
-	if q.head++; q.head == len(q.requests) {
-		q.requests, q.head = q.requests[:0], 0
+	first, last := q.requests[0].request, len(q.requests)-1
+	q.requests[0] = q.requests[last]
+	q.requests = q.requests[:last]
+	all := q.requests
+	for i := 0; ; {
+		child := 2*i + 1
+		if child+1 < last && q.before(&all[child+1], &all[child]) {
+			child++
+		}
+		if child >= last || !q.before(&all[child], &all[i]) {
+			return first
+		}
+		all[i], all[child] = all[child], all[i]
+		i = child
 	}
-	return r
-}
-
-// add adds a request, and returns the time of the newest one.
-func (q *queue) add(r request) int64 {
-	if q.head > 1024 && q.head > len(q.requests)/2 {
-		q.requests, q.head = slices.Delete(q.requests, 0, q.head), 0
-	}
-	at := len(q.requests)
-	for at > q.head && q.requests[at-1].at > r.at {
-		at--
-	}
-	q.requests = slices.Insert(q.requests, at, r)
-	return q.requests[len(q.requests)-1].at
 }

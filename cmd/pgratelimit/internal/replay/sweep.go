@@ -74,7 +74,7 @@ const atOnce = 16
 // sweep searches for a limit. Each reading of the log tries 16 limits: first the powers of 4, then limits between the
 // largest that denies too much and the smallest that does not. If each request costs 1, a larger limit never denies
 // more. With other costs it can, and then the limit that is found meets the target, and the limit below it does not.
-func (in *Input) sweep(ctx context.Context, text string, target Target) (*Sweep, error) {
+func (in *Input) sweep(ctx context.Context, text string, target Target, t *table, maxKeys int) (*Sweep, error) {
 	s := &Sweep{Policy: text, Target: target.text}
 	below, found := int64(0), int64(0) // below denies too much, and found does not; 0 means there is none yet
 	for limit, tries := int64(1), []int64(nil); ; tries = nil {
@@ -97,7 +97,7 @@ func (in *Input) sweep(ctx context.Context, text string, target Target) (*Sweep,
 				}
 			}
 		}
-		points, err := in.try(ctx, text, tries)
+		points, err := in.try(ctx, text, tries, t, maxKeys)
 		if err != nil {
 			return nil, err
 		}
@@ -125,8 +125,10 @@ func (in *Input) checkSweep(text string) error {
 }
 
 // try replays the log with several limits. It leaves out limits that the policy does not allow.
-func (in *Input) try(ctx context.Context, text string, limits []int64) (points []Point, err error) {
-	var runs []*run
+func (in *Input) try(
+	ctx context.Context, text string, limits []int64, t *table, maxKeys int,
+) (points []Point, err error) {
+	all := &replayed{keys: newKeyring(), maxKeys: maxKeys}
 	var refused error
 	for _, limit := range limits {
 		p, err := ParsePolicy(placeholder.ReplaceAllString(text, strconv.FormatInt(limit, 10)))
@@ -134,19 +136,14 @@ func (in *Input) try(ctx context.Context, text string, limits []int64) (points [
 			refused = err
 			continue
 		}
-		runs, points = append(runs, newRun(p)), append(points, Point{Limit: limit})
+		all.runs, points = append(all.runs, newRun(p, t)), append(points, Point{Limit: limit})
 	}
-	if len(runs) == 0 {
+	if len(points) == 0 {
 		return nil, refused
 	}
-	keys := newKeyring()
-	_, err = in.each(ctx, keys, func(q request) {
-		for _, r := range runs {
-			r.decide(q)
-		}
-	})
-	for i, r := range runs {
-		t := r.totals(make([]int64, len(keys.names)), nil, 0)
+	_, err = in.each(ctx, all.keys, all.decide)
+	for i, r := range all.runs {
+		t := r.totals(all.keys, nil, 0)
 		points[i].Denied, points[i].DeniedShare, points[i].KeysDenied = t.Denied, t.DeniedShare, t.KeysDenied
 	}
 	return points, err
