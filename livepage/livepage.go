@@ -1,8 +1,8 @@
 // Package livepage has a page that shows what the limiters of this process decide, as they decide. Mount a [Page] like
 // the pages of net/http/pprof, and set its Observer in [ratelimit.ClientConfig]. See the example.
 //
-// The page shows rates, latencies, statements, the breaker, and the keys denied most. If it has a database, it also
-// shows bans, holds, slots and the fullest keys on demand. It changes nothing.
+// The page shows rates, latencies, statements, units of leases, the breaker, and the keys denied most. If it has a
+// database, it also shows bans, holds, slots and the fullest keys on demand. It changes nothing.
 package livepage
 
 import (

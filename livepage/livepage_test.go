@@ -8,6 +8,7 @@ import (
 	"net/http/httptest"
 	"net/url"
 	"regexp"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -290,6 +291,39 @@ func TestBreaker(t *testing.T) {
 	observer.Breaker(ratelimit.BreakerEvent{Limits: "ephemeral", Shard: 2})
 	_, body, _ = get(t, server.URL)
 	require.Contains(t, body, "<dt>Breaker</dt><dd>closed</dd>")
+}
+
+// What leases took is spent, returned or stranded, as soon as all leases are returned.
+func TestLeases(t *testing.T) {
+	t.Parallel()
+
+	page, server, _ := setup(t, livepage.Config{})
+	limiter := limitertest.New(t, pgtest.New(t).Pool, ratelimit.Config{
+		Name: "<api>", Policy: ratelimit.FixedWindow{Limit: 1e9, Window: time.Hour}, Lease: &ratelimit.Lease{},
+		OnFailure: ratelimit.ReturnError(),
+	}, ratelimit.ClientConfig{Observer: page.Observer()})
+	_, body, _ := get(t, server.URL)
+	require.NotContains(t, body, "Units of leases")
+	decide(t, limiter, "a", 50)
+	require.NoError(t, limitertest.Client(limiter).ReturnLeases(t.Context()))
+	_, body, _ = get(t, server.URL)
+	_, leases, found := strings.Cut(body, "Units of leases")
+	require.True(t, found)
+	require.Contains(t, leases, "<bdi>&lt;api&gt;</bdi>")
+	units := map[string]int{"spent": number(t, totals(body)["leased"])}
+	for _, cell := range regexp.MustCompile(`data-label="(taken|returned|stranded)"[^>]*>(\d+)<`).FindAllStringSubmatch(leases, -1) {
+		units[cell[1]] = number(t, cell[2])
+	}
+	require.Positive(t, units["taken"])
+	require.Positive(t, units["returned"])
+	require.Equal(t, units["taken"], units["spent"]+units["returned"]+units["stranded"], "%v", units)
+}
+
+func number(t *testing.T, text string) int {
+	t.Helper()
+	n, err := strconv.Atoi(text)
+	require.NoError(t, err)
+	return n
 }
 
 func TestAskTheDatabase(t *testing.T) {

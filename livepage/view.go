@@ -14,6 +14,7 @@ type view struct {
 	Since    string // how long the page has counted
 	Over     string // the time over which rates are computed
 	Limiters []limiterView
+	Leases   []limiterView // those whose leases have taken or given back units
 	Sent     int64
 	Failed   int64
 	SentRate string
@@ -76,6 +77,9 @@ func (p *Page) view(before *view, a *answer) *view {
 		l.FailedOpenRate = rate(l.FailedOpen-o.FailedOpen, over)
 		l.FailedClosedRate = rate(l.FailedClosed-o.FailedClosed, over)
 		v.Limiters = append(v.Limiters, l)
+		if l.Taken+l.Returned+l.Stranded > 0 {
+			v.Leases = append(v.Leases, l)
+		}
 	}
 	v.Sent, v.Failed = p.all.sent.Load(), p.all.errors.Load()
 	v.SentRate = rate(v.Sent-oldSent, over)
