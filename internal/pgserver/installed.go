@@ -139,7 +139,9 @@ func (w programs) prepare(ctx context.Context, p *process) error {
 }
 
 func (w programs) server(p *process) *exec.Cmd {
-	return w.command("postgres", "-D", p.dataDir, "-p", strconv.Itoa(p.port))
+	cmd := w.command("postgres", "-D", p.dataDir, "-p", strconv.Itoa(p.port))
+	cmd.Env = append(cmd.Env, p.config.Env...)
+	return cmd
 }
 
 // command returns a command without this process's environment, which may have a locale and variables of Postgres.

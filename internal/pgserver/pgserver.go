@@ -42,6 +42,9 @@ type Config struct {
 
 	// Settings are named as in postgresql.conf. Settings override those that this package chooses.
 	Settings map[string]string
+
+	// Env is added to the environment of installed programs, such as "LD_PRELOAD=...".
+	Env []string
 }
 
 // settings returns the server's settings that do not depend on the way it runs.
