@@ -2,9 +2,11 @@ package ratelimit_test
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"net"
 	"path/filepath"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -14,6 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/doortest"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // serve serves what client decides on a Unix socket, until the test or the returned function ends it.
@@ -129,6 +132,32 @@ func TestService(t *testing.T) {
 }
 
 // While the service is away, OnFailure answers, or the process asks Postgres itself.
+// Each process remembers the denials that it has got through the service, so a hot denied key costs Postgres at most a
+// statement for each process, and not one for each call.
+func TestServiceAndRememberedDenials(t *testing.T) {
+	t.Parallel()
+	doortest.Not(t, "a service of this test's own")
+	var statements atomic.Int64
+	address, _ := serve(t, limitertest.NewClient(t, pgtest.New(t).NewPool(t, nil), ratelimit.ClientConfig{
+		Observer: &ratelimit.Observer{Statement: func(ratelimit.StatementEvent) { statements.Add(1) }},
+	}))
+	var limiters [16]*ratelimit.Limiter // of as many processes
+	for i := range limiters {
+		service := newService(t, address, ratelimit.ServiceConfig{})
+		limiters[i] = limitertest.Of(t, limitertest.NewClient(t, service, ratelimit.ClientConfig{DenialMaxAge: time.Hour}),
+			ratelimit.Config{Name: "hot", Policy: ratelimit.FixedWindow{Limit: 1, Window: 24 * time.Hour}})
+	}
+	var failed [16]error
+	testkit.Together(len(limiters), func(i int) {
+		for range 100 {
+			_, err := limiters[i].Allow(t.Context(), "user:123")
+			failed[i] = errors.Join(failed[i], err)
+		}
+	})
+	require.NoError(t, errors.Join(failed[:]...))
+	require.LessOrEqual(t, statements.Load(), int64(len(limiters)+1)) // one was allowed, and asks again
+}
+
 func TestServiceThatIsAway(t *testing.T) {
 	t.Parallel()
 	doortest.Not(t, "a service of this test's own")
