@@ -23,11 +23,11 @@ func (s *service) handler() http.Handler {
 		w.Header().Set("WWW-Authenticate", "Bearer")
 		say(w, http.StatusUnauthorized, noToken+"header Authorization: Bearer TOKEN")
 	}))
-	mux.Handle("POST /json", s.protect(s.envoy.JSON(), web.RefuseToken))
+	mux.Handle("POST /json", s.metrics.measured(s.protect(s.envoy.JSON(), web.RefuseToken)))
 	mux.Handle("GET /{$}", s.page) // for this machine only: see package livepage
-	mux.Handle("/", web.New(web.Options{
+	mux.Handle("/", s.metrics.measured(web.New(web.Options{
 		Limiters: &s.config, DB: s.DB, Schema: s.Schema, Token: s.Token, Timeout: s.Timeout, Logger: s.Logger,
-	}))
+	})))
 	return mux
 }
 

@@ -1,22 +1,30 @@
 package service
 
 import (
+	"context"
+	"log/slog"
 	"net/http"
 	"strings"
+	"sync/atomic"
+	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	client "github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"go.opentelemetry.io/otel/exporters/prometheus"
 	"go.opentelemetry.io/otel/metric"
 	sdk "go.opentelemetry.io/otel/sdk/metric"
 
+	"github.com/pgratelimit/ratelimit/otelratelimit"
 	"github.com/pgratelimit/ratelimit/service/internal/envoy"
 )
 
 // metrics has what /metrics shows.
 type metrics struct {
-	registry *client.Registry
-	meter    metric.Meter
+	registry    *client.Registry
+	meter       metric.Meter
+	requests    *client.HistogramVec
+	connections *client.GaugeVec
 }
 
 // newMetrics returns metrics without a measurement. Instruments of the meter have the names that the alerts and the
@@ -29,7 +37,54 @@ func newMetrics() (*metrics, error) {
 		return nil, err
 	}
 	provider := sdk.NewMeterProvider(sdk.WithReader(exporter))
-	return &metrics{registry: registry, meter: provider.Meter("github.com/pgratelimit/ratelimit/service")}, nil
+	m := &metrics{
+		registry: registry, meter: provider.Meter("github.com/pgratelimit/ratelimit/service"),
+		requests: client.NewHistogramVec(client.HistogramOpts{
+			Name: "ratelimit_service_request_duration_seconds",
+			Help: "How long requests over gRPC and HTTP took, with the time in which they waited for room.",
+			Buckets: []float64{
+				0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5,
+			},
+		}, []string{"door", "answer"}),
+		connections: client.NewGaugeVec(client.GaugeOpts{
+			Name: "ratelimit_service_connections", Help: "How many connections callers have.",
+		}, []string{"door"}),
+	}
+	registry.MustRegister(m.requests, m.connections)
+	return m, nil
+}
+
+func (m *metrics) observe(door, answer string, begin time.Time) {
+	m.requests.WithLabelValues(door, answer).Observe(time.Since(begin).Seconds())
+}
+
+// tables measures the tables of the limiters. Only the first of several failures is logged.
+func (m *metrics) tables(db *pgxpool.Pool, schema string, logger *slog.Logger) error {
+	var failing atomic.Bool
+	_, err := otelratelimit.ObserveTables(reportingMeter{m.meter, func(ctx context.Context, err error) {
+		if failing.Swap(err != nil) || err == nil {
+			return
+		}
+		logger.WarnContext(ctx, "ratelimit: /metrics lacks the tables and sweeps; further failures are not logged "+
+			"until it succeeds", "error", err)
+	}}, db, schema)
+	return err
+}
+
+// reportingMeter is a meter whose callbacks report their errors. OpenTelemetry would print one at each collection.
+type reportingMeter struct {
+	metric.Meter
+
+	report func(ctx context.Context, err error)
+}
+
+func (m reportingMeter) RegisterCallback(
+	f metric.Callback, instruments ...metric.Observable,
+) (metric.Registration, error) {
+	return m.Meter.RegisterCallback(func(ctx context.Context, o metric.Observer) error {
+		m.report(ctx, f(ctx, o))
+		return nil
+	}, instruments...)
 }
 
 // gauge adds a gauge whose value is read when /metrics is asked for.

@@ -122,7 +122,12 @@ func (s *service) start() (err error) {
 			}
 			return 0
 		})
-	return nil
+	s.metrics.gauge("ratelimit_service_pool_in_use", "How many connections of the pool are in use.", func() float64 {
+		return float64(s.DB.Stat().AcquiredConns())
+	})
+	s.metrics.gauge("ratelimit_service_pool_size", "How many connections to Postgres the pool may have.",
+		func() float64 { return float64(s.DB.Stat().MaxConns()) })
+	return s.metrics.tables(s.DB, s.Schema, s.Logger)
 }
 
 func (s *service) envoyOptions() envoy.Options {
@@ -164,9 +169,12 @@ func (s *service) run(ctx context.Context) error {
 	var servers []server
 	var addresses [3]net.Addr
 	for i, l := range []struct {
-		flag, address string
-		serve         func(net.Listener) server
-	}{{"--grpc", s.GRPC, s.serveGRPC}, {"--http", s.HTTP, s.serveHTTP}, {"--door", s.Door, s.serveDoor}} {
+		flag, address, door string
+		serve               func(net.Listener) server
+	}{
+		{"--grpc", s.GRPC, doorGRPC, s.serveGRPC}, {"--http", s.HTTP, doorHTTP, s.serveHTTP},
+		{"--door", s.Door, doorGo, s.serveDoor},
+	} {
 		if l.address == "" {
 			continue
 		}
@@ -176,7 +184,7 @@ func (s *service) run(ctx context.Context) error {
 			break
 		}
 		addresses[i] = listener.Addr()
-		server := l.serve(listener)
+		server := l.serve(counted{listener, s.metrics.connections.WithLabelValues(l.door)})
 		servers = append(servers, server)
 		work.Go(func() {
 			if err := server.run(); err != nil {
@@ -247,7 +255,7 @@ func (s *service) serveGRPC(l net.Listener) server {
 	options := []grpc.ServerOption{
 		grpc.MaxRecvMsgSize(envoy.MaxMessage), grpc.MaxConcurrentStreams(maxStreams),
 		grpc.ConnectionTimeout(readTimeout),
-		grpc.MaxHeaderListSize(maxHeader), grpc.UnaryInterceptor(s.authorize),
+		grpc.MaxHeaderListSize(maxHeader), grpc.ChainUnaryInterceptor(s.metrics.interceptor, s.authorize),
 		grpc.StreamInterceptor(s.authorizeStream),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: time.Minute, Timeout: readTimeout}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{

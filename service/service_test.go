@@ -221,6 +221,56 @@ func TestServe(t *testing.T) {
 	require.NotContains(t, metrics, "192.0.2.1")
 }
 
+func TestMetrics(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "it renames tables of the database")
+	s := start(t, map[string]string{
+		"shop.yaml": shop(2), "limiters.yaml": login + "- name: other\n  policy: fixed 2/1d\n",
+	}, nil)
+	conn := s.dial(t, insecure.NewCredentials())
+	for _, domain := range []string{"shop", "shop", "shop", ""} {
+		_, _ = ask(t.Context(), conn, domain, "address", "192.0.2.1")
+	}
+	for _, limiter := range []string{"login", "login", "login", "unknown"} {
+		s.ask(t, limiter)
+	}
+	_, metrics := s.get(t, "/metrics")
+	for _, line := range []string{
+		`request_duration_seconds_count{answer="allowed",door="grpc"} 2`,
+		`request_duration_seconds_count{answer="denied",door="grpc"} 1`,
+		`request_duration_seconds_count{answer="refused",door="grpc"} 1`,
+		`request_duration_seconds_count{answer="allowed",door="http"} 2`,
+		`request_duration_seconds_count{answer="denied",door="http"} 1`,
+		`request_duration_seconds_count{answer="refused",door="http"} 1`,
+		`connections{door="go"} 0`, `connections{door="grpc"} 1`,
+		fmt.Sprintf(`pool_size %d`, s.pool.Config().MaxConns), `pool_in_use `,
+	} {
+		require.Contains(t, metrics, "\nratelimit_service_"+line)
+	}
+	require.Contains(t, metrics, `ratelimit_table_size_bytes{table="ephemeral"} `)
+	require.NoError(t, conn.Close())
+	eventually(t, func() bool {
+		_, metrics := s.get(t, "/metrics")
+		return strings.Contains(metrics, `connections{door="grpc"} 0`)
+	})
+
+	// What does not work is not measured, and logged once.
+	for _, table := range []string{"ephemeral", "sweeper"} {
+		_, err := s.pool.Exec(t.Context(), "ALTER TABLE rate_limit_"+table+" RENAME TO gone_"+table)
+		require.NoError(t, err)
+	}
+	require.Equal(t, http.StatusServiceUnavailable, s.ask(t, "other"))
+	_, err := ask(t.Context(), s.dial(t, insecure.NewCredentials()), "shop", "address", "192.0.2.2")
+	require.Equal(t, codes.Unavailable, status.Code(err))
+	for range 2 {
+		_, metrics = s.get(t, "/metrics")
+	}
+	require.Contains(t, metrics, `request_duration_seconds_count{answer="failed",door="http"} 1`)
+	require.Contains(t, metrics, `request_duration_seconds_count{answer="failed",door="grpc"} 1`)
+	require.NotContains(t, metrics, "ratelimit_table_size_bytes")
+	require.Equal(t, 1, strings.Count(s.log.String(), "lacks the tables"))
+}
+
 // The service uses a schema that search_path does not name.
 func TestSchema(t *testing.T) {
 	t.Parallel()
