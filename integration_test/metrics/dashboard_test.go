@@ -51,14 +51,18 @@ func readDashboard(t *testing.T) (d dashboard) {
 	return d
 }
 
-// query returns an expression of the dashboard with values for Grafana's variables. The interval is long enough for a
-// busy machine, on which Prometheus may miss a scrape.
-func query(expr string) string {
+// query returns an expression of a panel with values for Grafana's variables. The interval is long enough for a busy
+// machine, on which Prometheus may miss a scrape.
+func (p *panel) query(expr string) string {
 	interval := time.Minute
 	if drawing() {
 		interval = 4 * scrapes // four scrapes, as in Grafana
 	}
-	return strings.NewReplacer("$job", ".*", "$__rate_interval", interval.String()).Replace(expr)
+	job := "app"
+	if strings.HasPrefix(p.Title, "Service: ") || strings.HasPrefix(p.Title, "Envoy: ") {
+		job = "service"
+	}
+	return strings.NewReplacer("$job", job, "$__rate_interval", interval.String()).Replace(expr)
 }
 
 // A person who edits the dashboard may forget these fields.
@@ -108,13 +112,19 @@ func TestMetricsExist(t *testing.T) {
 	observer.Breaker(ratelimit.BreakerEvent{})
 	sweep(t, db.Pool)
 
+	printed := map[string]bool{}
+	see := func(text string) {
+		for _, match := range regexp.MustCompile(`(?m)^ratelimit_\w+`).FindAllString(text, -1) {
+			printed[match] = true
+		}
+	}
 	response := httptest.NewRecorder()
 	promhttp.HandlerFor(registry, promhttp.HandlerOpts{}).
 		ServeHTTP(response, httptest.NewRequest(http.MethodGet, "/metrics", nil))
-	printed := map[string]bool{}
-	for _, match := range regexp.MustCompile(`(?m)^ratelimit_\w+`).FindAllString(response.Body.String(), -1) {
-		printed[match] = true
-	}
+	see(response.Body.String())
+	service, _ := startService(t, db.Pool)
+	service.askAll(t.Context(), 1)
+	see(service.metrics(t))
 	require.Greater(t, len(printed), 10)
 	asked := 0
 	for _, file := range []string{"grafana-dashboard.json", "prometheus-rules.yml"} {
@@ -151,9 +161,15 @@ func TestDashboard(t *testing.T) {
 	pgtest.Fill(t, pool, pgtest.Table(false), "yesterday", 20_000, time.Now().Add(-24*time.Hour))
 
 	app := newApplication(t, pool)
-	p := startPrometheus(t, app.address)
+	own := (&pgtest.DB{URL: server.URL()}).OwnerPool(t, nil)
+	service, endService := startService(t, own)
+	p := startPrometheus(t, app.address, service.address)
 	began := time.Now()
-	end := app.run()
+	endApp, endCallers := app.run(), service.run()
+	end := func() {
+		endApp()
+		endCallers()
+	}
 	defer end()
 	for _, outcome := range []string{"allowed", "denied"} {
 		for _, limiter := range []string{"api", "login"} {
@@ -163,11 +179,17 @@ func TestDashboard(t *testing.T) {
 	}
 	look(t)
 
-	release := app.hold(t)
+	release, releaseService := app.hold(t), service.hold(t, pool)
 	p.waitFor(t, `rate(ratelimit_decision_duration_seconds_count{error_type="key_held"}[1m]) > 0`)
+	p.waitFor(t, `ratelimit_service_pool_in_use > 0`)
 	look(t)
 	release()
+	releaseService()
+	service.write(t, "limiters.yaml", "limiters: 1")
+	p.waitFor(t, `ALERTS{alertname="RateLimitServiceConfigurationRefused"}`)
 	look(t)
+	service.mend(t)
+	p.waitFor(t, `ratelimit_service_configuration_broken == 0`)
 
 	outage := period{from: time.Now()}
 	require.NoError(t, server.Stop(t.Context(), pgserver.Fast))
@@ -175,23 +197,26 @@ func TestDashboard(t *testing.T) {
 	p.waitFor(t, `rate(ratelimit_decision_duration_seconds_count{source="failed open"}[1m]) > 0`)
 	p.waitFor(t, `rate(ratelimit_decision_duration_seconds_count{error_type="unavailable"}[1m]) > 0`)
 	p.waitFor(t, `ALERTS{alertname="RateLimitBreakerOpen", limits="ephemeral"}`) // the alert fires after a minute
+	p.waitFor(t, `ALERTS{alertname="RateLimitServiceWithoutDatabase", limits="ephemeral"}`)
+	p.waitFor(t, `rate(ratelimit_service_call_should_rate_limit_redis_error[1m]) > 0`)
 	look(t)
 	require.NoError(t, server.Restart(t.Context()))
 	outage.to = time.Now()
-	p.waitFor(t, "ratelimit_breaker_open == 0")
+	p.waitFor(t, "max(ratelimit_breaker_open) == 0")
 	look(t)
 
 	sweep(t, pool)
 	p.waitFor(t, `rate(ratelimit_table_deleted_total{table="ephemeral"}[1m]) > 0`)
 	look(t)
 	end()
+	endService()
 
 	all := period{began, time.Now()}
 	d := readDashboard(t)
 	shown := make([][]series, len(d.Panels))
 	for i, panel := range d.Panels {
 		for _, target := range panel.Targets {
-			found := p.over(t, query(target.Expr), all.from, all.to)
+			found := p.over(t, panel.query(target.Expr), all.from, all.to)
 			requireSomething(t, panel.Title+": "+target.Expr, found)
 			for j := range found {
 				found[j].name = legend(target.LegendFormat, found[j].Metric)

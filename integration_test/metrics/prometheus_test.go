@@ -24,8 +24,8 @@ type promServer struct{ url string }
 // scrapes is the time between two scrapes. With a short time, the test is short, too.
 const scrapes = time.Second
 
-// startPrometheus starts a Prometheus that watches the application at an address.
-func startPrometheus(t *testing.T, target string) *promServer {
+// startPrometheus starts a Prometheus that watches an application and a service at their addresses.
+func startPrometheus(t *testing.T, application, service string) *promServer {
 	t.Helper()
 	binary := program(t, "prometheus")
 	dir := t.TempDir()
@@ -36,7 +36,8 @@ func startPrometheus(t *testing.T, target string) *promServer {
 	}
 	config := read("prometheus.yml")
 	for from, to := range map[string]string{
-		"localhost:9464":           target,
+		"localhost:9464":           application,
+		"localhost:8080":           service,
 		"scrape_interval: 15s":     "scrape_interval: " + scrapes.String(),
 		"evaluation_interval: 15s": "evaluation_interval: " + scrapes.String(),
 	} {
