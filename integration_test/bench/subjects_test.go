@@ -3,6 +3,7 @@ package bench
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"math"
 	"net"
 	"os"
@@ -10,15 +11,20 @@ import (
 	"sync"
 	"time"
 
+	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
+	envoy "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/require"
 	"golang.org/x/time/rate"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/migrations"
+	"github.com/pgratelimit/ratelimit/service"
 )
 
 // window is the window of every limit. The window is so long that nothing refills during the benchmark, so the rows
@@ -168,6 +174,7 @@ var (
 	)
 	leased         = library("sliding window, Lease", sliding, ratelimit.Config{Lease: &ratelimit.Lease{}})
 	served         = throughService("sliding window, through a service", sliding)
+	envoys         = &subject{title: "ratelimit, fixed window, for Envoy over gRPC", ours: true, open: openForEnvoy}
 	held           = calls("Hold and Settle, sliding window", sliding, ratelimit.Config{}, holdAndSettle)
 	withoutDenials = library("sliding window, NoDenialCache", sliding, ratelimit.Config{NoDenialCache: true})
 	allOfTwo       = sets("AllowAll of two limits, one shared", 2)
@@ -311,6 +318,62 @@ func throughService(title string, kind algorithm) *subject {
 		return kept
 	}
 	return s
+}
+
+// openForEnvoy opens a service in this process that is asked by Envoy's protocol. All callers share one connection.
+func openForEnvoy(a *arena, data dataset) *store {
+	schema := a.migratedSchema()
+	table := pgx.Identifier{schema, "rate_limit_ephemeral"}.Sanitize()
+	ask := sync.OnceValue(func() envoy.RateLimitServiceClient { return a.serveEnvoy(schema, data.limit) })
+	return &store{
+		data: data, table: table,
+		taken: func() int64 { return a.count("SELECT coalesce(sum(count), 0)::bigint FROM " + table) },
+		connect: func(far bool) *contender {
+			return &contender{
+				pool: a.pool(far), pids: a.postgresPIDs,
+				take: func(ctx context.Context, key string) (bool, error) {
+					answer, err := ask().ShouldRateLimit(ctx, &envoy.RateLimitRequest{
+						Domain: "bench",
+						Descriptors: []*common.RateLimitDescriptor{{
+							Entries: []*common.RateLimitDescriptor_Entry{{Key: "user", Value: key}},
+						}},
+					})
+					return answer.GetOverallCode() == envoy.RateLimitResponse_OK, err
+				},
+			}
+		},
+	}
+}
+
+// serveEnvoy starts a service with a pool of 3 connections, until the benchmark ends, and returns its only client.
+func (a *arena) serveEnvoy(schema string, limit int64) envoy.RateLimitServiceClient {
+	a.b.Helper()
+	dir := a.b.TempDir()
+	file := fmt.Sprintf("domain: bench\ndescriptors:\n  - key: user\n    rate_limit: {unit: year, requests_per_unit: %d}\n", limit)
+	require.NoError(a.b, os.WriteFile(filepath.Join(dir, "bench.yaml"), []byte(file), 0o600))
+	socket := "unix:" + filepath.Join(a.b.TempDir(), "s")
+	ctx, cancel := context.WithCancel(context.Background())
+	started, ended := make(chan struct{}), make(chan error, 1)
+	go func() {
+		ended <- service.Run(ctx, service.Options{
+			DB: a.newPool(func(config *pgxpool.Config) { config.MaxConns = 3 }), Schema: schema, Dir: dir, GRPC: socket,
+			Timeout: patience, Logger: slog.New(slog.DiscardHandler),
+			Started: func(net.Addr, net.Addr, net.Addr) { close(started) },
+		})
+	}()
+	select {
+	case <-started:
+	case err := <-ended:
+		require.NoError(a.b, err)
+	}
+	conn, err := grpc.NewClient(socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	require.NoError(a.b, err)
+	a.b.Cleanup(func() {
+		require.NoError(a.b, conn.Close())
+		cancel()
+		require.NoError(a.b, <-ended)
+	})
+	return envoy.NewRateLimitServiceClient(conn)
 }
 
 // serve serves what client decides on a Unix socket, until the benchmark ends.

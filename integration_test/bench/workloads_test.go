@@ -137,7 +137,7 @@ func fullPlan() plan {
 	ours := []*subject{slidingWindow, fixedWindow, tokenBucket, durable, durableSync}
 	limiters := join(ours, redis, []*subject{fiveRoundTrips, plainUpdate})
 	everybody := join(limiters, []*subject{selectOne})
-	withSets := join(everybody, []*subject{inProcess, allOfTwo, allOfThree, held})
+	withSets := join(everybody, []*subject{inProcess, allOfTwo, allOfThree, held, envoys})
 	deniers := join([]*subject{slidingWindow, withoutDenials}, redis, []*subject{fiveRoundTrips, plainUpdate})
 	few := []*subject{slidingWindow, redisPool16, redisAuto, plainUpdate}
 	popular := join([]*subject{slidingWindow, durable}, redis, []*subject{fiveRoundTrips, plainUpdate})
@@ -176,7 +176,7 @@ func fullPlan() plan {
 					false,
 					popular, 0,
 				},
-				{hot64ID, "64 callers, one hot key", 1, 64, users, hot, false, limiters, 0},
+				{hot64ID, "64 callers, one hot key", 1, 64, users, hot, false, join(limiters, []*subject{envoys}), 0},
 				{hot512ID, "512 callers, one hot key", 1, 512, users, hot, false, limiters, 0},
 				{hot1ID, "One caller, one hot key", 1, 1, users, hot, false, join(few, []*subject{held}), 0},
 				{new1ID, "One caller, each key new", 1, 1, fresh, nil, false, join(few, []*subject{durable}), 0},
@@ -237,7 +237,7 @@ func quickPlan() plan {
 	denied := newDataset("1,000 denied keys", "denied:", 1_000, 1)
 	chart := []*subject{slidingWindow, redisPool16, fiveRoundTrips}
 	few := []*subject{slidingWindow, redisPool16, plainUpdate}
-	several := join(chart, []*subject{redisStock, redisAuto, plainUpdate, allOfTwo, allOfThree, held})
+	several := join(chart, []*subject{redisStock, redisAuto, plainUpdate, allOfTwo, allOfThree, held, envoys})
 	lasting := join(chart, []*subject{plainUpdate, durable})
 	deniers := []*subject{slidingWindow, withoutDenials, plainUpdate}
 	busy := newDataset("5,000 keys", "busy:", 5_000, ample)
