@@ -350,10 +350,7 @@ func (r *Report) text(w io.Writer) {
 			fmt.Fprintf(w, "\n%s is the smallest that denies at most %s\n", s.Found, s.Target)
 		}
 		fmt.Fprintln(w, "LIMIT\tDENIED\tSHARE\tKEYS DENIED")
-		for i, p := range s.Curve {
-			if i > 0 && p.Denied == s.Curve[i-1].Denied && (s.Limit == nil || p.Limit != *s.Limit) {
-				continue
-			}
+		for _, p := range s.Shown() {
 			fmt.Fprintf(w, "%d\t%d\t%s\t%d\n", p.Limit, p.Denied, percent(p.DeniedShare), p.KeysDenied)
 		}
 	}

@@ -6,7 +6,6 @@ import (
 	"html/template"
 	"math"
 	"os"
-	"strconv"
 	"strings"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
@@ -16,8 +15,9 @@ import (
 var pageText string
 
 var page = template.Must(template.New("page").Funcs(template.FuncMap{
-	"percent": percent, "overTime": overTime, "curve": curve, "short": cli.Short, "deniedKeys": deniedKeys,
-	"span": func(seconds float64) string { return cli.Span(int64(seconds * 1e6)) },
+	"percent": percent, "overTime": overTime, "curve": curve, "short": cli.Short, "groupBars": groupBars,
+	"busiestSpan": busiestSpan,
+	"span":        func(seconds float64) string { return cli.Span(int64(seconds * 1e6)) },
 }).Parse(pageText))
 
 // writePage writes a report as a page that needs nothing from the network.
@@ -40,7 +40,7 @@ type picture struct{ strings.Builder }
 
 func newPicture(title string) *picture {
 	p := &picture{}
-	fmt.Fprintf(p, `<svg viewBox="0 0 %d %d" role="img"><title>%s</title>`, pictureWidth, pictureHeight+24,
+	fmt.Fprintf(p, `<svg viewBox="0 0 %d %d" role="img"><title>%s</title>`, pictureWidth, pictureHeight+32,
 		template.HTMLEscapeString(title))
 	return p
 }
@@ -57,7 +57,7 @@ func (p *picture) text(x, y float64, anchor, text string) {
 }
 
 // label writes a text below the picture.
-func (p *picture) label(x float64, anchor, text string) { p.text(x, pictureHeight+18, anchor, text) }
+func (p *picture) label(x float64, anchor, text string) { p.text(x, pictureHeight+24, anchor, text) }
 
 func (p *picture) end() template.HTML {
 	p.WriteString("</svg>")
@@ -80,7 +80,6 @@ func overTime(t Totals) template.HTML {
 	}
 	if n := len(t.Over); n > 0 {
 		p.label(0, "start", cli.Instant(t.Over[0].Begin))
-		p.label(pictureWidth/2, "middle", fmt.Sprintf("at most %d in %d s", most, t.Over[0].Seconds))
 		p.label(pictureWidth, "end", cli.Instant(t.Over[n-1].Begin))
 	}
 	return p.end()
@@ -122,20 +121,33 @@ func curve(s *Sweep) template.HTML {
 	return p.end()
 }
 
-// deniedKeys draws the distribution of the keys by how many requests they made. A bar has the keys with up to twice as
-// many requests as the bar before.
-func deniedKeys(groups []KeyGroup) template.HTML {
-	p := newPicture("Keys by their number of requests")
+// groupBar is a bar of the distribution of the keys.
+type groupBar struct {
+	KeyGroup
+
+	Share float64 // of the length of the longest bar
+}
+
+// groupBars returns the distribution of the keys by how many requests they made, without empty groups at its begin. A
+// bar has the keys with up to twice as many requests as the bar before. The lengths are logarithmic.
+func groupBars(groups []KeyGroup) (bars []groupBar) {
 	most := int64(1)
 	for _, g := range groups {
 		most = max(most, g.Keys)
 	}
-	width := pictureWidth / float64(max(len(groups), 1))
-	for i, g := range groups {
-		height := math.Log1p(float64(g.Keys)) / math.Log1p(float64(most)) * (pictureHeight - 20)
-		p.bar("allowed", float64(i)*width, pictureHeight, width-2, height)
-		p.text((float64(i)+0.5)*width, pictureHeight-height-4, "middle", strconv.FormatInt(g.Keys, 10))
-		p.label((float64(i)+0.5)*width, "middle", fmt.Sprintf("≤ %d", g.UpTo))
+	for _, g := range groups {
+		if g.Keys > 0 || len(bars) > 0 {
+			bars = append(bars, groupBar{g, math.Log1p(float64(g.Keys)) / math.Log1p(float64(most))})
+		}
 	}
-	return p.end()
+	return bars
+}
+
+// busiestSpan says in which span of time most requests came.
+func busiestSpan(t Totals) string {
+	most, seconds := int64(0), int64(0)
+	for _, s := range t.Over {
+		most, seconds = max(most, s.Allowed+s.Denied), s.Seconds
+	}
+	return fmt.Sprintf("at most %s in %d s", cli.Count(most, "request"), seconds)
 }

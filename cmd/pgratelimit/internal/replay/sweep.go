@@ -28,6 +28,16 @@ type Point struct {
 	KeysDenied  int64   `json:"keys_denied"`
 }
 
+// Shown returns the points without those that deny as much as the one before.
+func (s *Sweep) Shown() (points []Point) {
+	for i, p := range s.Curve {
+		if i == 0 || p.Denied != s.Curve[i-1].Denied || s.Limit != nil && p.Limit == *s.Limit {
+			points = append(points, p)
+		}
+	}
+	return points
+}
+
 // Target is the largest share of requests, or number of keys, that may be denied.
 type Target struct {
 	text  string
