@@ -72,24 +72,36 @@ func TestLivePage(t *testing.T) {
 	})
 }
 
+// withoutJavaScript lets a page run no scripts.
+func withoutJavaScript() step {
+	return command(emulation.SetScriptExecutionDisabled, emulation.SetScriptExecutionDisabledParams{Value: true})
+}
+
 // Without JavaScript, the page is a table that is drawn anew when it is loaded.
 func TestLivePageWithoutJavaScript(t *testing.T) {
 	t.Parallel()
 
 	inAllLooks(t, func(t *testing.T, b *browser, l look) {
 		address, limiter := setup(t)
-		p := b.open(t, l, address, command(emulation.SetScriptExecutionDisabled,
-			emulation.SetScriptExecutionDisabledParams{Value: true}))
+		p := b.open(t, l, address, withoutJavaScript())
 		decide(t, limiter, "user:123", 7)
 		p.do(chromedp.Click(chromedp.CSS("header a")))
 		until(p, numbers, "5,2")
-		decide(t, limiter, "user:123", 2)
-		until(p, numbers, "5,4") // the page reloads itself
 		p.requireReadable("numbers")
 		p.requireKeyboard()
 		p.requireAlone(address)
 		require.NotContains(t, p.requests, address+"/?events")
 	})
+}
+
+// Without JavaScript, the page reloads itself.
+func TestLivePageReloadsItself(t *testing.T) {
+	t.Parallel()
+
+	address, limiter := setup(t)
+	p := start(t).open(t, look{width: 1280}, address, withoutJavaScript())
+	decide(t, limiter, "user:123", 7)
+	until(p, numbers, "5,2")
 }
 
 // Readers that read nothing hold up neither decisions nor a browser.

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/chromedp/cdproto/cdp"
 	"github.com/chromedp/cdproto/emulation"
@@ -119,7 +120,8 @@ func (b *browser) open(t *testing.T, l look, address string, first ...step) *tab
 		}
 	}))
 	scheme := map[bool]string{false: "light", true: "dark"}[l.dark]
-	p.do(command(network.Enable, network.EnableParams{}), command(runtime.Enable, cdp.Empty{}), command(log.Enable, cdp.Empty{}),
+	p.do(command(network.Enable, network.EnableParams{}), command(runtime.Enable, cdp.Empty{}),
+		command(log.Enable, cdp.Empty{}),
 		command(emulation.SetDeviceMetricsOverride, emulation.SetDeviceMetricsOverrideParams{
 			Width: l.width, Height: 800, DeviceScaleFactor: 1, Mobile: l.width < 500,
 		}),
@@ -147,27 +149,25 @@ func value[T any](p *tab, expression string) T {
 // until waits until a JavaScript expression has a value.
 func until[T comparable](p *tab, expression string, want T) {
 	p.t.Helper()
-	var got T
-	var err error
-	testkit.WaitUntil(p.t, func() bool {
+	ticker := time.NewTicker(20 * time.Millisecond) // to ask more often would keep the browser from its work
+	defer ticker.Stop()
+	for deadline := time.Now().Add(testkit.Amply); ; <-ticker.C {
 		// While a page is replaced by the next one, nothing can be evaluated.
-		got, err = chromedp.Run(p.ctx, chromedp.Evaluate[T](expression))
-		return err == nil && got == want
-	}, "%s does not become %v: %v", expression, want, later(func() string { return fmt.Sprint(got, " ", err) }))
+		got, err := chromedp.Run(p.ctx, chromedp.Evaluate[T](expression))
+		if err == nil && got == want {
+			return
+		}
+		require.True(p.t, time.Now().Before(deadline), "%s does not become %v: %v, %v", expression, want, got, err)
+	}
 }
-
-// later is a text that is needed only if a test fails.
-type later func() string
-
-func (l later) String() string { return l() }
 
 // checks are functions of JavaScript.
 //
 //go:embed checks.js
 var checks string
 
-// requireReadable requires that a page is readable: nothing lies outside its width, each text is large enough and has enough
-// contrast, and the page is as light or dark as was asked for.
+// requireReadable requires that a page is readable: nothing lies outside its width, each text is large enough and has
+// enough contrast, and the page is as light or dark as was asked for.
 func (p *tab) requireReadable(name string) {
 	p.t.Helper()
 	p.screenshot(name)
