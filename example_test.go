@@ -531,11 +531,11 @@ func ExampleAllowAll() {
 // The tokens of an answer are known only when it ends. Until then, an estimate is held.
 func ExampleLimiter_Hold() {
 	var (
-		ctx    = context.Background()
-		tokens *ratelimit.Limiter
-		answer func(context.Context) (used int64, err error)
+		ctx     = context.Background()
+		limiter *ratelimit.Limiter
+		answer  func(context.Context) (used int64, err error)
 	)
-	held, err := tokens.Hold(ctx, "tenant:42", 4000, 2*time.Minute)
+	held, err := limiter.Hold(ctx, "tenant:42", 4000, 2*time.Minute)
 	if err != nil {
 		log.Fatal(err)
 	}

@@ -17,8 +17,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// TestNodeOfTheCookbook runs the Node programs in docs/cookbook.md unchanged.
-func TestNodeOfTheCookbook(t *testing.T) {
+// TestNodePrograms runs the Node program in docs/cookbook.md, and those of examples/node, unchanged.
+func TestNodePrograms(t *testing.T) {
 	t.Parallel()
 
 	for _, program := range []string{"node", "npm"} {
@@ -29,12 +29,11 @@ func TestNodeOfTheCookbook(t *testing.T) {
 	text, err := os.ReadFile(filepath.Join(repository, "docs/cookbook.md"))
 	require.NoError(t, err)
 	programs := regexp.MustCompile("(?ms)^```js\n(.*?)^```").FindAllSubmatch(text, -1)
-	require.Len(t, programs, 3)
+	require.Len(t, programs, 1)
 
 	dir := t.TempDir()
-	for i, name := range []string{"server.mjs", "tokens.mjs", "imports.mjs"} {
-		require.NoError(t, os.WriteFile(filepath.Join(dir, name), programs[i][1], 0o600))
-	}
+	require.NoError(t, os.CopyFS(dir, os.DirFS(filepath.Join(repository, "examples/node"))))
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "server.mjs"), programs[0][1], 0o600))
 	install := exec.CommandContext(t.Context(), "npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "pg@8")
 	install.Dir = dir
 	if output, err := install.CombinedOutput(); err != nil {
