@@ -108,7 +108,7 @@ WHERE (p.proname, oidvectortypes(p.proargtypes)) IN (
             'text[], text[], boolean[], bigint[], bigint[], bigint[], uuid[], jsonb[], integer, boolean, '
             'timestamp with time zone, boolean'),
         ('rate_limit_acquire', 'text, text, text, bigint, interval, boolean, text, boolean'),
-        ('rate_limit_renew_all', 'uuid[], bigint, integer, boolean, bigint'),
+        ('rate_limit_renew_all', 'uuid[], bigint, integer, boolean, bigint, bigint[]'),
         ('rate_limit_renew', 'uuid, interval'),
         ('rate_limit_release', 'uuid'),
         ('rate_limit_reset', 'text, text, boolean, integer, boolean'),
