@@ -22,3 +22,16 @@ func TestGuaranteesNameFilesThatHaveTests(t *testing.T) {
 		require.Regexp(t, `(?m)^func (Test|Fuzz)\w+\(`, string(source), "%s has no tests", name[1])
 	}
 }
+
+// CONTRIBUTING.md says what each package below internal/ is for.
+func TestContributingNamesEveryPackage(t *testing.T) {
+	t.Parallel()
+
+	text, err := os.ReadFile("CONTRIBUTING.md")
+	require.NoError(t, err)
+	packages, err := os.ReadDir("internal")
+	require.NoError(t, err)
+	for _, folder := range packages {
+		require.Regexp(t, "(?m)^\\|.*`"+folder.Name()+"`.*\\|.*\\|$", string(text), folder.Name())
+	}
+}

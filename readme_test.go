@@ -42,13 +42,13 @@ func TestDocumentsShowCompiledCode(t *testing.T) {
 	require.NotContains(t, compiled, withoutIndentation("func notThere() {}"))
 }
 
-// Every link in README.md and docs/ leads to an existing file and heading.
+// Every link in the documents leads to an existing file and heading.
 func TestLinksLeadSomewhere(t *testing.T) {
 	t.Parallel()
 	documents, err := filepath.Glob("docs/*.md")
 	require.NoError(t, err)
 	links := 0
-	for _, file := range append(documents, "README.md") {
+	for _, file := range append(documents, "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md") {
 		document, err := os.ReadFile(file)
 		require.NoError(t, err)
 		for _, link := range regexp.MustCompile(`\]\(([^)]+)\)`).FindAllStringSubmatch(string(document), -1) {
