@@ -10,6 +10,7 @@ import (
 	"syscall"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/cobra/doc"
 
 	"github.com/pgratelimit/ratelimit/internal/lockholders"
 
@@ -112,5 +113,22 @@ func rootCommand(a *cli.App) *cobra.Command {
 	addGroup("The database:", upkeep.MigrateCommand(a), upkeep.SweepCommand(a), doctor.Command(a), shard.Command(a))
 	addGroup("A service:", serve.Command(a))
 	addGroup("Trying it out:", replay.Command(a), demo.Command(a))
+	root.AddCommand(manCommand())
 	return root
+}
+
+// manCommand returns the command that writes a manual page for each command. It is for packagers, so help does not
+// show it.
+func manCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use: "man FOLDER", Short: "Write the manual pages into a folder", Hidden: true, Args: cobra.ExactArgs(1),
+	}
+	cmd.RunE = cli.Action(func(_ context.Context, args []string) error {
+		if err := os.MkdirAll(args[0], 0o755); err != nil {
+			return err
+		}
+		cmd.Root().DisableAutoGenTag = true // the date of a build tells nobody anything
+		return doc.GenManTree(cmd.Root(), &doc.GenManHeader{Source: "pgratelimit " + cli.Version()}, args[0])
+	})
+	return cmd
 }

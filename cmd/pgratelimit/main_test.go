@@ -141,12 +141,16 @@ func urlWith(t *testing.T, db *pgtest.DB, parameter string) string {
 	return parsed.String()
 }
 
-// commands returns all commands that do something, by their names: those without subcommands, and slots.
+// commands returns all commands that do something, by their names: those without subcommands, and slots. It leaves out
+// hidden commands.
 func commands(t *testing.T) map[string]*cobra.Command {
 	t.Helper()
 	all := map[string]*cobra.Command{}
 	var visit func(cmd *cobra.Command)
 	visit = func(cmd *cobra.Command) {
+		if cmd.Hidden {
+			return
+		}
 		if !cmd.HasSubCommands() || cmd.Flags().Lookup("json") != nil {
 			all[strings.TrimPrefix(cmd.CommandPath(), "pgratelimit ")] = cmd
 		}
@@ -181,6 +185,22 @@ func TestHelp(t *testing.T) {
 	require.Regexp(t, `^pgratelimit version devel\b.*\n$`, invoke(t, "", "--version").done(t))
 	require.Contains(t, invoke(t, "", "completion", "bash").done(t), "bash completion")
 	require.Contains(t, invoke(t, "", "__complete", "peek", "login", "key", "--policy", "").stdout, "sliding 100/1m")
+}
+
+func TestManualPages(t *testing.T) {
+	t.Parallel()
+
+	folder := filepath.Join(t.TempDir(), "man1")
+	require.Empty(t, invoke(t, "postgres://me:hunter2@localhost/app", "man", folder).done(t))
+	for name, cmd := range commands(t) {
+		page, err := os.ReadFile(filepath.Join(folder, strings.ReplaceAll("pgratelimit "+name, " ", "-")+".1"))
+		require.NoError(t, err)
+		require.Contains(t, string(page), ".SH SYNOPSIS")
+		require.Contains(t, string(page), cmd.Short)
+		require.NotContains(t, string(page), "hunter2")
+	}
+	require.NoFileExists(t, filepath.Join(folder, "pgratelimit-man.1"))
+	require.FileExists(t, filepath.Join(folder, "pgratelimit-completion-bash.1"))
 }
 
 // substitution matches a command line whose output becomes the value of a variable.
