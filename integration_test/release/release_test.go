@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -105,18 +106,25 @@ func publish(t *testing.T, origin string) (proxy string) {
 	return filepath.Join(cache, "cache/download")
 }
 
-// stranger returns the environment of a user who has an empty module cache. The other modules come from the cache of
-// this machine, if they are there. With -trimpath, go compiles them once, and not again for each temporary folder.
+// stranger returns the environment of a user who has an empty module cache. With -trimpath, go compiles a module once,
+// and not again for each temporary folder.
 func stranger(t *testing.T, proxy string) []string {
 	t.Helper()
-	settings := strings.Split(in(t, ".", nil, "go", "env", "GOMODCACHE", "GOPROXY"), "\n")
 	return []string{
-		"GOPROXY=file://" + proxy + ",file://" + settings[0] + "/cache/download," + settings[1],
-		"GOMODCACHE=" + t.TempDir(), "GOFLAGS=-trimpath -modcacherw", "CGO_ENABLED=0", "GOWORK=off", "GOSUMDB=off",
+		"GOPROXY=file://" + proxy + "," + otherModules(t), "GOMODCACHE=" + t.TempDir(),
+		"GOFLAGS=-trimpath -modcacherw", "CGO_ENABLED=0", "GOWORK=off", "GOSUMDB=off",
 	}
 }
 
-// checkout requires that the modules can be built from their tags, with the sums in go.sum, and with go.work.
+// otherModules returns the proxies for modules that are not ours. The first one is the cache of this machine.
+func otherModules(t *testing.T) string {
+	t.Helper()
+	cache, proxies, _ := strings.Cut(in(t, ".", nil, "go", "env", "GOMODCACHE", "GOPROXY"), "\n")
+	return "file://" + cache + "/cache/download," + proxies
+}
+
+// checkout requires that the modules can be built from their tags with the sums in go.sum, and that the line in the
+// Dockerfile builds a command that knows its version, also before anybody can get the modules.
 func checkout(t *testing.T, tree string, environment []string) {
 	in(t, tree, nil, "git", "switch", "--quiet", "--detach", version)
 	defer in(t, tree, nil, "git", "switch", "--quiet", "main")
@@ -130,8 +138,9 @@ func checkout(t *testing.T, tree string, environment []string) {
 	require.NotNil(t, line)
 	require.Contains(t, string(dockerfile), "\nENTRYPOINT [\"/pgratelimit\"]\n")
 	program := filepath.Join(t.TempDir(), "pgratelimit")
-	// This machine may have turned the version off.
-	in(t, tree, []string{"GOFLAGS=-buildvcs=true"}, "sh", "-c", string(line[1])+" -o "+program+" "+string(line[2]))
+	image := slices.Concat(environment, []string{"GOWORK=", "GOPROXY=" + otherModules(t), "GOFLAGS=-modcacherw -buildvcs=true",
+		"GOMODCACHE=" + t.TempDir()})
+	in(t, tree, image, "sh", "-c", string(line[1])+" -o "+program+" "+string(line[2]))
 	require.Equal(t, "pgratelimit version "+version, in(t, tree, nil, program, "--version"))
 }
 
@@ -166,7 +175,7 @@ func readme(t *testing.T, tree string, environment []string) {
 // command installs the command, runs the demo, and looks at how its sessions are named.
 func command(t *testing.T, environment []string) {
 	bin := t.TempDir()
-	in(t, bin, append(environment, "GOBIN="+bin), "go", "install", library+"/cmd/pgratelimit@"+version)
+	in(t, bin, slices.Concat(environment, []string{"GOBIN=" + bin}), "go", "install", library+"/cmd/pgratelimit@"+version)
 	program := filepath.Join(bin, "pgratelimit")
 	require.Equal(t, "pgratelimit version "+version, in(t, bin, nil, program, "--version"))
 
