@@ -57,7 +57,7 @@ verify: ## Check that files are formatted, generated files are current, and modu
 	go run ./internal/gensql -check
 	bash .ci/tidy -diff
 
-release: verify ## Write VERSION=v0.1.0 into all modules, and print how to publish them
+release: ## Check all files, write VERSION=v0.1.0 into all modules, and print how to publish them
 	@go run ./internal/release '$(VERSION)'
 
 demo: ## Show what the library does, on a throwaway Postgres or on the server at DATABASE_URL

@@ -42,7 +42,7 @@ func TestRelease(t *testing.T) {
 	in(t, origin, nil, "git", "init", "--quiet", "--bare")
 	in(t, tree, nil, "git", "remote", "add", "origin", origin)
 	before := in(t, tree, nil, "git", "rev-parse", "main")
-	told := in(t, tree, nil, "go", "run", "./internal/release", version)
+	told := in(t, tree, nil, "make", "release", "VERSION="+version)
 	commands := regexp.MustCompile(`(?s)To publish it:\n\n(.*?)\n\nThe branch`).FindStringSubmatch(told)
 	require.NotNil(t, commands, told)
 	in(t, tree, nil, "sh", "-ec", commands[1])
