@@ -13,7 +13,6 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -183,8 +182,9 @@ func command(t *testing.T, environment []string) {
 	database := []string{"DATABASE_URL=" + db.URL}
 	require.Contains(t, in(t, bin, database, program, "demo"), " 429 ")
 
-	tx, err := db.Pool.BeginTx(t.Context(), pgx.TxOptions{})
+	tx, err := db.Pool.Begin(t.Context()) // the command limits waits for it
 	require.NoError(t, err)
+	defer func() { _ = tx.Rollback(t.Context()) }()
 	_, err = tx.Exec(t.Context(), "LOCK TABLE rate_limit_ephemeral")
 	require.NoError(t, err)
 	for name, args := range map[string][]string{
@@ -201,7 +201,6 @@ func command(t *testing.T, environment []string) {
 		require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
 		_ = cmd.Wait()
 	}
-	require.NoError(t, tx.Rollback(t.Context()))
 }
 
 // examples compiles the examples of a package.
