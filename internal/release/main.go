@@ -2,8 +2,9 @@
 //
 //	go run ./internal/release v0.1.0
 //
-// "make release VERSION=v0.1.0" calls it, and it calls "make verify". It works in the working tree of the current folder,
-// which must have no uncommitted changes. It commits, tags and pushes nothing, and prints the commands that do so.
+// "make release VERSION=v0.1.0" calls it, and it calls "make verify". It works in the working tree of the current
+// folder, which must have no uncommitted changes. It commits, tags and pushes nothing, and prints the commands that do
+// so.
 //
 // The release is a commit beside the branch: only tags lead to it. On the branch, the modules keep naming each other by
 // folders, so that a change in two modules is one commit.
