@@ -95,8 +95,9 @@ func (l *Limiter) TryAcquire(ctx context.Context, key string, options SlotOption
 // wait in one line. A caller whose ctx ends leaves the line. A caller that dies stays in it until its TTL ends.
 //
 // A slot that is released goes to the next caller at once, also in another process. For this, a process that waits has
-// a connection of its own, which listens to Postgres. Without a *pgxpool.Pool, through a pooler in transaction mode,
-// and behind a proxy for shards, the process asks twice a second instead.
+// a connection of its own, which listens to Postgres; a [Service] has one for all its processes. Without a
+// *pgxpool.Pool, through a pooler in transaction mode, and behind a proxy for shards, the process asks twice a second
+// instead.
 //
 // With an [All], the caller takes from the other policies when it has a slot. If they deny that, it gives the slot
 // back, waits for their RetryAfter, and joins the line again. If a row of mode deny applies to the key, such as a ban,

@@ -80,6 +80,8 @@ type link struct {
 	heardAt time.Time // when the service last sent something
 	askedAt time.Time // when it was asked for a sign; zero if it was not, or has given one
 	leaving bool
+	ears    map[*ear]bool
+	listens bool // the service listens for them
 }
 
 // maxWaiting is how many bytes may wait until they are sent. Callers may time out faster than a frozen service reads.
@@ -272,7 +274,7 @@ func (c *Client) connect() {
 		ended = c.endWaiting(c.failure)
 	} else {
 		c.failure = nil
-		l := &link{client: c, calls: map[uint64]*call{}, next: 1, sentTo: 1, heardAt: time.Now()}
+		l := &link{client: c, calls: map[uint64]*call{}, ears: map[*ear]bool{}, next: 1, sentTo: 1, heardAt: time.Now()}
 		l.outbox = outbox{
 			conn: conn, mu: &c.mu, sending: func() { l.sentTo = l.next }, sent: func() {}, failed: l.stuck,
 		}
@@ -404,6 +406,9 @@ func (l *link) handle(f frame) *call {
 	case frameLast:
 		l.sendAgain(f.id)
 		return nil
+	case frameListens, frameSlot:
+		l.hear(f)
+		return nil
 	case frameAnswer, frameError, frameFields, frameRows, frameEnd:
 	default: // a pong, or what a later version sends
 		return nil
@@ -463,6 +468,7 @@ func (l *link) drop(err error) (ended []*call) {
 		c.link = nil
 	}
 	l.ended, l.waiting = true, nil
+	l.deafen()
 	_ = l.conn.Close()
 	for id, one := range l.calls {
 		if id >= l.sentTo {

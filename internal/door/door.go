@@ -50,6 +50,7 @@ const (
 	frameRequest   = 'r'
 	frameStatement = 's'
 	framePing      = 'p'
+	frameListen    = 'l' // tell of places in line that become slots; with the id 0: no longer
 
 	frameWelcome = 'W'
 	frameRefusal = 'R' // an error in place of a welcome
@@ -61,6 +62,8 @@ const (
 	framePong    = 'P'
 	frameLeaving = 'L'
 	frameLast    = 'X' // the id is the last one that was read
+	frameListens = 'N' // the service has begun to listen; with the id 0: it does not listen any more
+	frameSlot    = 'S' // a place in line has become a slot
 )
 
 // These times are long compared with what a connection does in them.

@@ -60,6 +60,7 @@ type server struct {
 	gone     sync.WaitGroup
 	loggedAt time.Time // when a refusal was last logged
 	unlogged int       // how many were not logged since
+	ears     ears
 }
 
 // Serve answers the clients that connect to a listener, by an engine with a pool. It returns when ctx has ended and all
@@ -135,7 +136,7 @@ func (s *server) drain() {
 	s.mu.Lock()
 	s.leaving = true
 	for p := range s.peers {
-		p.tell(frameLeaving)
+		p.tell(frameLeaving, 0, nil)
 	}
 	s.mu.Unlock()
 	gone := make(chan struct{})
@@ -206,6 +207,7 @@ func (p *peer) serve() {
 	p.ended, p.waiting = true, nil
 	p.mu.Unlock()
 	_ = p.conn.Close()
+	s.listen(p, false)
 	if errors.Is(err, errFrame) || !p.welcome && !errors.Is(err, io.EOF) {
 		s.log(err)
 	}
@@ -247,7 +249,9 @@ func (p *peer) read() error {
 		case frameStatement:
 			p.statement(f)
 		case framePing:
-			p.tell(framePong)
+			p.tell(framePong, 0, nil)
+		case frameListen:
+			p.server.listen(p, f.id != 0)
 		default:
 			p.server.engine.Admit(requests)
 			return errFrame
@@ -332,12 +336,12 @@ func (p *peer) refuse(err error, kind error) {
 	_, _ = p.conn.Write(appendFrame(nil, frameRefusal, 0, appendError(nil, pg.NewError(err, kind), 0)))
 }
 
-// tell sends a frame without a message to a client that is welcome.
-func (p *peer) tell(kind byte) {
+// tell sends a frame that is no answer to a client that is welcome, unless the client does not read.
+func (p *peer) tell(kind byte, id uint64, payload []byte) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.welcome && len(p.waiting) < MaxFrame {
-		p.waiting = appendFrame(p.waiting, kind, 0, nil)
+	if p.welcome && !p.ended && len(p.waiting) < MaxFrame {
+		p.waiting = appendFrame(p.waiting, kind, id, payload)
 		p.start()
 	}
 }

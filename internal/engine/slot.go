@@ -170,26 +170,35 @@ func (d *Database) renew(
 // errShards is the error for listening at a proxy. The shards send the notifications, and the proxy does not hear them.
 var errShards = errors.New("ratelimit: a proxy for shards hears no notifications of its shards")
 
+// errPool is the error for listening without a pool, which says how to connect.
+var errPool = errors.New("ratelimit: only a *pgxpool.Pool says how to make a connection that listens")
+
 // newKeeper returns the keeper of the engine's slots.
 func (e *Engine) newKeeper() *keeper.Keeper {
-	config := keeper.Config{Renew: e.renewSlots, Told: e.slotsRenewed}
-	if pool, ok := e.Database.DB.(*pgxpool.Pool); ok {
-		listen := keeper.ListenOn(pool)
-		config.Listen = func(ctx context.Context, ready func(), heard func(keeper.Told)) error {
-			var proxy bool
-			name := pg.Qualify("rate_limit_shards()", e.Settings.Schema)
-			err := pg.Query(ctx, pool, true, "SELECT pg_catalog.to_regprocedure($1) IS NOT NULL",
-				[]any{name}, []any{&proxy}, func() error { return nil })
-			if err == nil && proxy {
-				err = errShards
-			}
-			if err != nil {
-				return err
-			}
-			return listen(ctx, ready, heard)
-		}
+	config := keeper.Config{Renew: e.renewSlots, Told: e.slotsRenewed, Listen: e.Listen}
+	if e.Database.door != nil {
+		config.Listen = e.Database.door.Listen
 	}
 	return keeper.New(config)
+}
+
+// Listen tells of places in line that have become slots: see keeper.Config.
+func (e *Engine) Listen(ctx context.Context, ready func(), heard func(keeper.Told)) error {
+	pool, ok := e.Database.DB.(*pgxpool.Pool)
+	if !ok {
+		return errPool
+	}
+	var proxy bool
+	name := pg.Qualify("rate_limit_shards()", e.Settings.Schema)
+	err := pg.Query(ctx, pool, true, "SELECT pg_catalog.to_regprocedure($1) IS NOT NULL",
+		[]any{name}, []any{&proxy}, func() error { return nil })
+	if err == nil && proxy {
+		err = errShards
+	}
+	if err != nil {
+		return err
+	}
+	return keeper.ListenOn(pool)(ctx, ready, heard)
 }
 
 // slotsRenewed logs the first of several renewals that fail, and the first one that succeeds again.

@@ -1,9 +1,11 @@
 package engine
 
 import (
+	"context"
 	"errors"
 	"time"
 
+	"github.com/pgratelimit/ratelimit/internal/keeper"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/wire"
 )
@@ -18,6 +20,8 @@ type Door interface {
 	// Send sends a request to the service, without waiting for the answer. At the latest at the deadline, the request
 	// goes to EndTrips.
 	Send(r *Request, deadline time.Time)
+	// Listen tells of places in line that have become slots: see keeper.Config.
+	Listen(ctx context.Context, ready func(), heard func(keeper.Told)) error
 }
 
 // ErrDoorTx is the error for a call in a transaction. A service cannot take part in it.
