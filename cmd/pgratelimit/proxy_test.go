@@ -36,6 +36,8 @@ type proxy struct {
 // set.
 func newProxy(t *testing.T, n int) *proxy {
 	t.Helper()
+	require.Regexp(t, "Prox|Shard|Grow", t.Name(), "make test/shards only runs tests with these names")
+	pgtest.NeedsProxy(t)
 	p := &proxy{DB: pgtest.Empty(t)}
 	available := pgtest.Scalar[bool](t, p.Pool, `SELECT rolsuper AND EXISTS (
 		SELECT FROM pg_available_extensions WHERE name = 'plproxy') FROM pg_roles WHERE rolname = current_user`)

@@ -12,7 +12,6 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/shards"
-	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 const growKeys = 6
@@ -111,11 +110,6 @@ func TestInterruptedGrowth(t *testing.T) {
 		{shards.Switched, "has given half of its keys to shard 2, and still has their rows", true},
 		{shards.Deleted, "is to be divided, and still has all its keys", true},
 	} {
-		// These steps are before, during and after the move of keys. "make test/shards" tests all steps.
-		usual := test.after == shards.Copied || test.after == shards.GaveUp || test.after == shards.Switched
-		if !usual && testkit.Rounds(t, "RATELIMIT_TEST_ROUNDS", 1) == 1 {
-			continue
-		}
 		t.Run(string("after "+test.after), func(t *testing.T) {
 			t.Parallel()
 

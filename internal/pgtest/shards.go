@@ -26,6 +26,15 @@ func Shards() int {
 	return n
 }
 
+// NeedsProxy skips a test of a proxy for shards in "make test", because such tests take minutes, and most machines lack
+// PL/Proxy. "make test/shards" runs them.
+func NeedsProxy(t testing.TB) {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("a proxy for shards: make test/shards")
+	}
+}
+
 // NotThroughProxy skips a test if the databases of New are proxies for shards. The argument why says what a proxy lacks
 // for the test.
 func NotThroughProxy(t testing.TB, why string) {

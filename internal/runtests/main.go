@@ -3,7 +3,7 @@
 //	go run ./internal/runtests [FOLDER...]
 //
 // Without folders, it runs the tests of all modules except integration_test, which needs more programs and more time.
-// "make test/mistakes" runs the TestMistakes tests.
+// "make test/mistakes" runs the TestMistakes tests. The flag -short leaves out the tests that "make test/shards" runs.
 //
 // All packages share one server: the one at RATELIMIT_TEST_DATABASE_URL, or one that runtests starts. If Postgres is
 // missing, runtests says how to get one. At the end, runtests lists the skipped tests with the reasons.
@@ -72,8 +72,12 @@ func run(ctx context.Context, out io.Writer, modules []string) (err error) {
 		// Do not use cached results, because Go does not know the other programs that the tests depend on. Leave out go
 		// vet, because "make lint" runs it.
 		tests.Go(func() {
-			test := goTest(ctx, module,
-				"-json", "-count=1", "-vet=off", "-timeout=40m", "-p=2", "-skip=^TestMistakes", "./...")
+			args := []string{"-json", "-short", "-count=1", "-vet=off", "-timeout=40m", "-p=2", "-skip=^TestMistakes"}
+			if module == "." {
+				// Start the slowest packages first, because otherwise the run would end with one of them alone.
+				args = append(args, "./internal/engine", "./sql", ".", "./migrations")
+			}
+			test := goTest(ctx, module, append(args, "./...")...)
 			test.Env = append(os.Environ(), "RATELIMIT_TEST_DATABASE_URL="+server.URL())
 			errs[i] = report.run(test)
 		})

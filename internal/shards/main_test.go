@@ -29,6 +29,7 @@ type cluster struct {
 // skipped, or fails if RATELIMIT_TEST_PLPROXY is set.
 func newCluster(t *testing.T, n int) *cluster {
 	t.Helper()
+	pgtest.NeedsProxy(t)
 	c := &cluster{proxy: pgtest.Empty(t)}
 	available := pgtest.Scalar[bool](t, c.proxy.Pool,
 		"SELECT EXISTS (SELECT FROM pg_available_extensions WHERE name = 'plproxy')")
