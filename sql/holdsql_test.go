@@ -244,7 +244,7 @@ func TestHoldsAddUp(t *testing.T) {
 	t.Parallel()
 	db, seed := pgtest.New(t), limitertest.Seed(t)
 	for _, policy := range []string{"fixed 100/360d", "sliding 100/360d", "log 100/360d", "bucket 100 1/36d", "fixed 100/360d, log 100/360d"} {
-		for _, durable := range []bool{false, true} {
+		for _, durable := range limitertest.TablesFor(t, policy) {
 			const callers = 8
 			var counted atomic.Int64
 			errs := make([]error, callers)

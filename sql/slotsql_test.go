@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -352,8 +353,9 @@ func TestRenewalsLockKeysInOrder(t *testing.T) {
 func TestPlansOfRenewalsDependOnNoStatistics(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session")
-	for _, durable := range []bool{false, true} {
-		for _, table := range []string{pgtest.Table(durable), pgtest.Table(durable) + "_hold"} {
+	for _, more := range []string{"", "_hold"} {
+		for _, durable := range limitertest.TablesFor(t, more) {
+			table := pgtest.Table(durable) + more
 			t.Run(table, func(t *testing.T) {
 				t.Parallel()
 				conn := pgtest.Connect(t, pgtest.New(t))

@@ -350,38 +350,52 @@ func TestDoctorOfTablesOfHolds(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	for _, durable := range []bool{false, true} {
-		table := cli.Table(durable) + "_hold"
-		check := func(what string, level cli.Level, found string) cli.Finding {
-			t.Helper()
-			f := examined(t, db.URL)[table+": "+what]
+	tables := []string{cli.Table(false) + "_hold", cli.Table(true) + "_hold"}
+	check := func(what string, level cli.Level, found string) (advice []string) {
+		t.Helper()
+		all := examined(t, db.URL)
+		for _, table := range tables {
+			f := all[table+": "+what]
 			require.Equal(t, level, f.Level, f)
 			require.Regexp(t, found, f.Found)
-			return f
+			advice = append(advice, f.Do)
 		}
-		pgtest.Exec(t, db.Pool, `ALTER TABLE `+table+` SET (autovacuum_enabled = off)`)
-		check("autovacuum", cli.Problem, "^it is turned off for this table")
-		pgtest.Exec(t, db.Pool, `INSERT INTO `+table+` (id, prefix, key, units, ends_at, status, used, settled_at, algorithm,
-				max_count, span_us, refill, fence)
-			SELECT gen_random_uuid(), 'tokens', 'key ' || i, 1, 9e15, 2, 1, 9e15, 1, 10, 60000000, 0, 0
-			FROM generate_series(1, 100000) AS i`)
-		check("sweeping", cli.Fine, "^0 % of the rows have expired$")
-		check("bloat", cli.Fine, `^1\d\.\d MB, of which its rows need (9\d|100) %$`)
-		pgtest.Exec(t, db.Pool, `UPDATE `+table+` SET settled_at = 1, ends_at = 1 WHERE abs(hashtext(key)) % 50 > 0`)
-		f := check("sweeping", cli.Warning, "^98 % of the rows have expired$")
-		follow(t, db, f.Do)
-		follow(t, db, f.Do) // a sweep has at most 50,000 rows
-		check("sweeping", cli.Fine, "^0 % of the rows have expired$")
-		pgtest.Exec(t, db.Pool, `VACUUM `+table)
-		f = check("bloat", cli.Warning, `of which its rows need \d %$`)
-		follow(t, db, f.Do)
-		check("bloat", cli.Fine, "")
-		check("HOT updates", cli.Fine, `updates; renewals and ends change an index, so they are not HOT$`)
-		pgtest.Exec(t, db.Pool, `CREATE INDEX more_`+table+` ON `+table+` (ends_at)`)
-		f = check("kind", cli.Warning, "^it has an index besides those of the migrations")
-		pgtest.Exec(t, db.Pool, strings.Split(f.Do, "`")[1], pgx.QueryExecModeSimpleProtocol)
-		check("kind", cli.Fine, "logged, with no other index than those of the migrations$")
+		return advice
 	}
+	each := func(sql string) {
+		t.Helper()
+		for _, table := range tables {
+			pgtest.Exec(t, db.Pool, strings.ReplaceAll(sql, "$table", table))
+		}
+	}
+	followAll := func(advice []string) {
+		t.Helper()
+		for _, do := range advice {
+			follow(t, db, do)
+		}
+	}
+	each(`ALTER TABLE $table SET (autovacuum_enabled = off)`)
+	check("autovacuum", cli.Problem, "^it is turned off for this table")
+	each(`INSERT INTO $table (id, prefix, key, units, ends_at, status, used, settled_at, algorithm,
+			max_count, span_us, refill, fence)
+		SELECT gen_random_uuid(), 'tokens', 'key ' || i, 1, 9e15, 2, 1, 9e15, 1, 10, 60000000, 0, 0
+		FROM generate_series(1, 100000) AS i`)
+	check("sweeping", cli.Fine, "^0 % of the rows have expired$")
+	check("bloat", cli.Fine, `^1\d\.\d MB, of which its rows need (9\d|100) %$`)
+	each(`UPDATE $table SET settled_at = 1, ends_at = 1 WHERE abs(hashtext(key)) % 50 > 0`)
+	advice := check("sweeping", cli.Warning, "^98 % of the rows have expired$")
+	followAll(advice)
+	followAll(advice) // a sweep has at most 50,000 rows
+	check("sweeping", cli.Fine, "^0 % of the rows have expired$")
+	each(`VACUUM $table`)
+	followAll(check("bloat", cli.Warning, `of which its rows need \d %$`))
+	check("bloat", cli.Fine, "")
+	check("HOT updates", cli.Fine, `updates; renewals and ends change an index, so they are not HOT$`)
+	each(`CREATE INDEX more_$table ON $table (ends_at)`)
+	for _, do := range check("kind", cli.Warning, "^it has an index besides those of the migrations") {
+		pgtest.Exec(t, db.Pool, strings.Split(do, "`")[1], pgx.QueryExecModeSimpleProtocol)
+	}
+	check("kind", cli.Fine, "logged, with no other index than those of the migrations$")
 
 	// A row is no expired row while something of its key is held.
 	acquire(t, db.Pool, "imports", "a", "concurrent 5", 1, false, nil)
