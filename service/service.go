@@ -279,23 +279,50 @@ func (s *service) serveGRPC(l net.Listener) server {
 	}
 }
 
+// drainQuiet is how long connections of HTTP must be silent at the end, before they are closed. A client that sends a
+// request while the connection is being closed could not know whether it was answered.
+const drainQuiet = 2 * time.Second
+
 func (s *service) serveHTTP(l net.Listener) server {
+	var open, usedAt atomic.Int64 // how many connections there are; when one was last used, in Unix nanoseconds
+	handler := s.handler()
 	web := &http.Server{
-		Handler: s.handler(), ReadHeaderTimeout: readTimeout, IdleTimeout: idleTimeout, MaxHeaderBytes: maxHeader,
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if s.draining.Load() {
+				w.Header().Set("Connection", "close") // so that the next request goes elsewhere
+			}
+			handler.ServeHTTP(w, r)
+		}),
+		ConnState: func(_ net.Conn, state http.ConnState) {
+			switch usedAt.Store(time.Now().UnixNano()); state {
+			case http.StateNew:
+				open.Add(1)
+			case http.StateClosed, http.StateHijacked:
+				open.Add(-1)
+			}
+		},
+		ReadHeaderTimeout: readTimeout, IdleTimeout: idleTimeout, MaxHeaderBytes: maxHeader,
 		ErrorLog: slog.NewLogLogger(s.Logger.Handler(), slog.LevelDebug), // what broken clients do
 	}
-	web.RegisterOnShutdown(s.page.Close)
 	if s.TLS != nil {
 		l = tls.NewListener(l, s.TLS)
 	}
 	return server{
 		run: func() error {
-			if err := web.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+			if err := web.Serve(l); !s.draining.Load() {
 				return err
 			}
 			return nil
 		},
 		drain: func(ctx context.Context) {
+			_ = l.Close()
+			s.page.Close() // its pages would stay open
+			usedAt.Store(time.Now().UnixNano())
+			tick := time.NewTicker(drainQuiet / 100)
+			defer tick.Stop()
+			for ctx.Err() == nil && open.Load() > 0 && time.Since(time.Unix(0, usedAt.Load())) < drainQuiet {
+				<-tick.C
+			}
 			if web.Shutdown(ctx) != nil {
 				_ = web.Close()
 			}

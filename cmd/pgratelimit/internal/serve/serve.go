@@ -93,6 +93,10 @@ An address is host:port, or unix:/path. Addresses that other machines can reach 
 	return cmd
 }
 
+// connectTimeout is the timeout of a connection string without connect_timeout. An attempt to connect that hangs keeps
+// one of the few places of the pool, also after the network is back.
+const connectTimeout = 3 * time.Second
+
 func (f *flags) run(ctx context.Context, a *cli.App) error {
 	switch {
 	case f.check && f.dir == "":
@@ -112,6 +116,9 @@ func (f *flags) run(ctx context.Context, a *cli.App) error {
 	}
 	config.MaxConns = f.conns
 	cli.NameSession(config.ConnConfig, "pgratelimit serve")
+	if config.ConnConfig.ConnectTimeout == 0 {
+		config.ConnConfig.ConnectTimeout = connectTimeout
+	}
 	pool, err := pgxpool.NewWithConfig(ctx, config)
 	if err != nil {
 		return err
