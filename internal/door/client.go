@@ -345,6 +345,8 @@ func (c *Client) greet(conn net.Conn) (*frames, error) {
 		return nil, refused
 	case errors.Is(err, errFrame):
 		return nil, pg.NewError(err, pg.ErrSetup)
+	case err != nil && c.config.TLS == nil:
+		return nil, fmt.Errorf("it ended the connection before its welcome; perhaps it wants TLS: %w", err)
 	case err != nil:
 		return nil, err
 	case f.kind == frameRefusal:
