@@ -88,21 +88,24 @@ type DB struct {
 	granting    sync.Once
 }
 
-// Main runs the tests, stops the server, and exits. A TestMain should only call Main. On a small machine, Main sets
-// -parallel to more than the number of processors, because most tests often wait. Calls get a long timeout, and
-// DATABASE_URL is hidden from the tests.
-func Main(m *testing.M) {
+// Main runs the tests, stops the server, and exits. A TestMain should only call Main.
+func Main(m *testing.M) { os.Exit(Run(m)) }
+
+// Run runs the tests, stops the server, and returns the exit code. On a small machine, Run sets -parallel to more than
+// the number of processors, because most tests often wait. Calls get a long timeout, and DATABASE_URL is hidden from the
+// tests.
+func Run(m *testing.M) (code int) {
 	if runtime.GOMAXPROCS(0) < atOnce {
 		_ = flag.Set("test.parallel", strconv.Itoa(atOnce)) // a -parallel on the command line is read later
 	}
 	deadline.Default = testkit.Amply
 	_ = os.Unsetenv("DATABASE_URL") // the server of DATABASE_URL may have other users
-	code := m.Run()
+	code = m.Run()
 	if err := shared.close(); err != nil {
 		fmt.Fprintln(os.Stderr, "pgtest: close the server:", err)
 		code = max(code, 1)
 	}
-	os.Exit(code)
+	return code
 }
 
 // New returns a database that has all migrations in schema public. The end of the test drops the database, even if
