@@ -1,9 +1,12 @@
 package browser
 
 import (
+	"context"
 	"fmt"
 	"net"
+	"net/http"
 	"net/http/httptest"
+	"strings"
 	"testing"
 	"time"
 
@@ -22,7 +25,12 @@ func setup(t *testing.T) (address string, limiter *ratelimit.Limiter) {
 	t.Helper()
 	db := pgtest.New(t)
 	page := livepage.New(livepage.Config{ShowKeys: true, DB: db.Pool})
-	server := httptest.NewServer(page)
+	server := httptest.NewUnstartedServer(page)
+	server.Config.ConnContext = func(ctx context.Context, conn net.Conn) context.Context {
+		_ = conn.(*net.TCPConn).SetWriteBuffer(1) // the smallest there is, so that a slow reader is soon noticed
+		return ctx
+	}
+	server.Start()
 	t.Cleanup(server.Close)
 	t.Cleanup(page.Close)
 	limiter = limitertest.New(t, db.Pool, ratelimit.Config{
@@ -109,6 +117,12 @@ func TestSlowReaders(t *testing.T) {
 	t.Parallel()
 
 	address, limiter := setup(t)
+	answer, err := http.Get(address) // so that denials are counted
+	require.NoError(t, err)
+	require.NoError(t, answer.Body.Close())
+	for i := range 20 { // so that an event is larger than all buffers
+		decide(t, limiter, strings.Repeat(string(rune('a'+i)), 512), 6)
+	}
 	for range 15 { // one stream is left for the browser
 		conn, err := net.Dial("tcp", address[len("http://"):])
 		require.NoError(t, err)
@@ -120,7 +134,7 @@ func TestSlowReaders(t *testing.T) {
 	p := start(t).open(t, look{width: 1280}, address)
 	until(p, live, "live")
 	decide(t, limiter, "user:123", 7)
-	until(p, numbers, "5,2")
+	until(p, numbers, "105,22")
 	decide(t, limiter, "user:123", 1)
-	until(p, numbers, "5,3")
+	until(p, numbers, "105,23")
 }
