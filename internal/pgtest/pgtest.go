@@ -92,8 +92,8 @@ type DB struct {
 func Main(m *testing.M) { os.Exit(Run(m)) }
 
 // Run runs the tests, stops the server, and returns the exit code. On a small machine, Run sets -parallel to more than
-// the number of processors, because most tests often wait. Calls get a long timeout, and DATABASE_URL is hidden from the
-// tests.
+// the number of processors, because most tests often wait. Calls get a long timeout, and DATABASE_URL is hidden from
+// the tests.
 func Run(m *testing.M) (code int) {
 	if runtime.GOMAXPROCS(0) < atOnce {
 		_ = flag.Set("test.parallel", strconv.Itoa(atOnce)) // a -parallel on the command line is read later
