@@ -128,15 +128,15 @@ const reading = `This page is for people who want to know how fast the library i
 - [benchmark.json](benchmark.json) has all figures of all subjects in all workloads and rounds.`
 
 // method explains how the figures were measured.
-const method = `Server and callers share this machine. Postgres has its default settings, but for shared_buffers (a
-quarter of the memory) and the number of connections. Its subjects share one pool of 16, and a service has 3. redis_rate
-is shown with a pool of 16 and with go-redis's default pool. The ratio is to the faster of the two. It also runs on
-go-redis's auto-pipelining client, which is experimental. Callers ask again as soon as they have an answer. After each
-round, every admitted request was found in the table. For that, windows last 12 hours, and the token bucket's clock
-stands still. The subjects of a workload take turns, and each round begins with another one. CPU and WAL are those of
-the server, divided by all decisions. The client's CPU is that of the processes of the callers. "1 ms away" goes through
-a proxy that delays. "UPDATE by key" decides nothing: each call adds 1 to a count in this library's table. "Five round
-trips" is a transaction that reads, decides in Go, and writes.`
+const method = `Server and callers share this machine. Postgres has its default settings, except for shared_buffers (a
+quarter of the memory) and the number of connections. Subjects on Postgres share one pool of 16, and a service has 3.
+redis_rate is shown with a pool of 16 and with go-redis's default pool. The ratio is to the faster of the two.
+redis_rate also runs on go-redis's auto-pipelining client, which is experimental. Callers ask again as soon as they have
+an answer. After each round, every admitted request was found in the table. For that, windows last 12 hours, and the
+token bucket's clock stands still. The subjects of a workload take turns, and each round begins with another subject.
+CPU and WAL are those of the server, divided by all decisions. The client's CPU is that of the callers' processes. Calls
+"1 ms away" pass a proxy that delays. "UPDATE by key" decides nothing: each call adds 1 to a count in this library's
+table. "Five round trips" is a transaction that reads, decides in Go, and writes.`
 
 // beside are the workloads that the overview leaves out, because others say the same.
 var beside = []string{"zipf-64", hot64ID, new64ID, "far-512", "4x8-new", fewRowsID, hot1ID}
