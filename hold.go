@@ -87,8 +87,8 @@ type Settlement struct {
 //
 // A call that is denied takes nothing, and has no Hold. While Postgres is away, [Config].OnFailure answers as for
 // AllowN, and an allowed call gets an empty Hold, whose calls count nothing. Leases and shadows do not decide a Hold.
-// After an [ErrOutcomeUnknown], or if ctx has ended, the units may be set aside: then the result has a Hold although
-// there is an error, so that the caller can cancel it.
+// After an [ErrOutcomeUnknown], or if ctx has ended, the units may be set aside. So the result then has a Hold beside
+// the error, and the caller can cancel it.
 //
 // Errors: those of AllowN; a [*HoldError] for a ttl out of range; a [*CostError] for n below 1.
 func (l *Limiter) Hold(ctx context.Context, key string, n int64, ttl time.Duration) (HoldResult, error) {
@@ -337,8 +337,8 @@ func (h *Hold) Settle(ctx context.Context, used ...int64) (Settlement, error) {
 func (h *Hold) Cancel(ctx context.Context) (Settlement, error) { return h.Settle(ctx, 0) }
 
 // Extend makes a hold that lives last for at least ttl from now. A ttl is from 1 ms to 24 hours. Errors:
-// [ErrHoldEnded]; [ErrHoldUnknown]; a [*HoldError] for a ttl out of range, or if the policy of a key has got more or
-// fewer parts; those of Allow. Except perhaps after an [ErrOutcomeUnknown], the hold is as before.
+// [ErrHoldEnded]; [ErrHoldUnknown]; a [*HoldError] for a ttl out of range, or if the policy of a key no longer has as
+// many parts as the hold; those of Allow. Except perhaps after an [ErrOutcomeUnknown], the hold is as before.
 func (h *Hold) Extend(ctx context.Context, ttl time.Duration) error {
 	if err := h.check(); err != nil {
 		return err
@@ -415,8 +415,8 @@ var holdText = regexp.MustCompile(`^([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}
 // [Client]. If several are passed, Settle takes one number for all of them, or one for each of them. The number of a
 // limiter that the hold does not belong to is ignored.
 //
-// Errors: [ErrHoldUnknown], also for the text of a hold in another schema or database; a [*HoldError] for a text that
-// is no hold's, or a hold of another limiter; a [*StoreError]; the context's error, if it ends first.
+// Errors: [ErrHoldUnknown], also for a hold in another schema or database; a [*HoldError] for a text that cannot be
+// from [Hold.String], or for a hold of another limiter; a [*StoreError]; the context's error, if it ends first.
 func HoldFromText(ctx context.Context, text string, limiters ...*Limiter) (*Hold, error) {
 	if len(limiters) == 0 || slices.Contains(limiters, nil) {
 		return nil, &HoldError{Reason: "HoldFromText needs the limiters that the hold may belong to; pass at least one"}

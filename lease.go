@@ -15,9 +15,9 @@ import (
 //
 // The first lease of a key is enough for at most 4 calls. After a lease that is used up quickly, the next one is twice
 // as large. A lease has at most MaxShare of what remains of a key: 488 of 1,000,000, and nothing of 2,047. So near the
-// limit each call asks the database. A lease lasts at most MaxLength, and at most an eighth of a window or 1/128 of the
-// time to fill a bucket (470 ms for a minute). A lease ends before its window does, and then its rest is given back. If
-// the process dies, the rest counts as used.
+// limit each call asks the database. A lease lasts at most MaxLength, and at most an eighth of a window. For a
+// [TokenBucket], it lasts at most 1/128 of the time in which the bucket fills: 470 ms if that is a minute. A lease ends
+// before its window does, and then its rest is given back. If the process dies, the rest counts as used.
 //
 //   - If a lease has less than n left, AllowN asks the database. WithTx, AllowAll and Peek always ask.
 //   - Other processes may spend leases from before a Reset until these end, and leases from before a change of policy
