@@ -23,14 +23,14 @@ const (
 	// IETFDraft11 is revision 11 of draft-ietf-httpapi-ratelimit-headers, a draft that will still change.
 	// RateLimit-Policy has the limit and, if the window is a whole number of seconds, the window. RateLimit has what
 	// remains. For a denied request, or with a FixedWindow or CalendarWindow, it also has the seconds until more
-	// remains. The unit of a Concurrency is concurrent-requests. Each limit that a request passes is a member of the
-	// fields. Each policy of an All is also a member: the first policy is named login, for example, and the second
+	// remains. The unit of a Concurrency is concurrent-requests. The fields have a member for each limit that the
+	// request passes, and for each policy of an All. The first policy is named login, for example, and the second
 	// policy login/2.
 	IETFDraft11
 
 	// XRateLimit sets X-RateLimit-Limit, -Remaining and -Reset. Reset is the number of seconds until the key is as good
-	// as new. If a request passes several limits, the fields show the last limit. Of an All, the fields show the policy
-	// that denies for the longest time, or for an allowed request the policy with the least left.
+	// as new. If a request passes several limits, the fields show the last limit. For an All, they show one policy: the
+	// one that denies for the longest time, or if the request is allowed, the one with the least left.
 	XRateLimit
 
 	// GitHub is XRateLimit, but Reset is in seconds since 1970 by the clock of the database, as on GitHub.
@@ -40,7 +40,7 @@ const (
 	// which later revisions dropped. For an allowed request, Reset is the number of seconds until the key is as good as
 	// new. For a denied request, Reset is the number of seconds until the same request is allowed. RateLimit-Policy has
 	// the limit and, if the window is a whole number of seconds, the window. If a request passes several limits, the
-	// fields show the last limit. Of an All, RateLimit-Policy has all policies, and the other fields show one policy,
+	// fields show the last limit. For an All, RateLimit-Policy has all policies, and the other fields show one policy,
 	// as XRateLimit does.
 	IETFDraft6
 )

@@ -152,9 +152,9 @@ type Config struct {
 	Headers Headers
 
 	// AddFields adds header fields of the application to the responses to allowed requests. It is called after the
-	// fields of Headers are set, and before the status is written. If the cost will probably be given back, the
-	// result's Remaining is already what will then remain. The result's Source tells whether the database decided. For
-	// rejected requests, see Reject.
+	// fields of Headers are set, and before the status is written. If Charge has returned false, the cost will probably
+	// be given back, and the result's Remaining includes it. The result's Source tells whether the database decided.
+	// For rejected requests, see Reject.
 	//
 	// Defaults to adding no fields.
 	AddFields func(http.Header, ratelimit.Result)

@@ -37,8 +37,8 @@ type KeyError struct{ Reason string }
 
 func (e *KeyError) Error() string { return "httplimit: no key: " + e.Reason }
 
-// Of returns the key of a request, for functions that choose between keys. It returns a *KeyError, or the error of a
-// function given to ByFunc.
+// Of returns the key of a request. A function given to ByFunc can call it to choose between keys. Of returns a
+// *KeyError, or the error of a function given to ByFunc.
 func (k Key) Of(r *http.Request) (string, error) { return k.of(r, nil) }
 
 // of is Of with a proxyHint. The argument hint may be nil.
