@@ -115,10 +115,11 @@ func TestDoctorOfProxiesWhoseMapsDiffer(t *testing.T) {
 		"database: the counts that are there are forgotten.\n")
 	require.NotContains(t, out, "shard 0 (")
 	require.Empty(t, wrong(other))
-	require.Equal(t, []string{"shard 1 belongs to other shards than the first ones of these"}, wrong(p))
+	require.Equal(t, []string{"shard 1 belongs to another set of shards than the first shards here"}, wrong(p))
 	states, _ := p.listed(t)
 	require.NotEqual(t, states[0].Is.Cluster, states[1].Is.Cluster)
-	p.set(t).complains(t, exitFailed, "belongs to other shards than the first ones of these", "`pgratelimit shard list` of all proxies")
+	p.set(t).complains(t, exitFailed, "belongs to another set of shards than the first shards here",
+		"`pgratelimit shard list` of all proxies")
 	p.connections[1] = strangers.connections[1]
 	p.set(t).done(t)
 	require.Empty(t, wrong(p))

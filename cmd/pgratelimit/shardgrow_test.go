@@ -240,7 +240,7 @@ func TestInterruptedGrowthOfSeveralProxies(t *testing.T) {
 	pgtest.Exec(t, p.shards[0].Pool, "ALTER TABLE rate_limit_durable ADD CONSTRAINT rate_limit_durable_pkey PRIMARY KEY (prefix, key)")
 
 	out := p.invokeLine(t, grow)
-	require.Contains(t, out.stderr, "warning: this was begun for 2 proxies, and these are 1")
+	require.Contains(t, out.stderr, "warning: the growth began with 2 proxies, and you have named 1")
 	p.keepsCounts(t)
 	states, wrong = other.listed(t)
 	require.True(t, wrong)

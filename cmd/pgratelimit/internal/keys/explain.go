@@ -95,7 +95,7 @@ is no row, the policy in the code is in force.`,
 			return a.Print(e, e.print)
 		}),
 	}
-	cli.AddPolicy(cmd, &policy, "the policy in the code; rows of another kind are passed over")
+	cli.AddPolicy(cmd, &policy, "the policy in the code; limiters pass over rows of another kind")
 	cli.AddDurable(cmd, &durable)
 	return a.Finish(cmd)
 }

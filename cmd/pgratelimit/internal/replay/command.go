@@ -64,9 +64,10 @@ shows how many requests and keys each policy would have denied. With --current o
 what would change from that policy to the others. No request is sent to a database.
 
 A log is an access log of Apache or nginx (common or combined), JSON lines, or CSV with a header. It may
-be compressed by gzip, and - is standard input. Requests of several files are merged by time. A line
-that is later than --tolerance allows is decided at the time of the line before. Lines that cannot be
-read are counted and left out. From --max-bad on, either is an error.
+be compressed by gzip, and - is standard input. Requests of several files are merged by time. A line may
+be up to --tolerance older than a line above it. A line that is older still is decided at the time of
+the request before it. Lines that cannot be read are counted and left out. If either share is above
+--max-bad, the command fails.
 
 With --limiter, the rows of rate_limit_policy that are in force now decide: the row for a key, else the row
 for its longest prefix, else the row for everybody, else the policy of --current, which is then the policy
@@ -102,9 +103,9 @@ holds for this output only, unless --show-keys is given.`,
 	f.StringVar(&o.Time, "time", "", `field of the time (default "time")`)
 	f.StringVar(&o.TimeLayout, "time-layout", "", "layout of the time in Go, like '02.01.2006 15:04:05' (default: "+
 		"guessed; that of access logs, RFC 3339, or seconds, milli-, micro- or nanoseconds since 1970)")
-	f.DurationVar(&o.tolerance, "tolerance", 10*time.Second, "how much earlier than a line before a line may be")
+	f.DurationVar(&o.tolerance, "tolerance", 10*time.Second, "how much older a line may be than a line above it")
 	f.StringVar(&o.maxBad, "max-bad", "1%",
-		"the largest share of lines that cannot be read, or that come later than --tolerance")
+		"the largest share of lines that cannot be read, and of lines that are older than --tolerance allows")
 	f.StringVar(&o.sweep, "sweep", "", `search for the smallest limit of this policy, like "sliding N/1m"`)
 	f.StringVar(&o.target, "deny-at-most", "0.1%", `what the limit of --sweep may deny, like "0.1%" or "5 keys"`)
 	f.StringVar(&o.failAbove, "fail-if-denied-above", "",

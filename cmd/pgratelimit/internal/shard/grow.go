@@ -73,8 +73,8 @@ func growShards(ctx context.Context, a *cli.App, more, others []string, undo, ye
 		return err
 	}
 	if g.growth != nil && g.growth.Proxies > len(g.proxies) {
-		fmt.Fprintf(a.Stderr, "warning: this was begun for %d proxies, and these are %d: calls of one that is not "+
-			"named with --proxy fail, for keys that have moved\n", g.growth.Proxies, len(g.proxies))
+		fmt.Fprintf(a.Stderr, "warning: the growth began with %d proxies, and you have named %d: through a proxy "+
+			"that you do not name with --proxy, calls for moved keys fail\n", g.growth.Proxies, len(g.proxies))
 	}
 	if err := a.Confirm(ctx, g.question(undo), yes); err != nil {
 		return err

@@ -192,7 +192,7 @@ func (s *State) judge(want Identity, version int64, fresh bool) {
 		s.add(cli.Problem, "place",
 			"compare `pgratelimit shard list` of all proxies, and `pgratelimit shard set` those "+
 				"that have a wrong database; if `pgratelimit shard set` was interrupted, run it again",
-			"belongs to other shards than the first ones of these")
+			"belongs to another set of shards than the first shards here")
 	case s.Is != nil && *s.Is != want:
 		s.add(cli.Problem, "place", s.rightPlace(want), "is %v, and not %v", s.Is, &want)
 	}

@@ -82,7 +82,7 @@ decision, because an expired row means the same as no row.`,
 	}
 	cmd.Flags().DurationVar(&every, "every", 0, "keep running; one pass per interval of at least 1s")
 	cmd.Flags().Float64Var(&config.Share, "share", 0.2,
-		"largest share of the time that the database works for a pass, up to 1")
+		"share of the time in which a pass works, at most 1; it pauses for the rest")
 	cmd.Flags().StringArrayVar(&config.Names, "existing", nil,
 		"`name` of a limiter that exists; name ALL of them: rows of all others are deleted, EXPIRED OR NOT")
 	a.AddJSON(cmd)
