@@ -315,7 +315,8 @@ func ExampleLimiter_Hold_stream() {
 			ratelimit.CalendarWindow{Limit: 100_000, Unit: ratelimit.CalendarDay},
 			ratelimit.SlidingWindow{Limit: 20_000, Window: time.Minute},
 		),
-		Durable: true, // kept if the server crashes
+		Durable:   true, // kept if the server crashes
+		OnFailure: ratelimit.FailOpen(),
 	})
 	if err != nil {
 		log.Fatal(err)
@@ -545,9 +546,9 @@ func ExampleLimiter_Hold() {
 	}
 	used, err := answer(ctx) // 2,719; if the process dies, the 4,000 are free again after two minutes
 	if err != nil {
-		used = 0
+		log.Print(err) // the tokens until then count too
 	}
-	if _, err := held.Hold.Settle(ctx, used); err != nil {
+	if _, err := held.Hold.Settle(context.WithoutCancel(ctx), used); err != nil { // also if the client has gone
 		log.Print("settle it again, here or in another process: ", held.Hold, ": ", err)
 	}
 }

@@ -61,7 +61,7 @@ func ExampleSettle() {
 	}
 	handler := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		used := complete(w, r)
-		if _, err := httplimit.Settle(r.Context(), used); err != nil {
+		if _, err := httplimit.Settle(context.WithoutCancel(r.Context()), used); err != nil {
 			log.Print(err)
 		}
 	})
@@ -104,6 +104,7 @@ func ExampleChargeFailures() {
 	var (
 		pool            *pgxpool.Pool
 		passwordIsRight func(r *http.Request) bool
+		addresses       *ratelimit.Limiter // such as 50 in a quarter of an hour
 	)
 	limiter, err := ratelimit.New(pool, ratelimit.Config{
 		Name:      "login",
@@ -132,7 +133,15 @@ func ExampleChargeFailures() {
 		}
 		w.WriteHeader(http.StatusNoContent)
 	})
-	http.Handle("POST /login", limit(login))
+	// Guesses of one address at many names. The inner limit's 429 is no guess.
+	around, err := httplimit.New(addresses, httplimit.Config{
+		Key:    address,
+		Charge: func(status int) bool { return status == http.StatusUnauthorized },
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	http.Handle("POST /login", around(limit(login)))
 }
 
 // The key is the name in a log-in's JSON.
