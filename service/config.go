@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"maps"
 	"os"
@@ -22,11 +23,15 @@ import (
 // operating system unreliable, and reading a directory takes less than a millisecond.
 const lookEvery = 2 * time.Second
 
-// Check returns what is wrong in the files of a configuration directory, or nil.
+// Check returns what is wrong in the files of a configuration directory, or nil. A directory without files is wrong,
+// because a service that finds none may look in the wrong place.
 func Check(dir string) error {
 	files, err := settings.Read(dir)
 	if err != nil {
 		return err
+	}
+	if len(files) == 0 {
+		return fmt.Errorf("%s has no file whose name ends with .yaml or .yml", dir)
 	}
 	s, err := settings.Load(files)
 	if err != nil {

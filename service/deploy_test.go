@@ -39,4 +39,5 @@ func TestExampleConfigurations(t *testing.T) {
 	for _, dir := range []string{"../deploy/ratelimit", "../cmd/pgratelimit/internal/serve/example"} {
 		require.NoError(t, service.Check(dir), dir)
 	}
+	require.ErrorContains(t, service.Check(t.TempDir()), "has no file")
 }

@@ -46,9 +46,9 @@ envoy.service.ratelimit.v3 on the address of --grpc; programs in all languages, 
 address of --http, where /openapi.yaml describes it; and programs with the Go library on the address of
 --door, by ratelimit.NewService.
 
-The files *.yaml in the folder of --config are those of Envoy's reference service, one for each domain,
-or have limiters for HTTP, as in the example. Files that change are read again within two seconds, or on
-SIGHUP. A file with a mistake leaves the old configuration in force, and the log says what to mend. The
+The files *.yaml and *.yml in the folder of --config are those of Envoy's reference service, one for each
+domain, or have limiters for HTTP, as in the example. Files that change are read again within two seconds,
+or on SIGHUP. A file with a mistake leaves the old configuration in force, and the log says what to mend. The
 service ends on SIGTERM, after it has answered the requests under way.
 
 An address is host:port, or unix:/path. Addresses that other machines can reach need TLS, a token, or
