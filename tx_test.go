@@ -19,6 +19,24 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
+// A transaction that has ended takes nothing, and the error says so.
+func TestTransactionThatHasEnded(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
+	pool := pgtest.New(t).Pool
+	limiter := limitertest.New(t, pool, ratelimit.Config{
+		Name: "orders", Policy: ratelimit.FixedWindow{Limit: 1, Window: time.Hour},
+	})
+	tx, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	require.NoError(t, tx.Rollback(t.Context()))
+	_, err = limiter.WithTx(tx).Allow(t.Context(), "personal")
+	require.ErrorContains(t, err, "call the limiter before Commit or Rollback")
+	result, err := limiter.Allow(t.Context(), "personal")
+	require.NoError(t, err)
+	require.True(t, result.Allowed)
+}
+
 func TestTransactionKeepsOrGivesBack(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")

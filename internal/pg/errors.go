@@ -208,6 +208,9 @@ func Unsent(db any, err error) error {
 	if refused := Unencoded(err); refused != nil {
 		return refused
 	}
+	if errors.Is(err, pgx.ErrTxClosed) {
+		err = fmt.Errorf("the transaction has ended; call the limiter before Commit or Rollback: %w", err)
+	}
 	return NewError(err, ErrSetup)
 }
 
