@@ -1283,7 +1283,6 @@ BEGIN
         s.held := coalesce(s.held, 0) + units;
         -- A literal must not contain the name, because access.sql would insert the schema into it.
         PERFORM pg_notify(concat('rate_limit', '_slot'), concat(id, ' ', fence));
-        EXIT WHEN units = room; -- nothing is free any more
     END LOOP;
     RETURN s;
 END

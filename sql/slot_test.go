@@ -260,14 +260,12 @@ func (k *slotKey) slotStep(ctx context.Context, p model.Concurrency, ok bool, se
 		if k.r.IntN(8) == 0 {
 			ttl = model.Micros(model.MaxHold)
 		}
-		limits := map[int64]int64{} // the same limit for all, or none
-		for _, id := range ids {
-			limits[id] = 0
-		}
+		limits, limit := map[int64]int64{}, int64(0) // the same limit for all, or none
 		if k.r.IntN(2) == 0 {
-			for id := range limits {
-				limits[id] = p.Limit
-			}
+			limit = 1 + k.r.Int64N(8)
+		}
+		for _, id := range ids {
+			limits[id] = limit
 		}
 		return k.renew(ctx, limits, ttl, seen)
 	case dice < 19:
