@@ -272,6 +272,31 @@ func ExampleJoin() {
 	// Output: 192.0.2.1|/search <nil>
 }
 
+// One limit for each user who is logged in, and one for each address of everybody else.
+func ExampleFirst() {
+	var (
+		limiter *ratelimit.Limiter
+		mux     *http.ServeMux
+		userOf  func(r *http.Request) string
+	)
+	type userKey struct{}
+	limit, err := httplimit.New(limiter, httplimit.Config{
+		Key: httplimit.First(httplimit.ByContext(userKey{}), httplimit.ByIP()),
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	authenticate := func(next http.Handler) http.Handler {
+		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if user := userOf(r); user != "" { // such as the user of a valid session
+				r = r.WithContext(context.WithValue(r.Context(), userKey{}, user))
+			}
+			next.ServeHTTP(w, r)
+		})
+	}
+	http.Handle("/", authenticate(limit(mux)))
+}
+
 // A proxy in 10.0.0.0/8 puts the client's address into X-Real-IP.
 func ExampleAddressHeader() {
 	key := httplimit.ByIP(

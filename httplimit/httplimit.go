@@ -63,8 +63,8 @@ var _ Limiter = (*ratelimit.Limiter)(nil)
 
 // Config says how requests are limited. Key is required.
 type Config struct {
-	// Key finds the key that a request takes from. It is ByIP, ByHeader, ByContext, ByFunc, or several of them in Join.
-	// A request without a key is rejected with status 400.
+	// Key finds the key that a request takes from. It is ByIP, ByHeader, ByContext, ByFunc, or several of them in Join
+	// or First. A request without a key is rejected with status 400.
 	Key Key
 
 	// Tier returns the limiter of a request, or nil for the limiter that New was given. Make the limiters of tiers by

@@ -10,6 +10,7 @@ import (
 	"hash"
 	"net/http"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"unicode"
@@ -134,6 +135,30 @@ func Join(parts ...Key) Key {
 			_, _ = escape.WriteString(&joined, text) // a Builder does not fail
 		}
 		return joined.String(), nil
+	}}
+}
+
+// First uses the first of several keys that a request has, for example the user's, or else the address. The key begins
+// with the number of the one that was used, such as "1:alice" or "2:192.0.2.1". So a user named like an address has
+// another limit than that address. A request that has none of them has no key. An error of a function given to ByFunc
+// means that the request does not have that key.
+func First(keys ...Key) Key {
+	if len(keys) == 0 {
+		return Key{err: errors.New("is First of no keys")}
+	}
+	for _, key := range keys {
+		if err := key.usable(); err != nil {
+			return Key{err: fmt.Errorf("is First of a key that %w", err)}
+		}
+	}
+	keys = slices.Clone(keys)
+	return Key{find: func(r *http.Request, hint *proxyHint) (text string, err error) {
+		for i, key := range keys {
+			if text, err = key.of(r, hint); err == nil {
+				return strconv.Itoa(i+1) + ":" + text, nil
+			}
+		}
+		return "", err
 	}}
 }
 

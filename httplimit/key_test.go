@@ -2,6 +2,7 @@ package httplimit
 
 import (
 	"context"
+	"errors"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -34,6 +35,31 @@ func TestKeys(t *testing.T) {
 	require.Error(t, err)
 	_, err = ByHeader("").Of(r)
 	require.Error(t, err)
+}
+
+// First uses the first key that a request has. What a client calls itself never makes it the key of somebody else.
+func TestFirst(t *testing.T) {
+	t.Parallel()
+
+	nobody := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", nil)
+	as := func(user string) *http.Request {
+		return nobody.WithContext(context.WithValue(t.Context(), contextKey{}, user))
+	}
+	keys := []Key{ByContext(contextKey{}), ByHeader("X-Api-Key"), ByIP()}
+	first := First(keys...)
+	keys[0] = text("changed") // First has copied the keys
+	requireKey(t, "3:192.0.2.1", first, nobody)
+	requireKey(t, "1:alice", first, as("alice"))
+	requireKey(t, "1:192.0.2.1", first, as("192.0.2.1"))
+	requireKey(t, "1:3:192.0.2.1", first, as("3:192.0.2.1"))
+	nobody.Header.Set("X-Api-Key", "192.0.2.1")
+	requireKey(t, "2:192.0.2.1", first, nobody)
+
+	lost := ByFunc(func(*http.Request) (string, error) { return "", errors.New("no session") })
+	requireKey(t, "2:192.0.2.1", First(lost, ByIP()), nobody)
+	requireKey(t, "2:192.0.2.1", First(text(""), ByIP()), nobody)
+	_, err := First(lost, ByHeader("X-Other")).Of(nobody)
+	require.EqualError(t, err, "httplimit: no key: there is no header X-Other")
 }
 
 // HMAC accepts a header's value that is too long for a key.

@@ -35,8 +35,8 @@ func TestProxyThatIsNotTrustedIsToldOfOnce(t *testing.T) {
 		"other proxies are trusted": {
 			ByIP(trusted()), "192.168.2.3:1", "X-Forwarded-For", private, write + "192.168.0.0/16`))",
 		},
-		"in HMAC and Join": {
-			HMAC(make([]byte, 16), Join(text("a"), ByIP())), "10.1.2.3:1", "X-Forwarded-For", private, write,
+		"in HMAC, Join and First": {
+			HMAC(make([]byte, 16), Join(text("a"), First(ByHeader("X"), ByIP()))), "10.1.2.3:1", "X-Forwarded-For", private, write,
 		},
 		"trusted, with another header": {
 			ByIP(trusted()), "10.1.2.3:1", "X-Real-Ip", "a trusted proxy sends X-Real-Ip, but not X-Forwarded-For",
