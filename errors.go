@@ -227,9 +227,9 @@ func (e *WaitError) Error() string {
 
 func (e *WaitError) Unwrap() error { return ErrWouldExceedDeadline }
 
-// StoreError is a failure of the database, or of the connection to it.
+// StoreError is a failure of the database, of the connection to it, or of the caller's transaction.
 type StoreError struct {
-	Err error // one or more of ErrNotMigrated to ErrOutcomeUnknown; Err wraps the driver's error
+	Err error // wraps the driver's error, and those of ErrNotMigrated to ErrOutcomeUnknown that apply
 }
 
 func (e *StoreError) Error() string { return e.Err.Error() }

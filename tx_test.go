@@ -31,7 +31,33 @@ func TestTransactionThatHasEnded(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, tx.Rollback(t.Context()))
 	_, err = limiter.WithTx(tx).Allow(t.Context(), "personal")
-	require.ErrorContains(t, err, "call the limiter before Commit or Rollback")
+	require.EqualError(t, err,
+		"ratelimit: the transaction has ended; call the limiter before Commit or Rollback: tx is closed")
+	require.ErrorIs(t, err, pgx.ErrTxClosed)
+	limitertest.RequireKinds(t, err)
+	result, err := limiter.Allow(t.Context(), "personal")
+	require.NoError(t, err)
+	require.True(t, result.Allowed)
+}
+
+// A transaction in which a statement has failed takes nothing, and the error says what to do.
+func TestTransactionThatHasFailed(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
+	db := pgtest.New(t)
+	limiter := limitertest.New(t, db.Pool, ratelimit.Config{
+		Name: "orders", Policy: ratelimit.FixedWindow{Limit: 1, Window: time.Hour},
+	})
+	tx := pgtest.Begin(t, db)
+	_, err := tx.Exec(t.Context(), "SELECT 1/0")
+	require.Error(t, err)
+	_, err = limiter.WithTx(tx).Allow(t.Context(), "personal")
+	require.ErrorContains(t, err, "ratelimit: an earlier statement of the transaction has failed; roll the transaction back")
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	require.True(t, ok)
+	require.Equal(t, "25P02", pgErr.Code)
+	limitertest.RequireKinds(t, err)
+	require.NoError(t, tx.Rollback(t.Context()))
 	result, err := limiter.Allow(t.Context(), "personal")
 	require.NoError(t, err)
 	require.True(t, result.Allowed)

@@ -16,7 +16,7 @@ import (
 func query(found *sql.Rows, err error) (pgx.Rows, error) {
 	switch {
 	case errors.Is(err, sql.ErrTxDone):
-		return nil, pg.NewError(err, pg.ErrSetup) // this is no outage
+		return nil, pg.TxEnded(err)
 	case err != nil:
 		if refused := pg.Unencoded(err); refused != nil {
 			return nil, refused

@@ -328,8 +328,9 @@ func TestSQLDBErrors(t *testing.T) {
 
 	// The transaction has ended.
 	_, err = l.WithTx(sqldb.Tx(tx)).Allow(t.Context(), "key")
-	limitertest.RequireKinds(t, err, ratelimit.ErrSetup)
+	limitertest.RequireKinds(t, err)
 	require.ErrorIs(t, err, sql.ErrTxDone)
+	require.ErrorContains(t, err, "ratelimit: the transaction has ended; ")
 
 	// No connection is free, the server does not answer, or the pool is closed.
 	busy := open(t, on, nil)

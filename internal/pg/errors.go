@@ -110,8 +110,12 @@ func Translate(err error, sent bool) *Error {
 		if e := shardsError(pgErr); e != nil {
 			return e
 		}
-		if pgErr.Code == "22P02" { // with array_nulls off, the server reads NULL in an array as the text "NULL"
+		switch pgErr.Code {
+		case "22P02": // with array_nulls off, the server reads NULL in an array as the text "NULL"
 			err = fmt.Errorf("is array_nulls off in this session? %w", err)
+		case "25P02":
+			err = fmt.Errorf("an earlier statement of the transaction has failed; "+
+				"roll the transaction back and mend that statement, or put it into a savepoint: %w", err)
 		}
 		return NewError(err, kindsOf(pgErr, sent)...)
 	}
@@ -209,9 +213,14 @@ func Unsent(db any, err error) error {
 		return refused
 	}
 	if errors.Is(err, pgx.ErrTxClosed) {
-		err = fmt.Errorf("the transaction has ended; call the limiter before Commit or Rollback: %w", err)
+		return TxEnded(err)
 	}
 	return NewError(err, ErrSetup)
+}
+
+// TxEnded returns the error of a statement that the driver refused to send, because the caller's transaction has ended.
+func TxEnded(err error) *Error {
+	return NewError(fmt.Errorf("the transaction has ended; call the limiter before Commit or Rollback: %w", err))
 }
 
 // Garbled returns an error if the server would misread the statement because of the connection's client_encoding. In
