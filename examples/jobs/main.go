@@ -1,4 +1,6 @@
-// A job queue in a table. At most five jobs of a tenant run at a time, in all workers together. Start it several times.
+// A job queue in a table. At most five jobs of a tenant run at a time, in all workers together. The program makes the
+// table jobs, adds twelve jobs of the tenant acme and two of bolt, and ends when eight workers have run them all. Start
+// it several times at once: acme still has five jobs running.
 //
 //	DATABASE_URL=postgres://localhost/app go run ./examples/jobs
 package main
@@ -8,6 +10,7 @@ import (
 	"errors"
 	"log"
 	"os"
+	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -25,18 +28,16 @@ func main() {
 	if err := migrations.Up(ctx, pool); err != nil {
 		log.Fatal(err)
 	}
-	if _, err := pool.Exec(ctx, createJobs); err != nil {
+	if _, err := pool.Exec(ctx, createJobs+addJobs); err != nil {
 		log.Fatal(err)
 	}
 	limiter, err := newLimiter(pool)
 	if err != nil {
 		log.Fatal(err)
 	}
-	for {
-		if err := work(ctx, pool, limiter, run); err != nil {
-			log.Print(err)
-		}
-		time.Sleep(time.Second)
+	var s sample
+	if err := workUntilDone(ctx, pool, limiter, 8, s.run); err != nil {
+		log.Fatal(err)
 	}
 }
 
@@ -46,7 +47,10 @@ CREATE TABLE IF NOT EXISTS jobs (
 	id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
 	tenant text NOT NULL,
 	due timestamptz NOT NULL DEFAULT now()
-)`
+);`
+
+const addJobs = `
+INSERT INTO jobs (tenant) SELECT CASE WHEN i <= 12 THEN 'acme' ELSE 'bolt' END FROM generate_series(1, 14) AS i;`
 
 func newLimiter(pool *pgxpool.Pool) (*ratelimit.Limiter, error) {
 	return ratelimit.New(pool, ratelimit.Config{
@@ -55,15 +59,58 @@ func newLimiter(pool *pgxpool.Pool) (*ratelimit.Limiter, error) {
 	})
 }
 
-func run(_ context.Context, j job) error {
-	log.Printf("job %d of %s", j.id, j.tenant)
-	return nil
+// sample runs jobs of a second each, and prints how many run in this process.
+type sample struct {
+	mu      sync.Mutex
+	running map[string]int // by tenant
+}
+
+func (s *sample) run(ctx context.Context, j job) error {
+	s.count(j, "begins", 1)
+	defer s.count(j, "ends", -1)
+	select {
+	case <-time.After(time.Second):
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+func (s *sample) count(j job, what string, change int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.running == nil {
+		s.running = map[string]int{}
+	}
+	s.running[j.tenant] += change
+	log.Printf("%s: job %d %s; running: %d", j.tenant, j.id, what, s.running[j.tenant])
 }
 
 type job struct {
 	id     int64
 	tenant string
 	until  time.Time // the end of the claim
+}
+
+// workUntilDone lets n workers run due jobs, until none is due. A worker of an application would go on for ever.
+func workUntilDone(
+	ctx context.Context, pool *pgxpool.Pool, limiter *ratelimit.Limiter, n int, run func(context.Context, job) error,
+) error {
+	errs := make([]error, n)
+	var workers sync.WaitGroup
+	for i := range n {
+		workers.Go(func() {
+			for due := true; due && errs[i] == nil; {
+				if errs[i] = work(ctx, pool, limiter, run); errs[i] != nil {
+					return
+				}
+				time.Sleep(100 * time.Millisecond) // all tenants with due jobs were full
+				errs[i] = pool.QueryRow(ctx, "SELECT EXISTS (SELECT FROM jobs WHERE due <= now())").Scan(&due)
+			}
+		})
+	}
+	workers.Wait()
+	return errors.Join(errs...)
 }
 
 // work runs due jobs, until no tenant has both a due job and a free slot.

@@ -78,6 +78,34 @@ func TestAtMostFiveJobsOfATenant(t *testing.T) {
 	require.Zero(t, pgtest.Scalar[int](t, pools[0], "SELECT count(*)::int FROM jobs"))
 }
 
+// A worker whose tenants are full asks again, until all jobs have run.
+func TestWorkUntilDone(t *testing.T) {
+	t.Parallel()
+	pools, limiters := workers(t, 1, 1)
+	db := pools[0]
+	all, err := limiters[0].Acquire(t.Context(), "tenant:0", ratelimit.SlotOptions{N: 5})
+	require.NoError(t, err)
+	before := pgtest.Scalar[string](t, db, "SELECT due::text FROM jobs WHERE tenant = 'tenant:0'")
+	var ran []string // by the only worker
+	ended := testkit.Later(func() (any, error) {
+		return nil, workUntilDone(t.Context(), db, limiters[0], 1, func(_ context.Context, j job) error {
+			ran = append(ran, j.tenant)
+			return nil
+		})
+	})
+	testkit.WaitUntil(t, func() bool { // the worker has given the job back
+		return pgtest.Scalar[bool](t, db, "SELECT due <= now() AND due > $1::timestamptz FROM jobs WHERE tenant = 'tenant:0'", before)
+	})
+	require.NoError(t, all.Release(t.Context()))
+	_, err = ended()
+	require.NoError(t, err)
+	require.Equal(t, []string{"tenant:1", "tenant:0"}, ran)
+	require.Zero(t, pgtest.Scalar[int](t, db, "SELECT count(*)::int FROM jobs"))
+
+	pgtest.Exec(t, db, "DROP TABLE jobs")
+	require.ErrorContains(t, workUntilDone(t.Context(), db, limiters[0], 2, nil), "42P01")
+}
+
 // The job of a worker that has died is not lost. Its slot and its claim end by themselves, and another worker runs it.
 // A worker that comes back does not delete the job.
 func TestAWorkerDies(t *testing.T) {
