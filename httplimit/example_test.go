@@ -207,11 +207,19 @@ func ExampleTransport_paced() {
 
 // Paying customers have a higher limit. When customers change tiers, their usage is kept.
 func ExampleConfig_tier() {
-	type userKey struct{}
 	var (
-		free *ratelimit.Limiter
+		pool *pgxpool.Pool
 		pays func(r *http.Request) bool
 	)
+	type userKey struct{} // before the limit: r.WithContext(context.WithValue(r.Context(), userKey{}, "alice"))
+	free, err := ratelimit.New(pool, ratelimit.Config{
+		Name:      "api",
+		Policy:    ratelimit.SlidingWindow{Limit: 100, Window: time.Minute},
+		OnFailure: ratelimit.FailOpen(),
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
 	paid, err := free.With(ratelimit.SlidingWindow{Limit: 1000, Window: time.Minute})
 	if err != nil {
 		log.Fatal(err)
