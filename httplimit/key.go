@@ -164,8 +164,8 @@ func First(keys ...Key) Key {
 
 // HMAC keeps personal data out of the database. The database gets the first 128 bits of the key's HMAC-SHA-256, as 22
 // characters of base64url. Without the secret nobody can tell which address or user a row belongs to. The secret has at
-// least 16 random bytes, and is the same in all processes. A new secret makes new keys, so all counts restart. To use a
-// key in `pgratelimit reset` or elsewhere, compute its HMAC in the same way.
+// least 16 random bytes, and is the same in all processes. A new secret makes new keys, so all counts restart. To reset
+// a key, compute its HMAC in a shell: docs/cookbook.md has the line, under "Personal data".
 func HMAC(secret []byte, key Key) Key {
 	if len(secret) < minSecret {
 		return Key{err: fmt.Errorf("is HMAC with a secret of %d bytes, and needs at least %d", len(secret), minSecret)}

@@ -2,6 +2,7 @@ package command
 
 import (
 	"fmt"
+	"net/http"
 	"net/url"
 	"os"
 	"os/exec"
@@ -15,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/httplimit"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/migrations"
@@ -157,8 +159,11 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 		require.Equal(t, 4, shards)
 	})
 
-	// This block is from docs/cookbook.md.
+	// These blocks are from docs/cookbook.md.
 	sql(t, conn, block(t, "FROM rate_limit_allow("))
+	resetKeyOfHMAC(t, conn, func(secret string) {
+		shell(t, dir, databaseURL, block(t, "openssl dgst"), "RATE_LIMIT_SECRET="+secret)
+	})
 
 	// These blocks are from docs/comparison.md.
 	own := block(t, "INTO hits")
@@ -189,6 +194,23 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 	})
 
 	require.Empty(t, blocks, "no test runs these")
+}
+
+// resetKeyOfHMAC checks that the cookbook's lines for a shell find the key that HMAC makes.
+func resetKeyOfHMAC(t *testing.T, conn *pgx.Conn, reset func(secret string)) {
+	t.Helper()
+	const secret = `a secret with spaces, "quotes", \ and $dollars`
+	part := func(text string) httplimit.Key {
+		return httplimit.ByFunc(func(*http.Request) (string, error) { return text, nil })
+	}
+	key, err := httplimit.HMAC([]byte(secret), httplimit.Join(part("192.0.2.1"), part("alice"))).Of(nil)
+	require.NoError(t, err)
+	_, err = conn.Exec(t.Context(), "SELECT rate_limit_allow('login', $1, 'sliding 5/15m')", key)
+	require.NoError(t, err)
+	reset(secret)
+	var left int
+	require.NoError(t, conn.QueryRow(t.Context(), "SELECT count(*) FROM rate_limit_ephemeral WHERE key = $1", key).Scan(&left))
+	require.Zero(t, left)
 }
 
 // buildApplication builds the program in README.md in a new module, as README.md says. It uses this copy of the
