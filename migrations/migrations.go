@@ -314,6 +314,10 @@ func wrap(operation string, err error) error {
 		return nil
 	}
 
+	if _, ok := errors.AsType[*pgconn.ConnectError](err); ok {
+		return fmt.Errorf("ratelimit/migrations: %s: cannot connect to Postgres; check the pool's connection string "+
+			"(an empty one, as of an unset variable, means a local server): %w", operation, err)
+	}
 	var hint string
 	const (
 		insufficientPrivilege = "42501"

@@ -2,6 +2,7 @@ package migrations_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io/fs"
 	"os"
@@ -12,6 +13,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/pressly/goose/v3"
 	"github.com/stretchr/testify/require"
@@ -292,4 +294,16 @@ func TestNilPool(t *testing.T) {
 	} {
 		require.EqualError(t, call(), "ratelimit/migrations: "+operation+": the pool is nil")
 	}
+}
+
+// If Postgres cannot be reached, the error begins with what to do.
+func TestUpWithoutPostgres(t *testing.T) {
+	t.Parallel()
+	pool, err := pgxpool.New(t.Context(), "host="+t.TempDir())
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	err = migrations.Up(t.Context(), pool)
+	require.ErrorContains(t, err, "ratelimit/migrations: up: cannot connect to Postgres; check the pool's connection string")
+	_, ok := errors.AsType[*pgconn.ConnectError](err)
+	require.True(t, ok)
 }

@@ -401,6 +401,7 @@ func TestNoDatabase(t *testing.T) {
 	for _, args := range asking() {
 		o := invoke(t, "postgres://me:secret@"+address+"/app", args...)
 		o.complains(t, exitFailed, "refused", "DATABASE_URL")
+		require.NotContains(t, o.stderr, "the pool's connection string")
 		require.NotContains(t, o.stderr, "secret")
 		require.NotContains(t, o.stderr, "user:123")
 	}

@@ -65,7 +65,7 @@ func (a *App) Message(err error) string {
 	text := OneLine(err)
 	store, isStore := errors.AsType[*ratelimit.StoreError](err)
 	if connect, ok := errors.AsType[*pgconn.ConnectError](err); ok {
-		if isStore {
+		if isStore || strings.HasPrefix(text, "ratelimit/migrations: ") { // these have advice for programmers
 			text = OneLine(connect)
 		}
 		if _, ok := errors.AsType[*shardError](err); !ok && !strings.Contains(text, "DATABASE_URL") {
