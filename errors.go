@@ -29,7 +29,7 @@ var (
 	ErrCostExceedsLimit = errors.New("ratelimit: cost exceeds the limit")
 	// ErrOwesTooMuch: the key would owe more than 10 limits after the charge. See [ChargeError].
 	ErrOwesTooMuch = errors.New("ratelimit: the key would owe too much")
-	// ErrHoldUnknown: the database knows no such hold. It remembers a hold for an hour after its settlement, or for 24
+	// ErrHoldUnknown: the database knows no such hold. It knows a hold until an hour after its settlement, or until 24
 	// hours after its end.
 	ErrHoldUnknown = errors.New("ratelimit: no such hold: it was never made, " +
 		"was forgotten an hour after its settlement or a day after its end, was lost in a crash of the server, " +

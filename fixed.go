@@ -23,7 +23,7 @@ type FixedWindow struct {
 	// Align, Limit is at most 2^62.
 	Limit  int64
 	Window time.Duration // whole microseconds, from 1 µs to 2^51 µs (71 years)
-	Align  bool          // for policies, another kind than without Align
+	Align  bool          // a policy with Align is of another kind than one without it: see [Policy]
 }
 
 func (p FixedWindow) String() string { return p.one().Numbers().String() }

@@ -24,9 +24,9 @@ import (
 // is not usage. [Hold.Settle] counts what was really used, and frees the rest. At its end, an unsettled hold is free
 // again, without a write.
 //
-// A Hold is safe for concurrent use. Another process can settle it by its text: see [Hold.String]. A row of mode off of
-// [Policies], or [FailOpen] and [FallbackLocal] while Postgres is away, make an empty Hold, whose text is "". Its calls
-// succeed, and count nothing.
+// A Hold is safe for concurrent use. Another process can settle it by its text: see [Hold.String]. If a row of mode off
+// of [Policies] allows the call, or [FailOpen] or [FallbackLocal] while Postgres is away, the Hold is empty: its calls
+// succeed and count nothing, and its text is "".
 type Hold struct {
 	of     *holding // nil if a Hold was not made by this package
 	tx     pgx.Tx
@@ -277,9 +277,9 @@ func microsToHold(ttl time.Duration) (int64, error) {
 // order, or for each limiter of [HoldFromText]. A number is from 0 to 2^62. The policies that are in force now count.
 // Either all limits are settled, or none.
 //
-// Settle can be repeated, also after an error: a hold is settled once. Each repetition returns the first Settlement and
-// changes nothing, whatever its numbers are, until an hour after the settlement. Settle after the
-// end counts all the same, and says that it was Late.
+// Settle can be repeated, also after an error: a hold is settled once. Until an hour after the settlement, each
+// repetition returns the first Settlement and changes nothing, whatever its numbers are. Settle after the hold's end
+// counts all the same, and says that it was Late.
 //
 // Errors: [ErrHoldUnknown]; a [*ChargeError] if a key would owe more than 10 limits; a [*HoldError] for the wrong
 // number of numbers, or if the policy of a key has got more or fewer parts; a [*CostError]; those of Allow. Except
@@ -411,9 +411,9 @@ var errNoHoldText error = &HoldError{Reason: "this text is no hold: it is cut of
 var holdText = regexp.MustCompile(`^([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.(e|d|ed)$`)
 
 // HoldFromText returns the hold whose [Hold.String] has returned text, also in another process. It asks the database
-// for it, and changes nothing. Pass the limiters that the hold may belong to; it must have no others. They must share a
-// [Client]. If several are passed, Settle takes one number for all of them, or one for each of them. The number of a
-// limiter that the hold does not belong to is ignored.
+// for it, and changes nothing. Pass all limiters that the hold may belong to. They must share a [Client]. If several
+// are passed, Settle takes one number for all of them, or one for each of them. The number of a limiter that the hold
+// does not belong to is ignored.
 //
 // Errors: [ErrHoldUnknown], also for a hold in another schema or database; a [*HoldError] for a text that cannot be
 // from [Hold.String], or for a hold of another limiter; a [*StoreError]; the context's error, if it ends first.

@@ -10,8 +10,8 @@ import (
 )
 
 // Lease lets a process take more of a busy key's limit than a call needs, and decide later calls from the rest without
-// the database ([SourceLease]). So the limit holds for all processes together, even if they die, freeze or lose the
-// database. The comment of engine.Leases has the argument.
+// the database ([SourceLease]). Units are taken in the database before they are spent, so the limit holds for all
+// processes together, even if they die, freeze or lose the database. The comment of engine.Leases has the argument.
 //
 // The first lease of a key is enough for at most 4 calls. After a lease that is used up quickly, the next one is twice
 // as large. A lease has at most MaxShare of what remains of a key: 488 of 1,000,000, and nothing of 2,047. So near the

@@ -165,9 +165,9 @@ func (o *Observer) hooks() (h engine.Hooks) {
 
 // ErrorKind returns a word for an error, for metrics: "invalid_key", "invalid_cost", "invalid_request"
 // ([RequestError]), "invalid_hold" ([HoldError]), "hold_unknown", "hold_ended", "invalid_slot" ([SlotError]),
-// "slot_released", "slot_lost", "sharded", "would_exceed_deadline",
-// "not_migrated", "newer_schema", "not_permitted", "prepared_statements", "setup", "read_only", "key_held",
-// "pool_exhausted", "timeout", "unavailable", "context" (the context has ended), "other", or "" for nil.
+// "slot_released", "slot_lost", "sharded", "would_exceed_deadline", "not_migrated", "newer_schema", "not_permitted",
+// "prepared_statements", "setup", "read_only", "key_held", "pool_exhausted", "timeout", "unavailable", "context" (the
+// context has ended), "other", or "" for nil.
 func ErrorKind(err error) string {
 	_, invalid := errors.AsType[*RequestError](err)
 	_, invalidHold := errors.AsType[*HoldError](err)

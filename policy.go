@@ -10,9 +10,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Policy says how much a key may take: a [FixedWindow], [SlidingWindow], [TokenBucket], [SlidingLog] or
-// [CalendarWindow] or [Concurrency], or [All] of several. [ParsePolicy] reads what String returns. ([Policies] is a
-// table of policies.)
+// Policy says how much a key may take: a [FixedWindow], [SlidingWindow], [TokenBucket], [SlidingLog], [CalendarWindow]
+// or [Concurrency], or [All] of several. [ParsePolicy] reads what String returns. ([Policies] is a table of policies.)
 //
 // A policy may change while its keys are in use. What was taken stays taken, and the new numbers apply at once. A
 // raised limit helps immediately, and a lowered limit denies until enough usage has expired. A bucket keeps its tokens,

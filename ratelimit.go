@@ -178,7 +178,8 @@ func validateName(name string, policy Policy) error {
 // remembered for one policy only, so a raised limit helps at once.
 //
 // Errors: a [*ConfigError] for a policy that cannot work, or is of another kind, such as a [TokenBucket] for a
-// [SlidingWindow]. An [All] may get longer or shorter, also by a [Concurrency]: then other methods are for it.
+// [SlidingWindow]. An [All] may have more or fewer policies than before. If it gains or loses a [Concurrency], other
+// methods are for it: see [Concurrency].
 func (l *Limiter) With(policy Policy) (*Limiter, error) {
 	if err := validatePolicy(policy); err != nil {
 		return nil, err

@@ -33,7 +33,7 @@ type Service struct{ client *door.Client }
 // ServiceConfig says how to reach a [Service]. The zero value is useful for a Unix socket.
 type ServiceConfig struct {
 	TLS   *tls.Config // nil means no TLS
-	Token string      // what the service wants to hear; defaults to "", nothing
+	Token string      // the token that the service asks for; defaults to "", for a service without one
 	// Direct is a *pgxpool.Pool or a sqldb.Pool, which the process asks itself while it cannot reach the service. A
 	// request that was sent to the service is not sent again. Defaults to nil: the call fails, and OnFailure answers.
 	Direct DBTX
@@ -83,9 +83,9 @@ func behind(db DBTX) DBTX {
 
 // ServeConfig says how [Client.Serve] serves. The zero value is useful.
 type ServeConfig struct {
-	Token    string        // what clients must say; defaults to "": whoever can connect is served
+	Token    string        // the token that clients must send; defaults to "": whoever can connect is served
 	MaxConns int           // the most connections; defaults to 10,000
-	Grace    time.Duration // how long clients have at the end to go elsewhere; defaults to 5 seconds
+	Grace    time.Duration // how long clients have to go elsewhere when ctx ends; defaults to 5 seconds
 	// Logger gets a line when a process is refused, but no more than one each second. Defaults to slog.Default().
 	Logger *slog.Logger
 }

@@ -51,7 +51,8 @@ type SlotResult struct {
 // Slot is a number of units of a [Concurrency] limit that this process has until it releases them. The slot is renewed
 // while the process lives. A Slot is safe for concurrent use.
 //
-// A row of mode off of [Policies], or [FailOpen] while Postgres is away, makes an empty Slot, which limits nothing.
+// If a row of mode off of [Policies] allows the call, or [FailOpen] while Postgres is away, the Slot is empty, and
+// limits nothing.
 type Slot struct {
 	limiter *Limiter
 	place   engine.SlotPlace
@@ -354,7 +355,7 @@ func (s *Slot) leaveUndecided(decided <-chan struct{}) {
 // is left, because renewals have failed. In this tenth, stop the work: until the slot ends, nobody else has it.
 //
 // By the monotonic clock of this process, the context ends before the slot can end. But a process that was paused, for
-// example because its machine was, may do something before it notices that. Where this would do harm, let the resource
+// example because its machine was, may do something before it notices that. If this would do harm, let the resource
 // behind the limit check the slot's Fence.
 func (s *Slot) Context(ctx context.Context) context.Context {
 	if s.kept == nil {
