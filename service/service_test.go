@@ -291,7 +291,7 @@ func TestSchema(t *testing.T) {
 		limiter, more := "login", ""
 		switch path {
 		case "/v1/hold":
-			more = `, "n": 1, "ttl": 60`
+			more = `, "cost": 1, "ttl": 60`
 		case "/v1/acquire":
 			limiter = "jobs"
 		}

@@ -48,7 +48,7 @@ type (
 	askRequest struct {
 		subject
 
-		N *int64 `json:"n"` // defaults to 1
+		Cost *int64 `json:"cost"` // defaults to 1
 	}
 	waitRequest struct {
 		askRequest
@@ -61,12 +61,12 @@ type (
 	refundRequest struct {
 		Limiter string `json:"limiter"`
 		Receipt string `json:"receipt"`
-		N       *int64 `json:"n"` // defaults to all
+		Cost    *int64 `json:"cost"` // defaults to all
 	}
 	chargeRequest struct {
 		subject
 
-		N *int64 `json:"n"`
+		Cost *int64 `json:"cost"`
 	}
 	holdRequest struct {
 		chargeRequest
@@ -237,7 +237,7 @@ func at(prefix string, err error) error {
 	case "invalid_key":
 		return atField{err, prefix + "key"}
 	case "invalid_cost":
-		return atField{err, prefix + "n"}
+		return atField{err, prefix + "cost"}
 	}
 	return err
 }
@@ -247,7 +247,7 @@ func (h *handler) ask(ctx context.Context, header http.Header, q *askRequest) (a
 	if err != nil {
 		return nil, err
 	}
-	result, err := l.AllowN(ctx, q.Key, defaultTo(q.N, 1))
+	result, err := l.AllowN(ctx, q.Key, defaultTo(q.Cost, 1))
 	if err != nil {
 		return nil, at("", err)
 	}
@@ -278,10 +278,9 @@ func (h *handler) wait(ctx context.Context, header http.Header, q *waitRequest) 
 	if timeout == 0 {
 		return h.ask(ctx, header, &q.askRequest)
 	}
-	n := defaultTo(q.N, 1)
 	within, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	result, err := l.WaitN(within, q.Key, n)
+	result, err := l.WaitN(within, q.Key, defaultTo(q.Cost, 1))
 	if err == nil {
 		return h.decisionOf(header, l, result)
 	}
@@ -313,7 +312,7 @@ func (h *handler) all(ctx context.Context, header http.Header, q *allRequest) (a
 		if err != nil {
 			return nil, err
 		}
-		limiters[i], requests[i] = l, l.Request(one.Key, defaultTo(one.N, 1))
+		limiters[i], requests[i] = l, l.Request(one.Key, defaultTo(one.Cost, 1))
 	}
 	results, err := ratelimit.AllowAll(ctx, requests...)
 	if which, ok := errors.AsType[*ratelimit.RequestError](err); ok {
@@ -361,10 +360,10 @@ func (h *handler) refund(ctx context.Context, header http.Header, q *refundReque
 		return nil, atField{err, "receipt"}
 	}
 	var b ratelimit.Balance
-	if q.N == nil {
+	if q.Cost == nil {
 		b, err = l.Refund(ctx, result)
 	} else {
-		b, err = l.RefundN(ctx, result, *q.N)
+		b, err = l.RefundN(ctx, result, *q.Cost)
 	}
 	if err != nil {
 		return nil, at("", err)
@@ -380,11 +379,11 @@ func (h *handler) charge(ctx context.Context, header http.Header, q *chargeReque
 	if err != nil {
 		return nil, err
 	}
-	n, err := number("n", q.N)
+	cost, err := number("cost", q.Cost)
 	if err != nil {
 		return nil, err
 	}
-	c, err := l.Charge(ctx, q.Key, n)
+	c, err := l.Charge(ctx, q.Key, cost)
 	if err != nil {
 		return nil, at("", err)
 	}
@@ -417,7 +416,7 @@ func (h *handler) hold(ctx context.Context, header http.Header, q *holdRequest) 
 	if err != nil {
 		return nil, err
 	}
-	n, err := number("n", q.N)
+	cost, err := number("cost", q.Cost)
 	if err != nil {
 		return nil, err
 	}
@@ -425,7 +424,7 @@ func (h *handler) hold(ctx context.Context, header http.Header, q *holdRequest) 
 	if err != nil {
 		return nil, err
 	}
-	result, err := l.Hold(ctx, q.Key, n, lasts)
+	result, err := l.Hold(ctx, q.Key, cost, lasts)
 	if err != nil {
 		if result.Hold != nil { // it may exist, and the caller cannot learn its text
 			h.cancelLater(ctx, result.Hold)

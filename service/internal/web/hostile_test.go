@@ -68,12 +68,12 @@ func TestDatabaseIsAway(t *testing.T) {
 		path, more                string
 		error, allow, deny, local int
 	}{
-		{"/v1/ask", `, "n": 2`, 503, 200, 429, 200},
+		{"/v1/ask", `, "cost": 2`, 503, 200, 429, 200},
 		{"/v1/look", ``, 503, 200, 429, 429}, // half of the limit is gone
 		{"/v1/ask", ``, 503, 200, 429, 429},
 		{"/v1/wait", `, "timeout": 0`, 503, 200, 429, 429},
-		{"/v1/hold", `, "n": 1, "ttl": 60`, 503, 200, 429, 429},
-		{"/v1/charge", `, "n": 1`, 503, 503, 503, 503},
+		{"/v1/hold", `, "cost": 1, "ttl": 60`, 503, 200, 429, 429},
+		{"/v1/charge", `, "cost": 1`, 503, 503, 503, 503},
 		{"/v1/acquire", ``, 503, 200, 429, 503},
 		{"/v1/acquire", `, "timeout": 60`, 503, 200, 429, 503},
 	} {
@@ -166,7 +166,7 @@ func FuzzBodies(f *testing.F) {
 	b := setup(f, Options{})
 	h, _ := b.handler.(*handler)
 	for path := range h.routes {
-		f.Add(path, `{"limiter": "mail", "key": "ada", "n": 1, "ttl": 1, "timeout": 0}`)
+		f.Add(path, `{"limiter": "mail", "key": "ada", "cost": 1, "ttl": 1, "timeout": 0}`)
 		f.Add(path, `{"limiter": "mail", "hold": "", "used": 1, "ttl": 1e308, "receipt": "x", "limits": [{}]}`)
 	}
 	f.Fuzz(func(t *testing.T, path, body string) {

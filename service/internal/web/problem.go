@@ -121,7 +121,7 @@ func problemOf(err error) problem {
 	if refused, ok := errors.AsType[*pgconn.PgError](err); ok && refused.Code == "22023" { // of rate_limit_acquire
 		p.Kind, p.Detail = "invalid_slot", refused.Message+". "+refused.Hint
 		if refused.ColumnName == "cost" {
-			p.Field = "n"
+			p.Field = "cost"
 		}
 		return bad(http.StatusBadRequest, "The slot cannot be acquired.")
 	}

@@ -94,9 +94,9 @@ func (h *handler) acquire(ctx context.Context, header http.Header, q *acquireReq
 	if err != nil {
 		return nil, err
 	}
-	n := defaultTo(q.N, 1)
-	if n < 1 {
-		return nil, wrong("n", "It is %d, and must be at least 1.", n)
+	cost := defaultTo(q.Cost, 1)
+	if cost < 1 {
+		return nil, wrong("cost", "It is %d, and must be at least 1.", cost)
 	}
 	if len(q.Holder) > maxHolder || strings.ContainsFunc(q.Holder, unicode.IsControl) || !utf8.ValidString(q.Holder) {
 		return nil, wrong("holder", "It may have %d bytes, without control characters.", maxHolder)
@@ -124,7 +124,7 @@ func (h *handler) acquire(ctx context.Context, header http.Header, q *acquireReq
 	var endsAt pgtype.Timestamptz
 	// If the caller leaves meanwhile, the slot must be known, so that it can be given back.
 	err = h.query(context.WithoutCancel(ctx), acquireSlot,
-		[]any{config.Name, q.Key, policy, n, lasts.Microseconds(), config.Durable, q.Holder, timeout > 0},
+		[]any{config.Name, q.Key, policy, cost, lasts.Microseconds(), config.Durable, q.Holder, timeout > 0},
 		&a.Allowed, &slot, &fence, &retryAfter, &endsAt)
 	mode := config.OnFailure
 	if pg.IsAway(err) && (mode == ratelimit.FailOpen() || mode == ratelimit.FailClosed()) {
@@ -147,7 +147,7 @@ func (h *handler) acquire(ctx context.Context, header http.Header, q *acquireReq
 	}
 	if a.Allowed {
 		retryAfter = 0
-		state.Remaining = max(state.Remaining-n, 0)
+		state.Remaining = max(state.Remaining-cost, 0)
 		if state.Each() != nil {
 			if now, err := l.Peek(ctx, q.Key); err == nil {
 				state = now

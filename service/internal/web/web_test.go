@@ -42,18 +42,18 @@ func TestRefundByReceipt(t *testing.T) {
 	t.Parallel()
 	b := setup(t, Options{})
 
-	got := post(t, b.handler, "/v1/ask", `{"limiter": "mail", "key": "ada", "n": 10}`)
+	got := post(t, b.handler, "/v1/ask", `{"limiter": "mail", "key": "ada", "cost": 10}`)
 	receipt, _ := got.body["receipt"].(string)
-	body := fmt.Sprintf(`{"limiter": "mail", "receipt": %q, "n": 4}`, receipt)
+	body := fmt.Sprintf(`{"limiter": "mail", "receipt": %q, "cost": 4}`, receipt)
 	got = post(t, b.handler, "/v1/refund", body)
 	require.Equal(t, http.StatusOK, got.status)
 	require.InDelta(t, 94, got.body["remaining"], 0)
 	require.Equal(t, http.StatusBadRequest,
 		post(t, b.handler, "/v1/refund", strings.Replace(body, "mail", "login", 1)).status)
-	got = post(t, b.handler, "/v1/charge", `{"limiter": "mail", "key": "ada", "n": 100}`)
+	got = post(t, b.handler, "/v1/charge", `{"limiter": "mail", "key": "ada", "cost": 100}`)
 	require.Equal(t, http.StatusOK, got.status)
 	require.InDelta(t, 6, got.body["owed"], 0)
-	got = post(t, b.handler, "/v1/charge", `{"limiter": "mail", "key": "ada", "n": 1000}`)
+	got = post(t, b.handler, "/v1/charge", `{"limiter": "mail", "key": "ada", "cost": 1000}`)
 	require.Equal(t, http.StatusConflict, got.status)
 	require.Equal(t, "owes_too_much", got.body["kind"])
 }
@@ -62,11 +62,11 @@ func TestHolds(t *testing.T) {
 	t.Parallel()
 	b := setup(t, Options{})
 
-	got := post(t, b.handler, "/v1/hold", `{"limiter": "mail", "key": "ada", "n": 60, "ttl": 60}`)
+	got := post(t, b.handler, "/v1/hold", `{"limiter": "mail", "key": "ada", "cost": 60, "ttl": 60}`)
 	require.Equal(t, http.StatusOK, got.status)
 	hold := fmt.Sprintf(`{"limiter": "mail", "hold": %q`, got.body["hold"])
 	require.Equal(t, http.StatusTooManyRequests,
-		post(t, b.handler, "/v1/hold", `{"limiter": "mail", "key": "ada", "n": 60, "ttl": 60}`).status)
+		post(t, b.handler, "/v1/hold", `{"limiter": "mail", "key": "ada", "cost": 60, "ttl": 60}`).status)
 	require.Equal(t, http.StatusOK, post(t, b.handler, "/v1/extend", hold+`, "ttl": 3600}`).status)
 	for range 2 { // a settlement can be repeated
 		got = post(t, b.handler, "/v1/settle", hold+`, "used": 25}`)
@@ -75,7 +75,7 @@ func TestHolds(t *testing.T) {
 	}
 	require.Equal(t, http.StatusConflict, post(t, b.handler, "/v1/extend", hold+`, "ttl": 3600}`).status)
 	require.InDelta(t, 75, post(t, b.handler, "/v1/look", `{"limiter": "mail", "key": "ada"}`).body["remaining"], 0)
-	got = post(t, b.handler, "/v1/hold", `{"limiter": "mail", "key": "eva", "n": 60, "ttl": 60}`)
+	got = post(t, b.handler, "/v1/hold", `{"limiter": "mail", "key": "eva", "cost": 60, "ttl": 60}`)
 	hold = fmt.Sprintf(`{"limiter": "mail", "hold": %q}`, got.body["hold"])
 	require.Equal(t, http.StatusOK, post(t, b.handler, "/v1/cancel", hold).status)
 	got = post(t, b.handler, "/v1/cancel", `{"limiter": "mail", "hold": "00000000-0000-4000-8000-000000000000.e"}`)
@@ -87,7 +87,7 @@ func TestSlots(t *testing.T) {
 	t.Parallel()
 	b := setup(t, Options{})
 
-	const acquire = `{"limiter": "jobs", "key": "ada", "n": 2, "ttl": 3600, "holder": "worker-7"`
+	const acquire = `{"limiter": "jobs", "key": "ada", "cost": 2, "ttl": 3600, "holder": "worker-7"`
 	first := post(t, b.handler, "/v1/acquire", acquire+"}")
 	require.Equal(t, http.StatusOK, first.status)
 	slot := fmt.Sprintf(`{"slot": %q`, first.body["slot"])
@@ -121,7 +121,8 @@ func TestAllOrNone(t *testing.T) {
 	t.Parallel()
 	b := setup(t, Options{})
 
-	const body = `{"limits": [{"limiter": "mail", "key": "ada", "n": 7}, {"limiter": "login", "key": "ada", "n": 2}]}`
+	const body = `{"limits": [{"limiter": "mail", "key": "ada", "cost": 7},
+		{"limiter": "login", "key": "ada", "cost": 2}]}`
 	require.Equal(t, http.StatusOK, post(t, b.handler, "/v1/all", body).status)
 	got := post(t, b.handler, "/v1/all", body)
 	require.Equal(t, http.StatusTooManyRequests, got.status)
@@ -145,15 +146,15 @@ func TestWrongRequestsAreRefused(t *testing.T) {
 		{"/v1/ask", `{"limiter": "mail", "key": "secret"`, 400, ""},
 		{"/v1/ask", `{"limiter": "mail", "key": "secret"} {}`, 400, ""},
 		{"/v1/ask", "{\"limiter\": \"mail\", \"key\": \"secret\xff\"}", 400, ""},
-		{"/v1/ask", `{"limiter": "mail", "key": "secret", "cost": 1}`, 400, "cost"},
+		{"/v1/ask", `{"limiter": "mail", "key": "secret", "n": 1}`, 400, "n"},
 		{"/v1/ask", `{"limiter": "mail", "key": 1}`, 400, "key"},
 		{"/v1/ask", `{"limiter": "mail", "key": ""}`, 400, "key"},
 		{"/v1/ask", `{"limiter": "mail", "key": "secret\u0000"}`, 400, "key"},
 		{"/v1/ask", `{"limiter": "mail", "key": "` + long + `"}`, 400, "key"},
-		{"/v1/ask", `{"limiter": "mail", "key": "secret", "n": -1}`, 400, "n"},
-		{"/v1/ask", `{"limiter": "mail", "key": "secret", "n": 101}`, 400, "n"},
-		{"/v1/ask", `{"limiter": "mail", "key": "secret", "n": 1.5}`, 400, "n"},
-		{"/v1/ask", `{"limiter": "mail", "key": "secret", "n": 1e99}`, 400, "n"},
+		{"/v1/ask", `{"limiter": "mail", "key": "secret", "cost": -1}`, 400, "cost"},
+		{"/v1/ask", `{"limiter": "mail", "key": "secret", "cost": 101}`, 400, "cost"},
+		{"/v1/ask", `{"limiter": "mail", "key": "secret", "cost": 1.5}`, 400, "cost"},
+		{"/v1/ask", `{"limiter": "mail", "key": "secret", "cost": 1e99}`, 400, "cost"},
 		{"/v1/ask", `{"limiter": "mail", "Key": "secret"}`, 400, "Key"},
 		{"/v1/ask", "{\"limiter\": \"mail\", \"\u212aey\" \t: \"secret\"}", 400, "\u212aey"}, // encoding/json takes it for k
 		{"/v1/ask", `{"limiter": "mail", "key": "secret", "key": "eva"}`, 400, "key"},
@@ -165,19 +166,19 @@ func TestWrongRequestsAreRefused(t *testing.T) {
 		{"/v1/ask", `{"limiter": "none", "key": "secret"}`, 404, "limiter"},
 		{"/v1/ask", `{"key": "` + strings.Repeat("x", 64<<10) + `"}`, 413, ""},
 		{"/v1/wait", `{"limiter": "mail", "key": "secret", "timeout": 61}`, 400, "timeout"},
-		{"/v1/hold", `{"limiter": "mail", "key": "secret", "n": 1}`, 400, "ttl"},
-		{"/v1/hold", `{"limiter": "mail", "key": "secret", "n": 1, "ttl": 86401}`, 400, "ttl"},
-		{"/v1/hold", `{"limiter": "mail", "key": "secret", "ttl": 1}`, 400, "n"},
+		{"/v1/hold", `{"limiter": "mail", "key": "secret", "cost": 1}`, 400, "ttl"},
+		{"/v1/hold", `{"limiter": "mail", "key": "secret", "cost": 1, "ttl": 86401}`, 400, "ttl"},
+		{"/v1/hold", `{"limiter": "mail", "key": "secret", "ttl": 1}`, 400, "cost"},
 		{"/v1/settle", `{"limiter": "mail", "hold": "secret", "used": 1}`, 400, "hold"},
 		{"/v1/settle", `{"limiter": "mail", "hold": ""}`, 400, "used"},
 		{"/v1/refund", `{"limiter": "mail", "receipt": "secret"}`, 400, "receipt"},
-		{"/v1/acquire", `{"limiter": "jobs", "key": "secret", "n": 0}`, 400, "n"},
+		{"/v1/acquire", `{"limiter": "jobs", "key": "secret", "cost": 0}`, 400, "cost"},
 		{"/v1/acquire", `{"limiter": "jobs", "key": "secret", "ttl": 0.1}`, 400, "ttl"},
 		{"/v1/acquire", `{"limiter": "mail", "key": "secret"}`, 400, ""},
 		{"/v1/renew", `{"slot": "secret"}`, 400, "slot"},
 		{"/v1/all", `{"limits": []}`, 400, "limits"},
 		{"/v1/all", `{"limits": [{"limiter": "mail", "key": "a"}, {"limiter": "mail", "key": ""}]}`, 400, "limits[1].key"},
-		{"/v1/all", `{"limits": [{"limiter": "mail", "key": "secret", "n": 0}]}`, 400, "limits[0].n"},
+		{"/v1/all", `{"limits": [{"limiter": "mail", "key": "secret", "cost": 0}]}`, 400, "limits[0].cost"},
 		{"/v1/all", `{"limits": [{"limiter": "mail", "key": "a"}, {"limiter": "mail", "N": 2}]}`, 400, "N"},
 		{"/v1/none", `{}`, 404, ""},
 	} {
@@ -219,19 +220,19 @@ func TestHeaderFields(t *testing.T) {
 		{"/v1/refund", fmt.Sprintf(`{"limiter": "login", "receipt": %q}`, ask.body["receipt"]), 200, 2},
 		{"/v1/look", ada + `}`, 200, 2},
 		{"/v1/wait", ada + `, "timeout": 0}`, 200, 1},
-		{"/v1/hold", ada + `, "n": 2, "ttl": 60}`, 429, 1},
-		{"/v1/hold", ada + `, "n": 1, "ttl": 60}`, 200, 0},
+		{"/v1/hold", ada + `, "cost": 2, "ttl": 60}`, 429, 1},
+		{"/v1/hold", ada + `, "cost": 1, "ttl": 60}`, 200, 0},
 		{"/v1/ask", ada + `}`, 429, 0},
 		{"/v1/look", ada + `}`, 429, 0},
 		{"/v1/wait", ada + `, "timeout": 0.001}`, 429, 0},
 		{"/v1/all", `{"limits": [` + ada + `}]}`, 429, 0},
-		{"/v1/charge", ada + `, "n": 5}`, 200, 0},
+		{"/v1/charge", ada + `, "cost": 5}`, 200, 0},
 		{"/v1/acquire", `{"limiter": "jobs", "key": "ada"}`, 200, 1},
-		{"/v1/acquire", `{"limiter": "jobs", "key": "ada", "n": 2}`, 429, 1},
+		{"/v1/acquire", `{"limiter": "jobs", "key": "ada", "cost": 2}`, 429, 1},
 		{"/v1/acquire", `{"limiter": "jobs", "key": "ada"}`, 200, 0},
 		{"/v1/acquire", `{"limiter": "jobs", "key": "ada"}`, 429, 0},
 		{"/v1/acquire", `{"limiter": "jobs", "key": "ada", "timeout": 0.001}`, 429, 0},
-		{"/v1/acquire", `{"limiter": "both", "key": "ada", "n": 2}`, 200, 1},
+		{"/v1/acquire", `{"limiter": "both", "key": "ada", "cost": 2}`, 200, 1},
 	} {
 		got := post(t, b.handler, test.path, test.body)
 		what := test.path + " " + test.body
@@ -243,7 +244,7 @@ func TestHeaderFields(t *testing.T) {
 			require.Equal(t, fmt.Sprint(got.body["retry_after_seconds"]), got.header.Get("Retry-After"), what)
 		}
 	}
-	got := post(t, b.handler, "/v1/acquire", `{"limiter": "both", "key": "eva", "n": 2}`)
+	got := post(t, b.handler, "/v1/acquire", `{"limiter": "both", "key": "eva", "cost": 2}`)
 	require.Equal(t, `"both";r=1, "both/2";r=3;t=3600`, got.header.Get("RateLimit"))
 }
 
@@ -268,7 +269,7 @@ func (b *bundle) slots(t *testing.T) int {
 	return pgtest.Scalar[int](t, b.db.Pool, "SELECT count(*) FROM rate_limit_ephemeral_hold")
 }
 
-const takesBoth = `{"limiter": "jobs", "key": "ada", "n": 2, "ttl": 3600`
+const takesBoth = `{"limiter": "jobs", "key": "ada", "cost": 2, "ttl": 3600`
 
 // A caller who leaves while he waits in line leaves no slot and no place.
 func TestCallerLeavesTheLine(t *testing.T) {
