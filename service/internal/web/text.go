@@ -3,16 +3,37 @@ package web
 import (
 	"bytes"
 	"encoding/json"
+	"reflect"
 	"strconv"
 	"strings"
 )
 
-const noSuchField = "There is no such field; /openapi.yaml lists all."
+// noSuchField returns the mistake of a field that a request does not have.
+func noSuchField(request any) string {
+	return "There is no such field; the fields are " + listFields(reflect.TypeOf(request).Elem()) + "."
+}
+
+// listFields returns the names of a struct's fields in JSON. A field that is a list is followed by the fields of its
+// elements.
+func listFields(of reflect.Type) string {
+	var names []string
+	for field := range of.Fields() {
+		name, _, _ := strings.Cut(field.Tag.Get("json"), ",")
+		switch {
+		case field.Anonymous:
+			name = listFields(field.Type)
+		case field.Type.Kind() == reflect.Slice:
+			name += " (each with " + listFields(field.Type.Elem()) + ")"
+		}
+		names = append(names, name)
+	}
+	return strings.Join(names, ", ")
+}
 
 // checkText looks for mistakes that encoding/json lets pass: a name in another case, a name that an object has twice,
 // and half of a surrogate pair, which it replaces, so that different keys would count as one. It returns the field and
-// the mistake, or "". The body must be valid JSON.
-func checkText(body []byte) (field, mistake string) {
+// the mistake, or "". The body must be valid JSON, and have been decoded into request.
+func checkText(body []byte, request any) (field, mistake string) {
 	var names []map[string]bool // of each object and list that is open
 	for i := 0; i < len(body); i++ {
 		switch body[i] {
@@ -31,7 +52,7 @@ func checkText(body []byte) (field, mistake string) {
 			}
 			_ = json.Unmarshal(text, &field)
 			if strings.Trim(field, "abcdefghijklmnopqrstuvwxyz_") != "" {
-				return field, noSuchField
+				return field, noSuchField(request)
 			}
 			open := names[len(names)-1]
 			if open[field] {

@@ -220,7 +220,7 @@ func decode(body []byte, request any) error {
 	}
 	if err != nil {
 		if unknown, ok := strings.CutPrefix(err.Error(), "json: unknown field "); ok {
-			return bad(strings.Trim(unknown, `"`), noSuchField)
+			return bad(strings.Trim(unknown, `"`), noSuchField(request))
 		}
 		return bad("", "It is not JSON: it is empty, cut off or misspelt.")
 	}
@@ -230,7 +230,7 @@ func decode(body []byte, request any) error {
 	if text := bytes.TrimSpace(body); text[0] != '{' { // null decodes into anything
 		return bad("", "It must be a JSON object.")
 	}
-	if field, mistake := checkText(body); mistake != "" {
+	if field, mistake := checkText(body, request); mistake != "" {
 		return bad(field, mistake)
 	}
 	return nil

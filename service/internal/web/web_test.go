@@ -191,6 +191,21 @@ func TestWrongRequestsAreRefused(t *testing.T) {
 	require.Empty(t, b.log.String())
 }
 
+// The error of an unknown field lists those that exist.
+func TestUnknownField(t *testing.T) {
+	t.Parallel()
+	b := setup(t, Options{})
+	for _, test := range []struct{ path, body, fields string }{
+		{"/v1/ask", `{"limiter": "mail", "key": "ada", "n": 1}`, "limiter, key, cost"},
+		{"/v1/ask", `{"limiter": "mail", "Key": "ada"}`, "limiter, key, cost"},
+		{"/v1/renew", `{"slots": ""}`, "slot, ttl"},
+		{"/v1/all", `{"limits": [{"limiter": "mail", "keys": "ada"}]}`, "limits (each with limiter, key, cost)"},
+	} {
+		got := post(t, b.handler, test.path, test.body)
+		require.Equal(t, "There is no such field; the fields are "+test.fields+".", got.body["detail"], test.body)
+	}
+}
+
 // A key may have all that JSON can write, and a value may look like a name.
 func TestUnusualTexts(t *testing.T) {
 	t.Parallel()
