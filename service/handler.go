@@ -24,7 +24,13 @@ func (s *service) handler() http.Handler {
 		say(w, http.StatusUnauthorized, noToken+"header Authorization: Bearer TOKEN")
 	}))
 	mux.Handle("POST /json", s.metrics.measured(s.protect(s.envoy.JSON(), web.RefuseToken)))
-	mux.Handle("GET /{$}", s.page) // for this machine only: see package livepage
+	mux.Handle("/{$}", s.page) // for this machine only: see package livepage
+	// Other methods of these paths would go to the handler of "/", which does not know them.
+	for path, methods := range map[string]string{
+		"/healthz": "GET, HEAD", "/readyz": "GET, HEAD", "/metrics": "GET, HEAD", "/json": "POST",
+	} {
+		mux.Handle(path, s.metrics.measured(web.RefuseMethod(methods)))
+	}
 	mux.Handle("/", s.metrics.measured(web.New(web.Options{
 		Limiters: &s.config, DB: s.DB, Schema: s.Schema, Token: s.Token, Timeout: s.Timeout, Logger: s.Logger,
 	})))

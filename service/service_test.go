@@ -379,6 +379,30 @@ func TestReload(t *testing.T) {
 	eventually(t, func() bool { return strings.Count(s.log.String(), "is in force") > before })
 }
 
+// A path that is asked with a wrong method says which are right.
+func TestMethods(t *testing.T) {
+	t.Parallel()
+	s := start(t, nil, nil)
+	for _, test := range []struct{ method, path, allow string }{
+		{"GET", "/json", "POST"},
+		{"GET", "/v1/ask", "POST"},
+		{"POST", "/metrics", "GET, HEAD"},
+		{"DELETE", "/healthz", "GET, HEAD"},
+		{"PUT", "/readyz", "GET, HEAD"},
+		{"POST", "/", "GET, HEAD"},
+	} {
+		request, err := http.NewRequestWithContext(t.Context(), test.method, s.http+test.path, nil)
+		require.NoError(t, err)
+		response, err := http.DefaultClient.Do(request)
+		require.NoError(t, err)
+		response.Body.Close()
+		require.Equal(t, http.StatusMethodNotAllowed, response.StatusCode, test.path)
+		require.Equal(t, test.allow, response.Header.Get("Allow"), test.path)
+	}
+	code, _ := s.get(t, "/nowhere")
+	require.Equal(t, http.StatusNotFound, code)
+}
+
 func TestMistakesAtTheStart(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {

@@ -112,9 +112,7 @@ func (h *handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		problem{Status: http.StatusNotFound, Title: "There is no such path.",
 			Detail: "GET /openapi.yaml describes all paths."}.write(w)
 	case r.Method != method:
-		w.Header().Set("Allow", method)
-		problem{Status: http.StatusMethodNotAllowed, Title: "The path has another method.",
-			Detail: "Use " + method + "."}.write(w)
+		RefuseMethod(method)(w, r)
 	default:
 		route(w, r)
 	}
@@ -142,6 +140,15 @@ func IsToken(token string, values []string) bool {
 func RefuseToken(w http.ResponseWriter, _ *http.Request) {
 	w.Header().Set("WWW-Authenticate", "Bearer")
 	Refuse(w, http.StatusUnauthorized, "The token is missing or wrong.", "Send the header Authorization: Bearer TOKEN.")
+}
+
+// RefuseMethod returns a handler for requests with another method than those that a path has, such as GET, HEAD.
+func RefuseMethod(methods string) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Allow", methods)
+		Refuse(w, http.StatusMethodNotAllowed, "The path has another method.",
+			"Use "+strings.ReplaceAll(methods, ", ", " or ")+".")
+	}
 }
 
 // answer is what an endpoint answers if there is no error.

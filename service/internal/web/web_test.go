@@ -340,5 +340,6 @@ func TestMethodTypeAndToken(t *testing.T) {
 	got := send(t, b.handler, request("GET", "application/json", right))
 	require.Equal(t, http.StatusMethodNotAllowed, got.status)
 	require.Equal(t, "POST", got.header.Get("Allow"))
+	require.Equal(t, "Use POST.", got.body["detail"])
 	require.Equal(t, http.StatusUnsupportedMediaType, send(t, b.handler, request("POST", "text/plain", right)).status)
 }
