@@ -133,7 +133,7 @@ func (s *service) start() (err error) {
 func (s *service) envoyOptions() envoy.Options {
 	o := envoy.Options{
 		Client: s.client, Durable: s.Envoy.Durable, DynamicMetadata: s.Envoy.DynamicMetadata,
-		ShadowMode: s.Envoy.ShadowMode,
+		ShadowMode: s.Envoy.ShadowMode, Logger: s.Logger,
 	}
 	switch s.OnFailure {
 	case "allow":

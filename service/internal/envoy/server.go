@@ -6,6 +6,7 @@ package envoy
 
 import (
 	"context"
+	"log/slog"
 	"math"
 	"strconv"
 	"sync/atomic"
@@ -53,6 +54,8 @@ type Options struct {
 	DynamicMetadata bool
 	// ShadowMode answers OK to all requests. What a request would have been answered is only counted.
 	ShadowMode bool
+	// Logger gets a line for each domain without rules that is asked for, up to a bound. Defaults to slog.Default().
+	Logger *slog.Logger
 	// Now is the clock for answers that need no database. Defaults to time.Now.
 	Now func() time.Time
 }
@@ -80,6 +83,9 @@ type Server struct {
 func New(options Options, config *Config) *Server {
 	if options.Now == nil {
 		options.Now = time.Now
+	}
+	if options.Logger == nil {
+		options.Logger = slog.Default()
 	}
 	s := &Server{
 		options: options,
@@ -130,7 +136,7 @@ func (s *Server) ShouldRateLimit(ctx context.Context, request *pb.RateLimitReque
 	if d := s.config.Load().domains[request.GetDomain()]; d != nil {
 		q.asks = asksOf(d, request, answers)
 	} else {
-		s.counters.unknownDomain(request.GetDomain())
+		s.unknownDomain(ctx, request.GetDomain())
 	}
 	err := q.decide(ctx)
 	switch {
@@ -150,6 +156,22 @@ func (s *Server) ShouldRateLimit(ctx context.Context, request *pb.RateLimitReque
 		s.counters.redisErrors.Add(1)
 	}
 	return s.response(request, answers, q.denied()), nil
+}
+
+// unknownDomain counts a request for a domain without rules, and logs the domain once. Such a request is allowed, so
+// nobody else would notice a misspelt domain.
+func (s *Server) unknownDomain(ctx context.Context, name string) {
+	made := s.counters.unknownDomain(name)
+	switch {
+	case made == "":
+		return
+	case made != name:
+		s.options.Logger.WarnContext(ctx, "ratelimit: Envoy asks for more domains without rules; they are not logged")
+		return
+	}
+	const shown = 100 // bytes
+	s.options.Logger.WarnContext(ctx, "ratelimit: Envoy asks for a domain without rules, so all its requests are "+
+		"allowed; is it misspelt, in Envoy or in the file?", "domain", strconv.Quote(name[:min(len(name), shown)]))
 }
 
 // The texts of the first two errors are those of the reference, and Unknown is its code.

@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -27,6 +28,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 	"github.com/pgratelimit/ratelimit/ratelimittest"
 	"github.com/pgratelimit/ratelimit/service/internal/envoy"
 )
@@ -417,6 +419,28 @@ func TestStatsHaveABound(t *testing.T) {
 	domains := server.Stats().UnknownDomains
 	require.Len(t, domains, 101)
 	require.Equal(t, envoy.DomainStats{Name: "overflow", NotFound: 200}, domains[100])
+}
+
+// Each domain without rules is logged once. The log does not grow beyond a bound, whatever callers send.
+func TestUnknownDomainsAreLogged(t *testing.T) {
+	t.Parallel()
+	var log testkit.Journal
+	server := newServer(t, ratelimittest.NewDB(), noon(), rules(t, shop), envoy.Options{Logger: log.Logger()})
+	for range 3 {
+		require.Equal(t, "OK", ask(t.Context(), t, server, q("shpo", "login")).Overall)
+		require.Equal(t, "OK", ask(t.Context(), t, server, q("shop", "login")).Overall)
+	}
+	ask(t.Context(), t, server, q("a\nb"+strings.Repeat("x", 200), "login"))
+	require.Len(t, log.Lines(), 2)
+	require.Contains(t, log.String(), strconv.Quote(`"shpo"`))
+	require.Contains(t, log.String(), strconv.Quote(`"a\nb`+strings.Repeat("x", 97)+`"`))
+	for i := range 300 {
+		ask(t.Context(), t, server, q(fmt.Sprint("domain", i), "login"))
+	}
+	lines := log.Lines()
+	require.Len(t, lines, 99)
+	require.Contains(t, lines[97], "domain97")
+	require.Contains(t, lines[98], "more domains")
 }
 
 func TestLimitsInRequestsMakeNoMoreLimitersThanThereIsRoomFor(t *testing.T) {

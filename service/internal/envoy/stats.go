@@ -90,12 +90,13 @@ const (
 	overflow       = "overflow"
 )
 
-func counterOf[C any](mu *sync.RWMutex, all map[string]*C, name string, largest int) *C {
+// counterOf returns the counter of a name. If this call makes a counter, made is its name.
+func counterOf[C any](mu *sync.RWMutex, all map[string]*C, name string, largest int) (c *C, made string) {
 	mu.RLock()
-	c := all[name]
+	c = all[name]
 	mu.RUnlock()
 	if c != nil {
-		return c
+		return c, ""
 	}
 	mu.Lock()
 	defer mu.Unlock()
@@ -103,20 +104,24 @@ func counterOf[C any](mu *sync.RWMutex, all map[string]*C, name string, largest 
 		name = overflow
 	}
 	if all[name] == nil {
-		all[name] = new(C)
+		all[name], made = new(C), name
 	}
-	return all[name]
+	return all[name], made
 }
 
-func (c *counters) unknownDomain(name string) {
-	counterOf(&c.mu, c.domains, name, maxDomainNames).Add(1)
+// unknownDomain counts a request for a domain that is not configured. If this is its first request, made is the name
+// under which the domain counts.
+func (c *counters) unknownDomain(name string) (made string) {
+	n, made := counterOf(&c.mu, c.domains, name, maxDomainNames)
+	n.Add(1)
+	return made
 }
 
 const nearLimitRatio = float32(0.8)
 
 // count counts a descriptor whose answer is known.
 func (c *counters) count(a *ask) {
-	r := counterOf(&c.mu, c.rules, a.stat, maxRuleNames)
+	r, _ := counterOf(&c.mu, c.rules, a.stat, maxRuleNames)
 	if a.back {
 		return
 	}
