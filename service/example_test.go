@@ -43,5 +43,5 @@ func ExampleCheck() {
 	}
 	where, _, _ := strings.Cut(service.Check(dir).Error(), ": ")
 	fmt.Println(where)
-	// Output: limiters.yaml:2
+	// Output: limiters.yaml:3
 }

@@ -138,89 +138,93 @@ func field(n *yaml.Node, name string) *yaml.Node {
 	return nil
 }
 
+func errorAt(file string, n *yaml.Node, format string, args ...any) error {
+	return &Error{File: file, Line: n.Line, Reason: fmt.Sprintf(format, args...)}
+}
+
 func (s *Settings) read(file string, root *yaml.Node, at map[string]string) error {
-	fail := func(n *yaml.Node, format string, args ...any) error {
-		return &Error{File: file, Line: n.Line, Reason: fmt.Sprintf(format, args...)}
-	}
-	if err := onlyFields(root, "limiters"); err != nil {
-		return fail(root, "%v; put a domain of Envoy's into a file of its own", err)
+	if name, reason := wrongField(root, "limiters"); name != nil {
+		return errorAt(file, name, "%s; put a domain of Envoy's into a file of its own", reason)
 	}
 	list := field(root, "limiters")
 	if list.Kind != yaml.SequenceNode {
-		return fail(list, "limiters has to be a list: lines that begin with - name:")
+		return errorAt(file, list, "limiters has to be a list: lines that begin with - name:")
 	}
 	for _, n := range list.Content {
 		if n.Kind == yaml.AliasNode {
 			n = n.Alias
 		}
-		l, err := read(n)
+		l, err := read(file, n)
 		if err != nil {
-			return fail(n, "%v", err)
+			return err
 		}
 		if before, twice := at[l.Name]; twice {
-			return fail(n, "there is a limiter %q already, in %s; remove one, or give it another name", l.Name, before)
+			return errorAt(file, n,
+				"there is a limiter %q already, in %s; remove one, or give it another name", l.Name, before)
 		}
 		at[l.Name] = file + ":" + strconv.Itoa(n.Line)
-		l.File, l.Line = file, n.Line
 		s.Limiters[l.Name] = l
 	}
 	return nil
 }
 
-func read(n *yaml.Node) (Limiter, error) {
+func read(file string, n *yaml.Node) (Limiter, error) {
 	if n.Kind != yaml.MappingNode {
-		return Limiter{}, errors.New("a limiter has to be a mapping: lines of the form name: value")
+		return Limiter{}, errorAt(file, n, "a limiter has to be a mapping: lines of the form name: value")
 	}
-	err := onlyFields(n, "name", "policy", "durable", "synchronous_commit", "on_failure")
-	if err != nil {
-		return Limiter{}, err
+	name, reason := wrongField(n, "name", "policy", "durable", "synchronous_commit", "on_failure")
+	if name != nil {
+		return Limiter{}, errorAt(file, name, "%s", reason)
 	}
-	var raw struct {
-		Name              string
-		Policy            string
-		Durable           bool
-		SynchronousCommit bool   `yaml:"synchronous_commit"`
-		OnFailure         string `yaml:"on_failure"`
+	l := Limiter{File: file, Line: n.Line}
+	var policy, onFailure string
+	for _, f := range []struct {
+		name, form string
+		to         any
+	}{
+		{"name", "text", &l.Name}, {"policy", "text", &policy}, {"durable", "true or false", &l.Durable},
+		{"synchronous_commit", "true or false", &l.SynchronousCommit}, {"on_failure", "text", &onFailure},
+	} {
+		if value := field(n, f.name); value != nil && value.Decode(f.to) != nil {
+			return Limiter{}, errorAt(file, value, "%s has to be %s", f.name, f.form)
+		}
 	}
-	if err := n.Decode(&raw); err != nil {
-		text := strings.TrimPrefix(err.Error(), "yaml: unmarshal errors:\n  ")
-		return Limiter{}, errors.New(text)
-	}
-	l := Limiter{Name: raw.Name, Durable: raw.Durable, SynchronousCommit: raw.SynchronousCommit}
 	switch {
-	case raw.Name == "":
-		return Limiter{}, errors.New("the limiter has no name; write name: login")
-	case raw.Policy == "":
-		return Limiter{}, errors.New("the limiter has no policy; write policy: sliding 10/1m")
+	case l.Name == "":
+		return Limiter{}, errorAt(file, n, "the limiter has no name; write name: login")
+	case policy == "":
+		return Limiter{}, errorAt(file, n, "the limiter has no policy; write policy: sliding 10/1m")
 	}
-	if l.Policy, err = ratelimit.ParsePolicy(raw.Policy); err != nil {
-		return Limiter{}, err
+	var err error
+	if l.Policy, err = ratelimit.ParsePolicy(policy); err != nil {
+		return Limiter{}, errorAt(file, field(n, "policy"), "%v", err)
 	}
-	if raw.OnFailure != "" {
-		mode, err := ParseFailureMode(raw.OnFailure)
+	if onFailure != "" {
+		mode, err := ParseFailureMode(onFailure)
 		if err != nil {
-			return Limiter{}, err
+			return Limiter{}, errorAt(file, field(n, "on_failure"), "%v", err)
 		}
 		l.OnFailure = &mode
 	}
 	return l, nil
 }
 
-// onlyFields returns an error for a field that is not known, and for one that is there twice.
-func onlyFields(n *yaml.Node, known ...string) error {
+// wrongField returns the name of a field that is not known, or that is there twice, and what is wrong with it. If all
+// fields are right, it returns nil.
+func wrongField(n *yaml.Node, known ...string) (name *yaml.Node, reason string) {
 	seen := make(map[string]bool)
 	for i := 0; i+1 < len(n.Content); i += 2 {
-		name := n.Content[i]
+		name = n.Content[i]
 		switch {
 		case !slices.Contains(known, name.Value):
-			return fmt.Errorf("line %d has an unknown field %q; the fields are %s",
-				name.Line, name.Value, strings.Join(known, ", "))
+			return name, fmt.Sprintf("the field %q is unknown; the fields are %s",
+				name.Value, strings.Join(known, ", "))
 		case seen[name.Value]:
-			return fmt.Errorf("line %d has the field %s once more", name.Line, name.Value)
+			return name, fmt.Sprintf("the field %s is there twice", name.Value)
 		}
 		seen[name.Value] = true
 	}
-	return nil
+	return nil, ""
 }
 
 // ParseFailureMode reads error, allow, deny or local SHARE.
