@@ -14,6 +14,7 @@ import (
 	"os"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -169,16 +170,21 @@ func (s *service) run(ctx context.Context) error {
 	var servers []server
 	var addresses [3]net.Addr
 	for i, l := range []struct {
-		flag, address, door string
+		flag, address, free string // free is an address for the error if address is in use
+		door                string
 		serve               func(net.Listener) server
 	}{
-		{"--grpc", s.GRPC, doorGRPC, s.serveGRPC}, {"--http", s.HTTP, doorHTTP, s.serveHTTP},
-		{"--door", s.Door, doorGo, s.serveDoor},
+		{"--grpc", s.GRPC, "127.0.0.1:9081", doorGRPC, s.serveGRPC},
+		{"--http", s.HTTP, "127.0.0.1:9080", doorHTTP, s.serveHTTP},
+		{"--door", s.Door, "127.0.0.1:9082", doorGo, s.serveDoor},
 	} {
 		if l.address == "" {
 			continue
 		}
 		listener, err := listen(l.address)
+		if errors.Is(err, syscall.EADDRINUSE) {
+			err = fmt.Errorf("%w; give another address, such as %s %s", err, l.flag, l.free)
+		}
 		if err != nil {
 			stop(fmt.Errorf("%s: %w", l.flag, err))
 			break

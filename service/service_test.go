@@ -18,6 +18,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -424,6 +425,31 @@ func TestMistakesAtTheStart(t *testing.T) {
 			test.change(&o)
 			require.ErrorContains(t, service.Run(t.Context(), o), test.reason)
 		})
+	}
+}
+
+// The error for an address that is in use says by which flag it can be changed.
+func TestAddressInUse(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "s")
+	for network, address := range map[string]string{"tcp": loopback, "unix": path} {
+		busy, err := net.Listen(network, address)
+		require.NoError(t, err)
+		defer busy.Close()
+		used := busy.Addr().String()
+		if network == "unix" {
+			used = "unix:" + path
+		}
+		for example, o := range map[string]service.Options{
+			"--grpc 127.0.0.1:9081": {GRPC: used},
+			"--http 127.0.0.1:9080": {GRPC: loopback, HTTP: used},
+			"--door 127.0.0.1:9082": {Door: used},
+		} {
+			o.DB, o.Logger, o.Drain = pgtest.New(t).Pool, slog.New(slog.DiscardHandler), time.Minute
+			err := service.Run(t.Context(), o)
+			require.ErrorIs(t, err, syscall.EADDRINUSE)
+			require.ErrorContains(t, err, "; give another address, such as "+example)
+		}
 	}
 }
 
