@@ -1,6 +1,8 @@
 package main
 
 import (
+	"io"
+	"net/http"
 	"os/exec"
 	"regexp"
 	"strings"
@@ -24,6 +26,13 @@ func TestServeDemo(t *testing.T) {
 	process.readTo("The same without grpcurl")
 	process.readTo("    [{")
 	out := process.out.String()
+	response, err := http.Get(find(t, `(?m)^  (http://\S+/)$`, out))
+	require.NoError(t, err)
+	defer response.Body.Close()
+	page, err := io.ReadAll(response.Body)
+	require.NoError(t, err)
+	require.Equal(t, http.StatusOK, response.StatusCode)
+	require.Contains(t, string(page), "No decision since then")
 	lines := regexp.MustCompile(`(?m)^  (curl|grpcurl) (.+\n)+`).FindAllString(out, -1)
 	require.Len(t, lines, 3)
 	for i, want := range []string{`"allowed":true`, `"overallCode": "OK"`, `"overallCode":`} {

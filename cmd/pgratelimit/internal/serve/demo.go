@@ -61,19 +61,23 @@ func runDemo(ctx context.Context, a *cli.App, f *flags) (err error) {
 	demo := *f
 	demo.dir = dir
 	return demo.serve(ctx, a, pool, "", func(grpc, http, _ net.Addr) {
-		fmt.Fprintf(a.Stdout, `%s
-It is gone when you press Ctrl-C, and so is the configuration in %s,
+		fmt.Fprintf(a.Stdout, `%[1]s
+It is gone when you press Ctrl-C, and so is the configuration in %[2]s,
 which you may change meanwhile.
+
+A page that shows what is decided, as it is decided:
+
+  http://%[3]s/
 
 Ten logins a minute:
 
-  curl -i http://%s/v1/ask --json '{"limiter": "login", "key": "user:123"}'
+  curl -i http://%[3]s/v1/ask --json '{"limiter": "login", "key": "user:123"}'
 
 Three requests a minute from each address, as Envoy asks:
 
   grpcurl -plaintext -d '{"domain": "shop", "descriptors": [{"entries":
     [{"key": "remote_address", "value": "192.0.2.1"}]}]}' \
-    %s envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit
+    %[4]s envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit
 
 The same without grpcurl:
 
