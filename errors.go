@@ -62,7 +62,8 @@ var (
 	// ErrSharded: the database is a proxy for shards, and cannot do what the call needs. AllowAll needs keys on one
 	// shard: see [AllowAll]. For transactions, see [Limiter.WithTx].
 	ErrSharded = pg.ErrSharded
-	// ErrUnavailable: the database is unreachable, it refuses or ends connections, or the table is locked.
+	// ErrUnavailable: the database or the [Service] is unreachable, it refuses or ends connections, or the table is
+	// locked.
 	ErrUnavailable = pg.ErrUnavailable
 	// ErrReadOnly: the database is a standby, or accepts no writes for another reason. It is an ErrUnavailable too.
 	ErrReadOnly = pg.ErrReadOnly

@@ -66,6 +66,8 @@ func TestSentinelsSayWhoseTheyAre(t *testing.T) {
 	require.EqualError(t, pg.NewError(io.EOF, ratelimit.ErrTimeout, ratelimit.ErrOutcomeUnknown),
 		"ratelimit: the database did not decide within ClientConfig.Timeout: "+
 			"the outcome is unknown; the request may or may not have counted: EOF")
+	require.EqualError(t, pg.NewError(io.EOF, ratelimit.ErrTimeout, ratelimit.ErrOutcomeUnknown).InOwnWords(),
+		"ratelimit: the outcome is unknown; the request may or may not have counted: EOF")
 }
 
 func TestInvalidKeys(t *testing.T) {

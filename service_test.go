@@ -187,6 +187,7 @@ func TestServiceThatIsAway(t *testing.T) {
 		require.Equal(t, ratelimit.SourceFailedOpen, result.Source)
 		_, err = returns.Allow(t.Context(), "k")
 		require.ErrorIs(t, err, ratelimit.ErrUnavailable)
+		require.NotContains(t, err.Error(), "the database is")
 		result, err = itself.Allow(t.Context(), "k")
 		require.NoError(t, err)
 		require.Equal(t, ratelimit.SourceDatabase, result.Source)
@@ -194,6 +195,40 @@ func TestServiceThatIsAway(t *testing.T) {
 	result, err := itself.Peek(t.Context(), "k")
 	require.NoError(t, err)
 	require.EqualValues(t, 2, result.Remaining)
+}
+
+// An error of the connection to a service speaks of the service, and not of the database.
+func TestErrorsOfAServiceSaySo(t *testing.T) {
+	t.Parallel()
+	doortest.Not(t, "a service of this test's own")
+	call := func(address, token string) error {
+		service := newService(t, address, ratelimit.ServiceConfig{Token: token})
+		client := limitertest.NewClient(t, service, ratelimit.ClientConfig{Logger: slog.New(slog.DiscardHandler)})
+		_, err := limitertest.Of(t, client, ratelimit.Config{Name: "a", Policy: limitertest.Hourly}).Allow(t.Context(), "k")
+		return err
+	}
+	path := filepath.Join(t.TempDir(), "s")
+	err := call("unix:"+path, "")
+	require.ErrorIs(t, err, ratelimit.ErrUnavailable)
+	require.Equal(t, "unavailable", ratelimit.ErrorKind(err))
+	require.EqualError(t, err, "ratelimit: the service cannot be reached: dial unix "+path+
+		": connect: no such file or directory")
+
+	listener, err := net.Listen("unix", path)
+	require.NoError(t, err)
+	client := limitertest.NewClient(t, pgtest.New(t).NewPool(t, nil), ratelimit.ClientConfig{})
+	ctx, end := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		ended <- client.Serve(ctx, listener, ratelimit.ServeConfig{
+			Token: "open sesame", Grace: time.Millisecond, Logger: slog.New(slog.DiscardHandler),
+		})
+	}()
+	err = call("unix:"+path, "sesame")
+	require.ErrorIs(t, err, ratelimit.ErrSetup)
+	require.EqualError(t, err, "ratelimit: the service refuses the token")
+	end()
+	require.NoError(t, <-ended)
 }
 
 func TestServiceRefusesBadConfigurations(t *testing.T) {

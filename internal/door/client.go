@@ -141,7 +141,7 @@ func (c *Client) Query(ctx context.Context, sql string, arguments ...any) (pgx.R
 	}
 	payload, err := appendArguments(wire.AppendText(wire.AppendInt(nil, int64(time.Until(deadline))), sql), arguments)
 	if err == nil && len(payload) > MaxFrame-16 {
-		err = pg.NewError(errTooLarge, pg.ErrSetup)
+		err = serviceError(errTooLarge, pg.ErrSetup)
 	}
 	if err != nil {
 		return nil, err
@@ -180,7 +180,7 @@ func (c *Client) send(one *call) {
 func (c *Client) put(one *call) error {
 	switch {
 	case c.closed:
-		return pg.NewError(errClosed, pg.ErrSetup)
+		return serviceError(errClosed, pg.ErrSetup)
 	case c.link != nil:
 		return c.link.put(one)
 	}
@@ -202,7 +202,7 @@ func (c *Client) put(one *call) error {
 // put puts a call into the outbox. The caller holds c.mu.
 func (l *link) put(one *call) error {
 	if len(l.waiting) > maxWaiting {
-		return pg.NewError(errFull, pg.ErrUnavailable)
+		return serviceError(errFull, pg.ErrUnavailable)
 	}
 	id, start := l.next, len(l.waiting)
 	if one.request != nil {
@@ -212,7 +212,7 @@ func (l *link) put(one *call) error {
 	}
 	if len(l.waiting)-start > MaxFrame {
 		l.waiting = l.waiting[:start]
-		return pg.NewError(errTooLarge, pg.ErrSetup)
+		return serviceError(errTooLarge, pg.ErrSetup)
 	}
 	l.waiting = endFrame(l.waiting, start)
 	l.next++
@@ -254,7 +254,10 @@ func (c *Client) endWaiting(err error) []*call {
 }
 
 // unavailable returns the error of a call that was not sent.
-func unavailable(err error) error { return pg.Translate(err, false) }
+func unavailable(err error) error { return pg.Translate(err, false).InOwnWords() }
+
+// serviceError returns an error about the service, or about the connection to it.
+func serviceError(err error, kinds ...error) error { return pg.NewError(err, kinds...).InOwnWords() }
 
 // connect makes a connection, and gives it the calls that wait.
 func (c *Client) connect() {
@@ -344,16 +347,15 @@ func (c *Client) greet(conn net.Conn) (*frames, error) {
 	case err != nil && refused != nil:
 		return nil, refused
 	case errors.Is(err, errFrame):
-		return nil, pg.NewError(err, pg.ErrSetup)
+		return nil, serviceError(err, pg.ErrSetup)
 	case err != nil && c.config.TLS == nil:
 		return nil, fmt.Errorf("it ended the connection before its welcome; perhaps it wants TLS: %w", err)
 	case err != nil:
 		return nil, err
 	case f.kind == frameRefusal:
-		err := readError(f.message, 0)
-		return nil, pg.Translate(err, false)
+		return nil, unavailable(readError(f.message, 0))
 	case f.kind != frameWelcome || f.message.Int() != version:
-		return nil, pg.NewError(errFrame, pg.ErrSetup)
+		return nil, serviceError(errFrame, pg.ErrSetup)
 	}
 	in.most = MaxFrame
 	return in, conn.SetDeadline(time.Time{})
@@ -429,7 +431,7 @@ func (l *link) handle(f frame) *call {
 	case f.kind == frameError:
 		err := readError(m, 0)
 		if m.Bad() {
-			err = pg.NewError(errFrame, pg.ErrSetup, pg.ErrOutcomeUnknown)
+			err = serviceError(errFrame, pg.ErrSetup, pg.ErrOutcomeUnknown)
 		}
 		one.fail(err, false)
 	case one.request != nil:
@@ -441,9 +443,9 @@ func (l *link) handle(f frame) *call {
 		s.read(wire.Read(append([]byte(nil), m.Rest()...)))
 		return nil
 	case f.kind != frameEnd:
-		one.fail(pg.NewError(errFrame, pg.ErrSetup, pg.ErrOutcomeUnknown), false)
+		one.fail(serviceError(errFrame, pg.ErrSetup, pg.ErrOutcomeUnknown), false)
 	case s.size > maxRows:
-		one.fail(pg.NewError(errors.New("there are too many rows"), pg.ErrSetup), false)
+		one.fail(serviceError(errors.New("there are too many rows"), pg.ErrSetup), false)
 	}
 	return one
 }
@@ -474,9 +476,9 @@ func (l *link) drop(err error) (ended []*call) {
 	_ = l.conn.Close()
 	for id, one := range l.calls {
 		if id >= l.sentTo {
-			one.fail(pg.NewError(fmt.Errorf("%w: %w", errLost, err), pg.ErrUnavailable), true)
+			one.fail(serviceError(fmt.Errorf("%w: %w", errLost, err), pg.ErrUnavailable), true)
 		} else {
-			one.fail(pg.NewError(fmt.Errorf("%w: %w", errLost, err), pg.ErrUnavailable, pg.ErrOutcomeUnknown), false)
+			one.fail(serviceError(fmt.Errorf("%w: %w", errLost, err), pg.ErrUnavailable, pg.ErrOutcomeUnknown), false)
 		}
 		ended = append(ended, one)
 	}
@@ -598,7 +600,7 @@ func (c *Client) expire() {
 			soonest(one.deadline)
 			continue
 		}
-		one.fail(pg.NewError(errNoLink, pg.ErrUnavailable, pg.ErrTimeout), true)
+		one.fail(serviceError(errNoLink, pg.ErrUnavailable, pg.ErrTimeout), true)
 		ended = append(ended, one)
 	}
 	clear(c.waiting[len(rest):])
@@ -613,9 +615,9 @@ func (c *Client) expire() {
 			delete(l.calls, id)
 			owes = owes || one.at.After(l.heardAt)
 			if id < l.sentTo {
-				one.fail(pg.NewError(errNoReply, pg.ErrTimeout, pg.ErrOutcomeUnknown), false)
+				one.fail(serviceError(errNoReply, pg.ErrTimeout, pg.ErrOutcomeUnknown), false)
 			} else {
-				one.fail(pg.NewError(errNoReply, pg.ErrTimeout), false)
+				one.fail(serviceError(errNoReply, pg.ErrTimeout), false)
 			}
 			ended = append(ended, one)
 		}

@@ -87,7 +87,7 @@ func (c *Client) Listen(ctx context.Context, ready func(), heard func(keeper.Tol
 	l := c.link
 	if l == nil {
 		c.mu.Unlock()
-		return pg.NewError(errNoLink, pg.ErrUnavailable)
+		return serviceError(errNoLink, pg.ErrUnavailable)
 	}
 	begun := l.listens
 	if l.ears[e] = true; len(l.ears) == 1 {
@@ -99,7 +99,7 @@ func (c *Client) Listen(ctx context.Context, ready func(), heard func(keeper.Tol
 	}
 	select {
 	case <-e.lost:
-		return pg.NewError(errLost, pg.ErrUnavailable)
+		return serviceError(errLost, pg.ErrUnavailable)
 	case <-ctx.Done():
 	}
 	c.mu.Lock()

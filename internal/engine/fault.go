@@ -31,7 +31,8 @@ var (
 
 // ErrNotTried is the error of calls that the open breaker turns away, unless OnFailure answers them.
 var ErrNotTried error = pg.NewError(
-	errors.New("it has just failed, and is tried by one call at a time; this was not the one"), pg.ErrUnavailable)
+	errors.New("the database, or the service that asks it, has just failed, and is tried by one call at a time; "+
+		"this was not the one"), pg.ErrUnavailable).InOwnWords()
 
 // errNotAsked is the error of a call that has waited too long in the queue of this process.
 var errNotAsked error = pg.NewError(

@@ -50,15 +50,23 @@ const prefix = "ratelimit: "
 type Error struct {
 	kinds []error
 	err   error
+	own   bool // see InOwnWords
 }
 
 // NewError returns an error of these kinds that wraps err.
 func NewError(err error, kinds ...error) *Error { return &Error{kinds: kinds, err: err} }
 
+// InOwnWords returns an error of the same kinds, whose text does not speak of the database. Of the texts of its kinds,
+// it has only that of ErrOutcomeUnknown. It is for what happens between this process and a service.
+func (e *Error) InOwnWords() *Error { return &Error{kinds: e.kinds, err: e.err, own: true} }
+
 func (e *Error) Error() string {
 	var text strings.Builder
 	text.WriteString(prefix)
 	for _, kind := range e.kinds {
+		if e.own && !errors.Is(kind, ErrOutcomeUnknown) {
+			continue
+		}
 		text.WriteString(strings.TrimPrefix(kind.Error(), prefix) + ": ")
 	}
 	return text.String() + e.err.Error()
