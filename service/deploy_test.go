@@ -2,7 +2,9 @@ package service_test
 
 import (
 	"encoding/json"
+	"net/http"
 	"os"
+	"strings"
 	"testing"
 
 	bootstrap "github.com/envoyproxy/go-control-plane/envoy/config/bootstrap/v3"
@@ -40,4 +42,18 @@ func TestExampleConfigurations(t *testing.T) {
 		require.NoError(t, service.Check(dir), dir)
 	}
 	require.ErrorContains(t, service.Check(t.TempDir()), "has no file")
+}
+
+// The limiters of docs/other-languages.md can be loaded, and the requests there name one of them.
+func TestLimitersOfTheDocument(t *testing.T) {
+	t.Parallel()
+	text, err := os.ReadFile("../docs/other-languages.md")
+	require.NoError(t, err)
+	_, after, found := strings.Cut(string(text), "```yaml\n")
+	require.True(t, found)
+	limiters, requests, found := strings.Cut(after, "```")
+	require.True(t, found)
+	s := start(t, map[string]string{"limiters.yaml": limiters}, nil)
+	require.Contains(t, requests, `{"limiter": "login"`)
+	require.Equal(t, http.StatusOK, s.ask(t, "login"))
 }
