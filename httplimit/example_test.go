@@ -61,7 +61,7 @@ func ExampleSettle() {
 	}
 	handler := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		used := complete(w, r)
-		if _, err := httplimit.Settle(context.WithoutCancel(r.Context()), used); err != nil {
+		if _, err := httplimit.Settle(r.Context(), used); err != nil {
 			log.Print(err)
 		}
 	})

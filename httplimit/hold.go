@@ -15,11 +15,13 @@ var ErrNoHold = errors.New("httplimit: the context has no hold; " +
 	"pass the context of a request of a middleware with Config.HoldFor")
 
 // Settle counts what a request of a middleware with [Config].HoldFor has really used, and ends its hold. ctx is the
-// context of the request, or made from it. If used is more than the hold, it counts as well. A handler may call Settle
-// once. After that, calls change nothing and return the first answer. If Settle returns an error, the middleware tries
-// again after the handler has returned, with the same number. But after an error about the number itself, such as
-// [ratelimit.ErrOwesTooMuch], the handler may call Settle with another number. If it does not, the request ends as if
-// Settle had not been called.
+// context of the request, or made from it. It may have ended, because what was used counts even if the client has gone.
+// Settle takes as long as [ratelimit.ClientConfig].Timeout at most. If used is more than the hold, it counts as well.
+//
+// A handler may call Settle once. After that, calls change nothing and return the first answer. If Settle returns an
+// error, the middleware tries again after the handler has returned, with the same number. But after an error about the
+// number itself, such as [ratelimit.ErrOwesTooMuch], the handler may call Settle with another number. If it does not,
+// the request ends as if Settle had not been called.
 //
 // Errors: [ErrNoHold], and those of [ratelimit.Hold.Settle].
 func Settle(ctx context.Context, used int64) (ratelimit.Settlement, error) {
@@ -27,7 +29,7 @@ func Settle(ctx context.Context, used int64) (ratelimit.Settlement, error) {
 	if !ok {
 		return ratelimit.Settlement{}, ErrNoHold
 	}
-	return h.settle(ctx, used)
+	return h.settle(context.WithoutCancel(ctx), used)
 }
 
 // Extend makes the hold of a request last for at least ttl from now. A handler whose response takes long calls it again

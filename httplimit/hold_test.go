@@ -151,6 +151,54 @@ func TestHoldForAPanic(t *testing.T) {
 	}
 }
 
+// A handler whose client has gone settles, and gets the answer.
+func TestSettleAfterTheClientHasGone(t *testing.T) {
+	t.Parallel()
+
+	limiter, _ := tokens(t, ratelimit.ReturnError())
+	ctx, leave := context.WithCancel(t.Context())
+	handler := limited(t, limiter, Config{
+		Cost: func(*http.Request) int64 { return 40 }, HoldFor: time.Minute,
+	}, func(_ http.ResponseWriter, r *http.Request) {
+		leave()
+		settlement, err := Settle(r.Context(), 7)
+		if err != nil || settlement.Used != 7 {
+			t.Error(settlement, err)
+		}
+	})
+	serve(t, handler, httptest.NewRequestWithContext(ctx, http.MethodGet, "/", nil))
+	requireLeft(t, limiter, 93)
+}
+
+// boundedDB is a database that looks at the deadlines of statements.
+type boundedDB struct {
+	ratelimit.DBTX
+
+	unbounded atomic.Bool // whether a statement had no deadline
+}
+
+func (d *boundedDB) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	if _, ok := ctx.Deadline(); !ok {
+		d.unbounded.Store(true)
+	}
+	return d.DBTX.Query(ctx, sql, args...)
+}
+
+// The end of its context does not end a settlement, but the client's Timeout does.
+func TestSettleHasADeadline(t *testing.T) {
+	t.Parallel()
+
+	db := &boundedDB{DBTX: pgtest.New(t).Pool}
+	limiter := limitertest.New(t, db, ratelimit.Config{Name: "tokens", Policy: limitertest.Hourly})
+	result, err := limiter.Hold(t.Context(), "192.0.2.1", 1, time.Minute)
+	require.NoError(t, err)
+	ctx, leave := context.WithCancel(context.WithValue(t.Context(), heldKey{}, &held{hold: result.Hold}))
+	leave()
+	_, err = Settle(ctx, 1)
+	require.NoError(t, err)
+	require.False(t, db.unbounded.Load())
+}
+
 // A settlement that has failed is sent again after the handler has returned.
 func TestSettleFails(t *testing.T) {
 	t.Parallel()
