@@ -1,7 +1,7 @@
 # MODULES are the folders of all modules.
 MODULES := $(patsubst %/,%,$(dir $(wildcard go.mod */go.mod cmd/*/go.mod)))
 
-.PHONY: help test test/race test/mistakes test/integration test/matrix test/shards test/faults fuzz bench soak sql lint verify release demo
+.PHONY: help test test/thorough test/race test/mistakes test/integration test/matrix test/shards test/faults fuzz bench soak sql lint verify release demo
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z\/]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
@@ -9,6 +9,9 @@ help: ## Print this list
 # RATELIMIT_TEST_ROUNDS=20 makes random tests run twenty times as many rounds.
 test: ## Run the tests of the library, its command, OpenTelemetry, gRPC and the service, or of the modules MODULE=". grpclimit"
 	@go run ./internal/runtests $(MODULE)
+
+test/thorough: ## Run the tests of many combinations, which "make test" leaves out
+	@go run ./internal/runtests -thorough $(MODULE)
 
 test/race: ## Run the tests of the library and its service modules under the race detector; needs a C compiler
 	bash .ci/race

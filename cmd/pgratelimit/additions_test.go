@@ -38,7 +38,7 @@ const hardening = `
 	GRANT USAGE ON SCHEMA limits TO pg_monitor, pg_read_all_data`
 
 // Every command works in a hardened database, whether a superuser or the owner runs it.
-func TestHardenedDatabase(t *testing.T) {
+func TestThoroughHardenedDatabase(t *testing.T) {
 	t.Parallel()
 
 	for _, owner := range []string{"", "pg_monitor"} {
@@ -99,7 +99,7 @@ func TestHardenedDatabase(t *testing.T) {
 
 // An audit trigger runs with the rights of the role that changes rows. Commands still work if they only read, or change
 // rows by functions that run as the owner. Commands that would change rows as another role are refused.
-func TestAuditByTheOwner(t *testing.T) {
+func TestThoroughAuditByTheOwner(t *testing.T) {
 	t.Parallel()
 
 	for _, level := range []string{"ROW", "STATEMENT"} {

@@ -12,7 +12,7 @@ import (
 )
 
 // A superuser runs commands in a database where another role can create objects in public and in the functions' schema.
-func TestNothingThatOthersCreateIsRun(t *testing.T) {
+func TestThoroughNothingThatOthersCreateIsRun(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.Empty(t)

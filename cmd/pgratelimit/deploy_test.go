@@ -31,7 +31,7 @@ func readDeploy(t *testing.T, name string) string {
 }
 
 // The test sets up the roles as the comments in the files say. Each role has a login.
-func TestRoles(t *testing.T) {
+func TestThoroughRoles(t *testing.T) {
 	t.Parallel()
 
 	server := pgtest.Server(t, pgserver.Config{}) // roles belong to the whole server

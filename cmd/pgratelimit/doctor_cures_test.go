@@ -74,7 +74,7 @@ func TestDoctorOfATableThatNobodyTendsTo(t *testing.T) {
 
 // doctor finds a table healthy after VACUUM FULL, after updates of all rows, or with long logs. doctor finds a nearly
 // empty table healthy only after somebody has followed the advice.
-func TestDoctorTellsBloatFromFillfactor(t *testing.T) {
+func TestThoroughDoctorTellsBloatFromFillfactor(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)

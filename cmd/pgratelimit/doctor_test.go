@@ -120,7 +120,7 @@ func follow(t *testing.T, db *pgtest.DB, advice string) {
 }
 
 // These problems happen in real databases. doctor finds each problem, and doctor's advice cures the problem.
-func TestDoctorFindsWhatIsWrong(t *testing.T) {
+func TestThoroughDoctorFindsWhatIsWrong(t *testing.T) {
 	t.Parallel()
 
 	const database = `DO $$ BEGIN EXECUTE format('ALTER DATABASE %I OWNER TO pg_monitor', current_database()); END $$; `

@@ -134,7 +134,7 @@ func TestFixDoesNotDeadlockWithCalls(t *testing.T) {
 }
 
 // doctor --fix repairs a changed or missing column without dropping the table, and keeps others' additions to it.
-func TestFixAltersColumnsInPlace(t *testing.T) {
+func TestThoroughFixAltersColumnsInPlace(t *testing.T) {
 	t.Parallel()
 
 	for _, change := range []string{

@@ -59,7 +59,7 @@ func (h holder) endHolds() {
 	}
 }
 
-func TestHolds(t *testing.T) {
+func TestThoroughHolds(t *testing.T) {
 	t.Parallel()
 
 	for _, policy := range []string{

@@ -23,55 +23,55 @@ import (
 func TestTakePeekAndReset(t *testing.T) {
 	t.Parallel()
 
-	for _, policy := range []string{"fixed 3/365d", "sliding 3/365d", "bucket 3 1/365d"} {
-		for _, more := range [][]string{nil, {"--durable"}, {"--schema", "my limits"}} {
-			t.Run(policy+strings.Join(more, " "), func(t *testing.T) {
-				t.Parallel()
-				db := pgtest.New(t)
-				if len(more) == 2 {
-					pgtest.Exec(t, db.Pool, `CREATE SCHEMA "my limits"`)
-					invoke(t, db.URL, append([]string{"migrate", "up"}, more...)...).done(t)
-				}
-				ask := func(verb string, args ...string) outcome {
-					args = append([]string{verb, "login", "user:123", "--policy", policy}, args...)
-					return invoke(t, db.URL, append(args, more...)...)
-				}
+	for policy, more := range map[string][]string{
+		"fixed 3/365d": nil, "sliding 3/365d": {"--durable"}, "bucket 3 1/365d": {"--schema", "my limits"},
+	} {
+		t.Run(policy+strings.Join(more, " "), func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			if len(more) == 2 {
+				pgtest.Exec(t, db.Pool, `CREATE SCHEMA "my limits"`)
+				invoke(t, db.URL, append([]string{"migrate", "up"}, more...)...).done(t)
+			}
+			ask := func(verb string, args ...string) outcome {
+				args = append([]string{verb, "login", "user:123", "--policy", policy}, args...)
+				return invoke(t, db.URL, append(args, more...)...)
+			}
 
-				fresh := decode[keys.Answer](t, ask("peek", "--json"))
-				require.True(t, fresh.Allowed)
-				require.EqualValues(t, 3, fresh.Remaining)
-				require.False(t, fresh.DecidedAt.IsZero())
-				require.Equal(t, "allowed: 3 of 3 remaining, as good as new after 0s\n", ask("peek").done(t))
+			fresh := decode[keys.Answer](t, ask("peek", "--json"))
+			require.True(t, fresh.Allowed)
+			require.EqualValues(t, 3, fresh.Remaining)
+			require.False(t, fresh.DecidedAt.IsZero())
+			require.Equal(t, "allowed: 3 of 3 remaining, as good as new after 0s\n", ask("peek").done(t))
 
-				require.Regexp(t, `^allowed: 2 of 3 remaining, as good as new after \S+\n$`, ask("take").done(t))
-				taken := decode[keys.Answer](t, ask("take", "--cost", "2", "--json"))
-				require.Equal(
-					t,
-					keys.Answer{
-						Decision: &keys.Decision{Allowed: true}, Limit: 3, ResetAfterUS: taken.ResetAfterUS, DecidedAt: taken.DecidedAt,
-					},
-					taken,
-				)
-				require.Positive(t, taken.ResetAfterUS)
+			require.Regexp(t, `^allowed: 2 of 3 remaining, as good as new after \S+\n$`, ask("take").done(t))
+			taken := decode[keys.Answer](t, ask("take", "--cost", "2", "--json"))
+			require.Equal(
+				t,
+				keys.Answer{
+					Decision: &keys.Decision{Allowed: true}, Limit: 3, ResetAfterUS: taken.ResetAfterUS, DecidedAt: taken.DecidedAt,
+				},
+				taken,
+			)
+			require.Positive(t, taken.ResetAfterUS)
 
-				denied := ask("take")
-				require.Equal(t, exitDenied, denied.code)
-				require.Regexp(
-					t,
-					`^denied: 0 of 3 remaining, retry after \S+, as good as new after \S+\n$`,
-					denied.stdout,
-				)
-				require.Empty(t, denied.stderr)
-				peeked := decode[keys.Answer](t, ask("peek", "--json"))
-				require.False(t, peeked.Allowed)
-				require.Positive(t, peeked.RetryAfterUS)
+			denied := ask("take")
+			require.Equal(t, exitDenied, denied.code)
+			require.Regexp(
+				t,
+				`^denied: 0 of 3 remaining, retry after \S+, as good as new after \S+\n$`,
+				denied.stdout,
+			)
+			require.Empty(t, denied.stderr)
+			peeked := decode[keys.Answer](t, ask("peek", "--json"))
+			require.False(t, peeked.Allowed)
+			require.Positive(t, peeked.RetryAfterUS)
 
-				reset := append([]string{"reset", "login", "user:123"}, more...)
-				require.Regexp(t, `^reset 1 in rate_limit_\w+\n$`, invoke(t, db.URL, reset...).done(t))
-				require.Regexp(t, `^nothing to reset in rate_limit_\w+; `, invoke(t, db.URL, reset...).done(t))
-				require.EqualValues(t, 3, decode[keys.Answer](t, ask("peek", "--json")).Remaining)
-			})
-		}
+			reset := append([]string{"reset", "login", "user:123"}, more...)
+			require.Regexp(t, `^reset 1 in rate_limit_\w+\n$`, invoke(t, db.URL, reset...).done(t))
+			require.Regexp(t, `^nothing to reset in rate_limit_\w+; `, invoke(t, db.URL, reset...).done(t))
+			require.EqualValues(t, 3, decode[keys.Answer](t, ask("peek", "--json")).Remaining)
+		})
 	}
 }
 

@@ -479,7 +479,7 @@ func TestForeignObjectsAreNotRun(t *testing.T) {
 }
 
 // If another role owns one of these objects, no command uses it, because that role could change it after the check.
-func TestObjectsOfStrangersAreNotUsed(t *testing.T) {
+func TestThoroughObjectsOfStrangersAreNotUsed(t *testing.T) {
 	t.Parallel()
 
 	for _, owned := range []string{"TABLE rate_limit_ephemeral", "TABLE rate_limit_durable", "FUNCTION rate_limit_sweep", "FUNCTION rate_limit_all"} {

@@ -128,7 +128,7 @@ func TestPolicySetForAWhile(t *testing.T) {
 
 // Without --force, 'policy set' does not lower a limit at once or in the long run. The command compares the new policy
 // with the row that it replaces. If it replaces none, the command compares it with the row that is in force without it.
-func TestPolicySetLowersOnlyByForce(t *testing.T) {
+func TestThoroughPolicySetLowersOnlyByForce(t *testing.T) {
 	t.Parallel()
 
 	for _, test := range []struct {

@@ -13,7 +13,7 @@ import (
 const inOtherTable = "limiter api has its rows in rate_limit_%s, not in rate_limit_%s: %s"
 
 // A command warns if the limiter has rows only in the other table.
-func TestForgettingDurableIsTold(t *testing.T) {
+func TestThoroughForgettingDurableIsTold(t *testing.T) {
 	t.Parallel()
 
 	for _, test := range []struct {
@@ -96,7 +96,7 @@ func TestForgettingDurableOfExpiredRows(t *testing.T) {
 }
 
 // A command warns if the policy is of another kind than the rows, because the policy would ignore their counts.
-func TestPolicyOfAnotherKindIsTold(t *testing.T) {
+func TestThoroughPolicyOfAnotherKindIsTold(t *testing.T) {
 	t.Parallel()
 
 	for _, test := range []struct{ written, asked, key, told string }{

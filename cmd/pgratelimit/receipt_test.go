@@ -16,7 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/keys"
 )
 
-func TestRefundByReceipt(t *testing.T) {
+func TestThoroughRefundByReceipt(t *testing.T) {
 	t.Parallel()
 
 	for _, policy := range []string{

@@ -346,7 +346,7 @@ func TestDoctorOfSlots(t *testing.T) {
 }
 
 // doctor examines the tables of holds as those of keys, except that their updates need not be HOT.
-func TestDoctorOfTablesOfHolds(t *testing.T) {
+func TestThoroughDoctorOfTablesOfHolds(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)

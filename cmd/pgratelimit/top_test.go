@@ -75,7 +75,7 @@ func TestTopTellsOneMoment(t *testing.T) {
 	}
 }
 
-func TestLongWorkShowsABarOnATerminal(t *testing.T) {
+func TestBarOfLongWorkOnATerminal(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)

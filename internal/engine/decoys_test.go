@@ -26,7 +26,7 @@ import (
 // The functions of the library run as a superuser. A second role may create objects in the library's schema and in
 // public. It has made decoys of all functions and operators that the library calls. No decoy ever runs, whoever calls
 // the library's functions.
-func TestNothingThatOthersCreateIsRun(t *testing.T) {
+func TestThoroughNothingThatOthersCreateIsRun(t *testing.T) {
 	t.Parallel()
 
 	db, pool := amongDecoys(t)

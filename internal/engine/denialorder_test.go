@@ -151,7 +151,7 @@ func (r *heldRows) Scan(targets ...any) error {
 // the key that were answered. Of the unanswered changes, the denial includes those up to some time, and no later ones.
 // While a transaction has changed a key and is still open, no denial of the key is used, because the database would
 // wait.
-func TestDenialsNeverChangeADecisionInAnyOrder(t *testing.T) {
+func TestThoroughDenialsNeverChangeADecisionInAnyOrder(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 	for _, policy := range []ratelimit.Policy{

@@ -39,7 +39,7 @@ func TestPlansDependOnNoStatistics(t *testing.T) {
 }
 
 // A plan must not depend on the planner settings that a session has turned off. The functions themselves turn JIT off.
-func TestPlansDependOnNoSettings(t *testing.T) {
+func TestThoroughPlansDependOnNoSettings(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
 	for _, off := range [][]string{

@@ -132,7 +132,7 @@ func (unreadable) PlanScan(*pgtype.Map, uint32, int16, any) pgtype.ScanPlan { re
 
 // OnFailure never answers if only a person can mend the fault. A fault that only a person can mend does not count for
 // the breaker. Each entry of the table is such a fault in the setup of a real server.
-func TestFaultsOfTheSetup(t *testing.T) {
+func TestThoroughFaultsOfTheSetup(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	server := pgtest.Server(t, pgserver.Config{})
@@ -276,7 +276,7 @@ func TestFaultsOfTheSetup(t *testing.T) {
 }
 
 // A limiter works in all of pgx's query exec modes, with keys that need quoting.
-func TestQueryExecModes(t *testing.T) {
+func TestThoroughQueryExecModes(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)

@@ -202,7 +202,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 
 // The policy changes from each algorithm to every other and back, with larger and smaller numbers, after few or many
 // takes, and at different times. The limiter's results are those of the models, with and without remembered denials.
-func TestEveryChangeOfPolicyEqualsTheModel(t *testing.T) {
+func TestThoroughEveryChangeOfPolicyEqualsTheModel(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)

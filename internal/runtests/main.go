@@ -1,9 +1,11 @@
 // Command runtests runs the tests of the modules in the given folders:
 //
-//	go run ./internal/runtests [FOLDER...]
+//	go run ./internal/runtests [-thorough] [FOLDER...]
 //
 // Without folders, it runs the tests of all modules except integration_test, which needs more programs and more time.
-// "make test/mistakes" runs the TestMistakes tests. The flag -short leaves out the tests that "make test/shards" runs.
+// Tests whose names begin with TestThorough try many combinations, so they take long. Only the flag -thorough runs them,
+// and runs nothing else. "make test/mistakes" runs the TestMistakes tests. The flag -short of go test leaves out the tests that
+// "make test/shards" runs.
 //
 // All packages share one server: the one at RATELIMIT_TEST_DATABASE_URL, or one that runtests starts. If Postgres is
 // missing, runtests says how to get one. At the end, runtests lists the skipped tests with the reasons.
@@ -15,11 +17,14 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"os/exec"
 	"os/signal"
+	"slices"
 	"sync"
 	"time"
 
@@ -29,7 +34,9 @@ import (
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
-	if err := run(ctx, os.Stdout, os.Args[1:]); err != nil {
+	thorough := flag.Bool("thorough", false, "run only the TestThorough tests")
+	flag.Parse()
+	if err := run(ctx, os.Stdout, *thorough, flag.Args()); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(exitStatus(err))
 	}
@@ -45,8 +52,15 @@ func exitStatus(err error) int {
 	return 1
 }
 
+// slowest has the slowest packages of each module. They start first, because otherwise the run would end with one of
+// them alone. No other package has TestThorough tests.
+var slowest = map[string][]string{
+	".":               {"./internal/engine", "./sql", ".", "./migrations"},
+	"cmd/pgratelimit": {"."},
+}
+
 // run runs the tests of the modules in these folders. Without folders, run tests the default modules.
-func run(ctx context.Context, out io.Writer, modules []string) (err error) {
+func run(ctx context.Context, out io.Writer, thorough bool, modules []string) (err error) {
 	server, err := pgserver.Start(ctx, pgserver.Config{
 		URL:      os.Getenv("RATELIMIT_TEST_DATABASE_URL"),
 		Major:    os.Getenv("RATELIMIT_TEST_POSTGRES_MAJOR"),
@@ -59,11 +73,17 @@ func run(ctx context.Context, out io.Writer, modules []string) (err error) {
 	fmt.Fprintln(out, server.Describe())
 	if len(modules) == 0 {
 		modules = []string{".", "cmd/pgratelimit", "otelratelimit", "grpclimit", "service"}
+		if thorough {
+			modules = slices.Sorted(maps.Keys(slowest))
+		}
 		fmt.Fprintln(out, "This takes some minutes, and more when the tests are built first.")
 	}
 
 	began := time.Now()
 	report := &report{out: out}
+	if !thorough && slices.ContainsFunc(modules, func(module string) bool { return slowest[module] != nil }) {
+		report.leaveOut("TestThorough…", `thorough tests: run "make test/thorough"`)
+	}
 	// Run all modules at once, because most tests wait for something. With -p=2, go test runs only two packages of a
 	// module at once, because more would slow each other down.
 	errs := make([]error, len(modules))
@@ -72,12 +92,15 @@ func run(ctx context.Context, out io.Writer, modules []string) (err error) {
 		// Do not use cached results, because Go does not know the other programs that the tests depend on. Leave out go
 		// vet, because "make lint" runs it.
 		tests.Go(func() {
-			args := []string{"-json", "-short", "-count=1", "-vet=off", "-timeout=40m", "-p=2", "-skip=^TestMistakes"}
-			if module == "." {
-				// Start the slowest packages first, because otherwise the run would end with one of them alone.
-				args = append(args, "./internal/engine", "./sql", ".", "./migrations")
+			args := []string{"-json", "-short", "-count=1", "-vet=off", "-timeout=40m", "-p=2"}
+			if thorough {
+				args = append(args, "-run=^TestThorough")
+				args = append(args, slowest[module]...)
+			} else {
+				args = append(args, "-skip=^TestMistakes|^TestThorough")
+				args = append(append(args, slowest[module]...), "./...")
 			}
-			test := goTest(ctx, module, append(args, "./...")...)
+			test := goTest(ctx, module, args...)
 			test.Env = append(os.Environ(), "RATELIMIT_TEST_DATABASE_URL="+server.URL())
 			errs[i] = report.run(test)
 		})

@@ -3,7 +3,10 @@ package main
 import (
 	"bytes"
 	"errors"
+	"io/fs"
+	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -15,7 +18,7 @@ func TestWithoutPostgresNothingIsRun(t *testing.T) {
 	t.Setenv("RATELIMIT_TEST_DATABASE_URL", "postgres://me:secret@127.0.0.1:1/app")
 	t.Chdir("../..")
 	var out bytes.Buffer
-	err := run(t.Context(), &out, nil)
+	err := run(t.Context(), &out, false, nil)
 	require.ErrorIs(t, err, errNoServer)
 	require.ErrorContains(t, err, "use the server of the given URL")
 	require.NotContains(t, err.Error(), "secret")
@@ -91,4 +94,31 @@ func TestExitStatusCounts(t *testing.T) {
 	require.ErrorIs(t, r.finish(0), errFailed)
 	require.Contains(t, out.String(), "why\n")
 	require.ErrorContains(t, r.run(exec.CommandContext(t.Context(), "/nowhere")), "run the tests")
+}
+
+// "make test/thorough" runs only the packages in slowest.
+func TestOnlyTheSlowestPackagesHaveThoroughTests(t *testing.T) {
+	t.Parallel()
+
+	root, err := filepath.Abs("../..")
+	require.NoError(t, err)
+	var thorough []string
+	require.NoError(t, filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
+		if err != nil || !strings.HasSuffix(path, "_test.go") {
+			return err
+		}
+		source, err := os.ReadFile(path)
+		if bytes.Contains(source, []byte("\nfunc TestThorough")) {
+			thorough = append(thorough, filepath.Dir(path))
+		}
+		return err
+	}))
+	var want []string
+	for module, packages := range slowest {
+		for _, pkg := range packages {
+			want = append(want, filepath.Join(root, module, pkg))
+		}
+	}
+	require.NotEmpty(t, thorough)
+	require.Subset(t, want, thorough)
 }

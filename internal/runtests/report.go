@@ -119,6 +119,11 @@ func (r *report) skip(test, text string) {
 			reason = after
 		}
 	}
+	r.leaveOut(test, reason)
+}
+
+// leaveOut records that a test was not run.
+func (r *report) leaveOut(test, reason string) {
 	i := slices.IndexFunc(r.skipped, func(s skip) bool { return s.reason == reason })
 	if i < 0 {
 		i = len(r.skipped)
