@@ -120,7 +120,7 @@ func serverZones(t *testing.T, db pgtest.Executor) []string {
 
 // Calendar windows equal Postgres's date_trunc in all time zones of the server, around every clock change in fifty
 // years.
-func TestCalendarWindowsAreThoseOfThePostgresCalendar(t *testing.T) {
+func TestThoroughCalendarWindowsAreThoseOfThePostgresCalendar(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
 	db := pgtest.New(t)

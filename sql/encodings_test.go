@@ -17,7 +17,7 @@ import (
 
 // Migrations and decisions work in databases that do not use UTF-8, and in sessions where a backslash in a literal is
 // an escape.
-func TestEncodingsAndLiterals(t *testing.T) {
+func TestThoroughEncodingsAndLiterals(t *testing.T) {
 	t.Parallel()
 
 	for _, encoding := range []string{"UTF8", "EUC_JP", "LATIN1", "SQL_ASCII"} {

@@ -64,7 +64,7 @@ func TestNewWindowsBeginAtOneReadingOfTheClock(t *testing.T) {
 
 // A call without lock_timeout waits as long as necessary, and then decides. A call with a lock_timeout gives up after
 // 25 times lock_timeout. In a changed function, the call without lock_timeout gives up after a second.
-func TestCallsWithoutALockTimeoutWait(t *testing.T) {
+func TestThoroughCallsWithoutALockTimeoutWait(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 

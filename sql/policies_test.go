@@ -526,7 +526,7 @@ func TestPoliciesInASchemaWithAnOddName(t *testing.T) {
 
 // A plan that was made while the tables were small does not scan them after they have grown. If a function may use
 // sequential scans, the plan scans the tables.
-func TestPlansOfPolicies(t *testing.T) {
+func TestThoroughPlansOfPolicies(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
 

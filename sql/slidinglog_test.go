@@ -13,7 +13,7 @@ import (
 )
 
 // Postgres stores a log of more than 250 entries outside of its row. TestSQLEqualsModel has only short logs.
-func TestLongLogsEqualTheModel(t *testing.T) {
+func TestThoroughLongLogsEqualTheModel(t *testing.T) {
 	t.Parallel()
 	const window = 1000
 	policy := model.SlidingLog{Limit: model.MaxLogLimit, Window: model.Duration(window)}

@@ -287,7 +287,7 @@ func TestSQLSlotsRefuseBadInput(t *testing.T) {
 
 // A renewal locks the keys one after the other in the lock order, also if it has to make rows. It reads the clock after
 // the locks, so a slot that ends meanwhile is lost. If somebody has deleted the row of a key, its slots are lost too.
-func TestRenewalsLockKeysInOrder(t *testing.T) {
+func TestThoroughRenewalsLockKeysInOrder(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 	const renew, makes = "_rate_limit_renew_ephemeral", "DO UPDATE SET held = d.held WHERE false"
@@ -350,7 +350,7 @@ func TestRenewalsLockKeysInOrder(t *testing.T) {
 }
 
 // A session plans a renewal while the tables are almost empty. It keeps the plans while they grow.
-func TestPlansOfRenewalsDependOnNoStatistics(t *testing.T) {
+func TestThoroughPlansOfRenewalsDependOnNoStatistics(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session")
 	for _, more := range []string{"", "_hold"} {
