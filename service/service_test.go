@@ -435,7 +435,7 @@ func TestAddressInUse(t *testing.T) {
 	for network, address := range map[string]string{"tcp": loopback, "unix": path} {
 		busy, err := net.Listen(network, address)
 		require.NoError(t, err)
-		defer busy.Close()
+		t.Cleanup(func() { busy.Close() })
 		used := busy.Addr().String()
 		if network == "unix" {
 			used = "unix:" + path
