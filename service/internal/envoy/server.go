@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"math"
 	"strconv"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -171,7 +172,7 @@ func (s *Server) unknownDomain(ctx context.Context, name string) {
 	}
 	const shown = 100 // bytes
 	s.options.Logger.WarnContext(ctx, "ratelimit: Envoy asks for a domain without rules, so all its requests are "+
-		"allowed; is it misspelt, in Envoy or in the file?", "domain", strconv.Quote(name[:min(len(name), shown)]))
+		"allowed; is it misspelt, in Envoy or in the file?", "domain", strings.ToValidUTF8(name[:min(len(name), shown)], ""))
 }
 
 // The texts of the first two errors are those of the reference, and Unknown is its code.

@@ -8,7 +8,6 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
-	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -432,8 +431,8 @@ func TestUnknownDomainsAreLogged(t *testing.T) {
 	}
 	ask(t.Context(), t, server, q("a\nb"+strings.Repeat("x", 200), "login"))
 	require.Len(t, log.Lines(), 2)
-	require.Contains(t, log.String(), strconv.Quote(`"shpo"`))
-	require.Contains(t, log.String(), strconv.Quote(`"a\nb`+strings.Repeat("x", 97)+`"`))
+	require.Contains(t, log.String(), "domain=shpo\n")
+	require.Contains(t, log.String(), `domain="a\nb`+strings.Repeat("x", 97)+"\"\n")
 	for i := range 300 {
 		ask(t.Context(), t, server, q(fmt.Sprint("domain", i), "login"))
 	}
