@@ -44,9 +44,9 @@ type ClientConfig struct {
 	MaxBatch    int // how many calls may share a statement, at least 1; defaults to 500
 	// DenialMaxAge is how long this process remembers a denial, unless RetryAfter is shorter. Until then, this process
 	// denies requests of the same cost or more without asking the database. Defaults to 1 second;
-	// [Config].NoDenialCache turns it off. A take, refund, grant or reset by the limiter ends the key's denial, also
-	// for limiters made by With. A refund, grant or reset by anybody else is noticed at most DenialMaxAge later, or
-	// sooner with [Policies].
+	// [Config].NoDenialCache turns it off. A take, refund, grant or reset by any limiter of the client ends the key's
+	// denial. A refund, grant or reset by another client or process is noticed at most DenialMaxAge later, or sooner
+	// with [Policies].
 	DenialMaxAge time.Duration
 	// Logger gets a line with the cause when the database stops deciding, and a line when it decides again. It gets no
 	// line for each call, and no key. Defaults to slog.Default().

@@ -72,11 +72,15 @@ type Changes struct {
 	Of    [DenialStripes * stripeCounts]uint32
 }
 
-// DenialKey is a key of a limiter. A limiter and the limiters of its With have the same DenialKeys.
+// DenialKey is a key of a limiter's name in one of the two tables. All limiters with this name and table share it.
 type DenialKey struct {
-	Space *Space
-	Key   string
+	Name    string
+	Durable bool
+	Key     string
 }
+
+// DenialKey returns the DenialKey of a key.
+func (s *Space) DenialKey(key string) DenialKey { return DenialKey{s.Name, s.Durable, key} }
 
 // denial is the state of a key's row when the database denied a request. A denial is never modified. The fields asked
 // and told are the times when the statement was sent and answered, by the local clock.
@@ -132,9 +136,10 @@ func (d *Denials) Lookup(space *Space, m model.Rules, key string, n int64, o *Ou
 		return false
 	}
 	s.mu.Lock()
-	known := s.Young[DenialKey{space, key}]
+	at := space.DenialKey(key)
+	known := s.Young[at]
 	if known == nil {
-		known = s.Old[DenialKey{space, key}]
+		known = s.Old[at]
 	}
 	s.mu.Unlock()
 	if known == nil || known.rules != m {
@@ -199,7 +204,7 @@ func (d *Denials) Remember(p *Part, asked, told time.Duration, since *Changes) {
 		s.Young = make(map[DenialKey]*denial)
 	}
 	if len(s.Young) < MaxDenials/DenialStripes {
-		s.Young[DenialKey{p.Space, strings.Clone(p.Key)}] = known
+		s.Young[p.Space.DenialKey(strings.Clone(p.Key))] = known
 	}
 }
 
@@ -223,8 +228,8 @@ func (d *Denials) Forget(space *Space, key string, since *Changes) {
 	if since != nil {
 		since.Of[i]++
 	}
-	delete(s.Young, DenialKey{space, key})
-	delete(s.Old, DenialKey{space, key})
+	delete(s.Young, space.DenialKey(key))
+	delete(s.Old, space.DenialKey(key))
 }
 
 // ForgetIf removes the denials of all keys for which is() returns true. It also keeps Remember from adding denials of

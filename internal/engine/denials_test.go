@@ -464,7 +464,8 @@ func BenchmarkCachedDenial(b *testing.B) {
 	}
 }
 
-// The limiters of a client share one cache of denials. A limiter never uses the denial of another limiter.
+// The limiters of a client share one cache of denials. Limiters of the same name and table use each other's denials, and
+// no others.
 func TestDenialsOfLimitersStayApart(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -497,11 +498,10 @@ func TestDenialsOfLimitersStayApart(t *testing.T) {
 			ask(l, false, ratelimit.SourceDatabase)
 		}
 		again := limitertest.Of(t, client, limiters[0].Config()) // another limiter with the same config
-		ask(again, false, ratelimit.SourceDatabase)
+		ask(again, false, ratelimit.SourceCachedDenial)
 		_, err := again.Grant(t.Context(), "key", 1)
 		require.NoError(t, err)
-		ask(limiters[0], false, ratelimit.SourceCachedDenial)
-		ask(again, true, ratelimit.SourceDatabase)
+		ask(limiters[0], true, ratelimit.SourceDatabase)
 	})
 }
 

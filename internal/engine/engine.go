@@ -147,7 +147,7 @@ func (e *Engine) Cache() Cache { return Cache{weak.Make(e.Denials)} }
 func (c Cache) ForgetIf(is func(limiter, key string) bool) (inUse bool) {
 	d := c.denials.Value()
 	if d != nil {
-		d.ForgetIf(func(k DenialKey) bool { return is(k.Space.Name, k.Key) })
+		d.ForgetIf(func(k DenialKey) bool { return is(k.Name, k.Key) })
 	}
 	return d != nil
 }

@@ -69,7 +69,7 @@ func (ls *Leases) endLease(space *Space, key string) *giving {
 	now := ls.now()
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	e := s.Keys[DenialKey{space, key}]
+	e := s.Keys[leaseKey{space, key}]
 	if e == nil || e.next == e.end {
 		return nil
 	}
@@ -171,7 +171,7 @@ func (ls *Leases) collect(which func(*Lease) (lapse, forget bool)) *giving {
 		for k, e := range s.Keys {
 			switch lapse, forget := which(e); {
 			case lapse:
-				back.rests = append(back.rests, e.lapse(k.Space)...)
+				back.rests = append(back.rests, e.lapse(k.space)...)
 			case forget:
 				delete(s.Keys, k)
 			}

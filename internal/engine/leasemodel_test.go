@@ -141,7 +141,7 @@ func (w *leaseWorld) clone() *leaseWorld {
 					entry := *e
 					entry.known.States = slices.Clone(e.known.States)
 					if of[i].Keys == nil {
-						of[i].Keys = map[DenialKey]*Lease{}
+						of[i].Keys = map[leaseKey]*Lease{}
 					}
 					of[i].Keys[k] = &entry
 				}

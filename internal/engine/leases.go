@@ -97,8 +97,14 @@ type LeaseTerms struct {
 // LeaseStripe has a part of the keys, and a mutex for this part.
 type LeaseStripe struct {
 	mu   sync.Mutex
-	Keys map[DenialKey]*Lease
+	Keys map[leaseKey]*Lease
 	_    [48]byte // keeps the mutexes of two stripes out of the same cache line
+}
+
+// leaseKey is a key of a limiter. A limiter and the limiters of its With have the same leases.
+type leaseKey struct {
+	space *Space
+	key   string
 }
 
 // Lease has the units of a key that this process has taken ahead, and what this process knows about the key.
@@ -186,7 +192,7 @@ func (ls *Leases) spend(space *Space, policy *model.Policy, key string, n int64,
 	}
 	now := ls.now()
 	s.mu.Lock()
-	e := s.Keys[DenialKey{space, key}]
+	e := s.Keys[leaseKey{space, key}]
 	if e == nil || e.left(now) < n || !e.policy.Is(policy) {
 		s.mu.Unlock()
 		return false
@@ -234,7 +240,7 @@ func (ls *Leases) Held(space *Space, policy *model.Policy, key string) int64 {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	e := s.Keys[DenialKey{space, key}]
+	e := s.Keys[leaseKey{space, key}]
 	if e == nil || !e.policy.Is(policy) {
 		return 0
 	}
@@ -250,7 +256,7 @@ func (ls *Leases) ahead(space *Space, policy *model.Policy, key string, n int64)
 	now, terms := ls.now(), space.Lease
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	e := s.Keys[DenialKey{space, key}]
+	e := s.Keys[leaseKey{space, key}]
 	if e == nil || !e.policy.Is(policy) || now.elapsed < e.asking {
 		return 0
 	}
@@ -361,7 +367,7 @@ func (ls *Leases) Make(key string) *LeaseStripe {
 // Entry returns the entry of a key, and whether the entry is in s.Keys. If the entry is missing and add is true, Entry
 // adds a new entry if there is room. The caller holds s.mu.
 func (s *LeaseStripe) Entry(space *Space, key string, now time.Duration, add bool) (e *Lease, kept bool) {
-	if e := s.Keys[DenialKey{space, key}]; e != nil {
+	if e := s.Keys[leaseKey{space, key}]; e != nil {
 		return e, true
 	}
 	e = &Lease{}
@@ -369,9 +375,9 @@ func (s *LeaseStripe) Entry(space *Space, key string, now time.Duration, add boo
 		return e, false
 	}
 	if s.Keys == nil {
-		s.Keys = make(map[DenialKey]*Lease)
+		s.Keys = make(map[leaseKey]*Lease)
 	}
-	s.Keys[DenialKey{space, strings.Clone(key)}] = e
+	s.Keys[leaseKey{space, strings.Clone(key)}] = e
 	return e, true
 }
 

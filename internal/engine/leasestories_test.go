@@ -276,7 +276,7 @@ func TestLeasesKnowTheLatest(t *testing.T) {
 			State: model.State{WindowStart: w.clock, ExpiresAt: model.Never},
 		}
 		p.leases.learn(r, nil, p.at, p.at)
-		return p.leases.stripe("key").Keys[DenialKey{Space: p.space, Key: "key"}].known.Remaining
+		return p.leases.stripe("key").Keys[leaseKey{p.space, "key"}].known.Remaining
 	}
 	require.EqualValues(t, 900, hear(time.Second, 900))
 	require.EqualValues(t, 900, hear(0, 950))
@@ -296,7 +296,7 @@ func TestLeasesRememberWhatIsLeased(t *testing.T) {
 			Granted: 1 + ahead, Remaining: 900, DecidedAt: time.UnixMicro(w.clock), State: model.State{Log: log, ExpiresAt: model.Never},
 		}
 		p.leases.learn(r, nil, p.at, p.at)
-		return p.leases.stripe("key").Keys[DenialKey{Space: p.space, Key: "key"}].known.States[0].Log
+		return p.leases.stripe("key").Keys[leaseKey{p.space, "key"}].known.States[0].Log
 	}
 	leased := model.NewEntries([]int64{w.clock, 7, 0})
 	require.Empty(t, hear(0, ""))

@@ -8,8 +8,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Space is the set of keys that one limiter name has in one table. All limiters with this name and table share one
-// Space, because remembered denials and leases refer to the Space.
+// Space is the set of keys that one limiter name has in one table, as a limiter and the limiters of its With use it.
+// Other limiters of this name have Spaces of their own, and share only the remembered denials.
 type Space struct {
 	Engine        *Engine
 	Name          string // the name of the limiter

@@ -64,8 +64,10 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 				}
 				return policy
 			}
-			l := limitertest.Of(t, client, ratelimit.Config{Name: fmt.Sprint("limiter ", i), Policy: draw(), Durable: i%3 == 2})
-			limiters[i] = []*ratelimit.Limiter{l, limitertest.With(t, l, draw())}
+			config := ratelimit.Config{Name: fmt.Sprint("limiter ", i), Policy: draw(), Durable: i%3 == 2}
+			l := limitertest.Of(t, client, config)
+			config.Policy = draw()
+			limiters[i] = []*ratelimit.Limiter{l, limitertest.With(t, l, draw()), limitertest.Of(t, client, config)}
 		}
 		limiters[5][0] = limitertest.With(t, limiters[5][0], limiters[1][0].Config().Policy) // two limiters have the same policy
 		asModel := modeltest.NewRows()
@@ -79,7 +81,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 			var requests []*engine.Request
 			asked := map[*engine.Request][]kept{} // the parts of each request, by limiter
 			for range 2 + r.IntN(9) {
-				l, key := limiters[r.IntN(6)][r.IntN(2)], fmt.Sprintf("{%d}%s", story, [...]string{"x", "y", "longer"}[r.IntN(3)])
+				l, key := limiters[r.IntN(6)][r.IntN(3)], fmt.Sprintf("{%d}%s", story, [...]string{"x", "y", "longer"}[r.IntN(3)])
 				if onePolicy {
 					l = limiters[1+4*r.IntN(2)][0]
 				}
@@ -105,7 +107,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 					set := limitertest.EngineOf(client).NewSet()
 					q = set.Request
 					for _, i := range r.Perm(6)[:2+r.IntN(3)] {
-						l := limiters[i][r.IntN(2)]
+						l := limiters[i][r.IntN(3)]
 						cost := 1 + r.Int64N(min(limitertest.Model(l.Config().Policy).Limit, 3))
 						require.True(t, set.Add(engine.Ask{Space: limitertest.Space(l), Policy: limitertest.Model(l.Config().Policy), Key: key, Cost: cost}))
 						asked[q] = append(asked[q], kept{limiter: l, key: key, units: cost})
@@ -145,7 +147,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 				granted, first := q.Parts[0].Decision.Granted, 0
 				for _, k := range asked[q] {
 					if granted > 0 && !q.Looks() {
-						denied[engine.DenialKey{Space: limitertest.Space(k.limiter), Key: k.key}] = nil
+						denied[limitertest.Space(k.limiter).DenialKey(k.key)] = nil
 					}
 					parts := q.Parts[first : first+len(limitertest.Model(k.limiter.Config().Policy).Rules)]
 					first += len(parts)
@@ -164,14 +166,14 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 				case q.Parts[0].Cost > 0:
 					refusals++
 					if len(q.Parts) == 1 {
-						denied[engine.DenialKey{Space: q.Space, Key: q.Parts[0].Key}] = q
+						denied[q.Space.DenialKey(q.Parts[0].Key)] = q
 					}
 				}
 			}
 			for key, q := range denied {
 				if q == nil {
 					for _, view := range limiters {
-						if limitertest.Space(view[0]) == key.Space && len(limitertest.Model(view[0].Config().Policy).Rules) == 1 {
+						if limitertest.Space(view[0]).DenialKey(key.Key) == key && len(limitertest.Model(view[0].Config().Policy).Rules) == 1 {
 							for _, l := range view {
 								require.False(t, remembersDenial(l, key.Key, limitertest.Model(l.Config().Policy).Limit), title)
 							}
@@ -181,7 +183,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 				}
 				p := &q.Parts[0]
 				var result engine.Outcome
-				ok := limitertest.EngineOf(client).Denials.Lookup(key.Space, p.Rules, key.Key, p.Cost, &result)
+				ok := limitertest.EngineOf(client).Denials.Lookup(q.Space, p.Rules, key.Key, p.Cost, &result)
 				require.True(t, ok, "a denial of %v: %s", p.Rules, title)
 				require.Equal(t, model.Duration(p.Decision.RetryAfter), result.RetryAfter, title)
 				remembered[p.Rules.Numbers().Algorithm]++
