@@ -74,7 +74,7 @@ const (
 // For example, of Concurrency{Limit: 5} the first five calls get a slot. The sixth is denied, and its RetryAfter is
 // about 30 seconds, when the first slot would end. After one Release, the next call gets a slot.
 //
-// A denial for lack of a slot writes nothing. While Postgres is away, [Config].OnFailure answers, but a [FallbackLocal]
+// A denial for lack of a slot writes no row. While Postgres is away, [Config].OnFailure answers, but a [FallbackLocal]
 // returns the error, because it cannot know which slots are held.
 //
 // Errors: a [*SlotError] for a policy without slots, for options out of range, or for a client without a pool; those of

@@ -72,12 +72,14 @@ func (t TxLimiter) Request(key string, n int64) Request {
 	return Request{limiter: t.limiter, key: key, cost: n, inTx: true, tx: t.tx}
 }
 
-// Refund is [Limiter.Refund], but can be repeated, after a rollback of tx.
+// Refund is [Limiter.Refund], but does not mark the result as refunded. So after a rollback of tx, it can be called
+// again.
 func (t TxLimiter) Refund(ctx context.Context, result Result) (Balance, error) {
 	return t.RefundN(ctx, result, result.taken.Own().Left())
 }
 
-// RefundN is [Limiter.RefundN], but can be repeated, after a rollback of tx.
+// RefundN is [Limiter.RefundN], but does not mark the result as refunded. So after a rollback of tx, it can be called
+// again.
 func (t TxLimiter) RefundN(ctx context.Context, result Result, n int64) (Balance, error) {
 	if err := checkTx(t.tx); err != nil {
 		return Balance{}, err

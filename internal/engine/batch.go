@@ -395,8 +395,9 @@ func (d *departed) settle(b *Batcher, requests []*Request, err error) {
 	}
 }
 
-// settleDenials remembers the denial of a request, or forgets the key's denials if the request was not denied. After a
-// charge they would end too early. A charge that is refused and a denied reservation are not remembered.
+// settleDenials remembers the denial of a request, or forgets the key's denials if the request was not denied: after a
+// charge, for example, their RetryAfter would be too early. A refused charge and a denied reservation are not
+// remembered.
 func (b *Batcher) settleDenials(r *Request, err error, asked, told time.Duration, since *Changes) {
 	b.forget(r, err, since)
 	if p := &r.Parts[0]; err == nil && len(r.Parts) == 1 && p.Space.Remember && p.Cost > 0 && !p.Charge &&

@@ -23,7 +23,7 @@ func keyHeld() error {
 }
 
 var (
-	errStillHeld = errors.New("it was held each time that it was asked for, and nothing was taken")
+	errStillHeld = errors.New("it stayed locked, and nothing was taken")
 	// errOthersHeld is the error for a caller whose timeout has passed while statements waited for locks. The locked
 	// rows were those of other callers, or one transaction after the other locked the caller's row.
 	errOthersHeld error = pg.NewError(pg.ErrHeldUp, pg.ErrTimeout)
@@ -31,13 +31,13 @@ var (
 
 // ErrNotTried is the error of calls that the open breaker turns away, unless OnFailure answers them.
 var ErrNotTried error = pg.NewError(
-	errors.New("the database, or the service that asks it, has just failed, and is tried by one call at a time; "+
-		"this was not the one"), pg.ErrUnavailable).InOwnWords()
+	errors.New("the database, or the service that asks it, has just failed; until it answers again, one call at a "+
+		"time tries it, and this call was not sent"), pg.ErrUnavailable).InOwnWords()
 
 // errNotAsked is the error of a call that has waited too long in the queue of this process.
 var errNotAsked error = pg.NewError(
-	errors.New("the statements before this one took that long; it was not asked"), pg.ErrTimeout)
+	errors.New("the call waited that long behind other statements, and was not sent"), pg.ErrTimeout)
 
 // ErrNoConnection is the error of a call that has waited too long because the pool had no connection for earlier calls.
 var ErrNoConnection error = pg.NewError(
-	errors.New("the statements before this one got none; it was not asked"), pg.ErrPoolExhausted, pg.ErrTimeout)
+	errors.New("the statements before this call got none, and the call was not sent"), pg.ErrPoolExhausted, pg.ErrTimeout)

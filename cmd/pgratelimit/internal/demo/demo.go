@@ -395,7 +395,7 @@ FROM ` + inSchema + `rate_limit_ephemeral WHERE prefix = 'shorten'`
 		return fmt.Errorf("the row counts %s requests, expected %d", count, demoLimit)
 	}
 	d.printf("\n   Algorithm 2 is the sliding window. The count is %d: denied requests take nothing,\n"+
-		"   and write nothing.\n", demoLimit)
+		"   and write no row.\n", demoLimit)
 
 	if record, err = queryRecord(ctx, d.pool, take); err != nil {
 		return err
