@@ -40,4 +40,5 @@ var errNotAsked error = pg.NewError(
 
 // ErrNoConnection is the error of a call that has waited too long because the pool had no connection for earlier calls.
 var ErrNoConnection error = pg.NewError(
-	errors.New("the statements before this call got none, and the call was not sent"), pg.ErrPoolExhausted, pg.ErrTimeout)
+	errors.New("the statements before this call got none, and the call was not sent"),
+	pg.ErrPoolExhausted, pg.ErrTimeout)

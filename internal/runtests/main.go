@@ -3,9 +3,9 @@
 //	go run ./internal/runtests [-thorough] [FOLDER...]
 //
 // Without folders, it runs the tests of all modules except integration_test, which needs more programs and more time.
-// Tests whose names begin with TestThorough try many combinations, so they take long. Only the flag -thorough runs them,
-// and runs nothing else. "make test/mistakes" runs the TestMistakes tests. The flag -short of go test leaves out the tests that
-// "make test/shards" runs.
+// Tests whose names begin with TestThorough try many combinations, so they take long. Only the flag -thorough runs
+// them, and runs nothing else. "make test/mistakes" runs the TestMistakes tests. The flag -short of go test leaves out
+// the tests that "make test/shards" runs.
 //
 // All packages share one server: the one at RATELIMIT_TEST_DATABASE_URL, or one that runtests starts. If Postgres is
 // missing, runtests says how to get one. At the end, runtests lists the skipped tests with the reasons.
@@ -52,11 +52,10 @@ func exitStatus(err error) int {
 	return 1
 }
 
-// slowest has the slowest packages of each module. They start first, because otherwise the run would end with one of
+// slowest returns the slowest packages of each module. They start first, because otherwise the run would end with one of
 // them alone. No other package has TestThorough tests.
-var slowest = map[string][]string{
-	".":               {"./internal/engine", "./sql", ".", "./migrations"},
-	"cmd/pgratelimit": {"."},
+func slowest() map[string][]string {
+	return map[string][]string{".": {"./internal/engine", "./sql", ".", "./migrations"}, "cmd/pgratelimit": {"."}}
 }
 
 // run runs the tests of the modules in these folders. Without folders, run tests the default modules.
@@ -74,14 +73,14 @@ func run(ctx context.Context, out io.Writer, thorough bool, modules []string) (e
 	if len(modules) == 0 {
 		modules = []string{".", "cmd/pgratelimit", "otelratelimit", "grpclimit", "service"}
 		if thorough {
-			modules = slices.Sorted(maps.Keys(slowest))
+			modules = slices.Sorted(maps.Keys(slowest()))
 		}
 		fmt.Fprintln(out, "This takes some minutes, and more when the tests are built first.")
 	}
 
 	began := time.Now()
 	report := &report{out: out}
-	if !thorough && slices.ContainsFunc(modules, func(module string) bool { return slowest[module] != nil }) {
+	if !thorough && slices.ContainsFunc(modules, func(module string) bool { return slowest()[module] != nil }) {
 		report.leaveOut("TestThorough…", `thorough tests: run "make test/thorough"`)
 	}
 	// Run all modules at once, because most tests wait for something. With -p=2, go test runs only two packages of a
@@ -95,10 +94,10 @@ func run(ctx context.Context, out io.Writer, thorough bool, modules []string) (e
 			args := []string{"-json", "-short", "-count=1", "-vet=off", "-timeout=40m", "-p=2"}
 			if thorough {
 				args = append(args, "-run=^TestThorough")
-				args = append(args, slowest[module]...)
+				args = append(args, slowest()[module]...)
 			} else {
 				args = append(args, "-skip=^TestMistakes|^TestThorough")
-				args = append(append(args, slowest[module]...), "./...")
+				args = append(append(args, slowest()[module]...), "./...")
 			}
 			test := goTest(ctx, module, args...)
 			test.Env = append(os.Environ(), "RATELIMIT_TEST_DATABASE_URL="+server.URL())
