@@ -170,9 +170,9 @@ func (s *Server) unknownDomain(ctx context.Context, name string) {
 		s.options.Logger.WarnContext(ctx, "ratelimit: Envoy asks for more domains without rules; they are not logged")
 		return
 	}
-	const shown = 100 // bytes
+	shown := strings.ToValidUTF8(name[:min(len(name), 100)], "") // a name may be cut within a character
 	s.options.Logger.WarnContext(ctx, "ratelimit: Envoy asks for a domain without rules, so all its requests are "+
-		"allowed; is it misspelt, in Envoy or in the file?", "domain", strings.ToValidUTF8(name[:min(len(name), shown)], ""))
+		"allowed; is it misspelt, in Envoy or in the file?", "domain", shown)
 }
 
 // The texts of the first two errors are those of the reference, and Unknown is its code.
