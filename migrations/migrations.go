@@ -114,11 +114,8 @@ func Up(ctx context.Context, pool DB) error {
 		if in.proxy && in.says() == latest() { // applications may call this at every start
 			return nil
 		}
-		switch {
-		case err != nil:
+		if err != nil {
 			return err
-		case in.older:
-			return errOlder
 		}
 		var missing []string
 		for _, migration := range all {
@@ -221,8 +218,9 @@ func (s schema) record(ctx context.Context, tx pgx.Tx, version int64) error {
 // Down rolls back the last applied migration, as "goose down" does. If no migration is applied, it does nothing.
 // DownTo(ctx, pool, 0) rolls back all migrations.
 //
-// A rollback drops the objects that the migration made. The rollback of the first migration drops the tables with all
-// counts. Objects that are already missing cause no error.
+// A rollback drops the objects that the migration made, and makes functions that it replaced again as they were. Grants
+// on functions stay if their arguments stay. The rollback of the first migration drops the tables with all counts.
+// Objects that are already missing cause no error.
 func Down(ctx context.Context, pool DB) error { return down(ctx, pool, "down", 0, true) }
 
 // DownTo rolls back all migrations above a version, the last one first. Version 0 means all migrations. A second call

@@ -264,24 +264,6 @@ func appliedVersion(t *testing.T, pool *pgxpool.Pool) int64 {
 	return version
 }
 
-// Before the first release there were five other migrations. Up does not change a database that has them.
-func TestUpOnMigrationsFromBeforeTheFirstRelease(t *testing.T) {
-	t.Parallel()
-	db := pgtest.Empty(t)
-	require.NoError(t, migrations.Up(t.Context(), db.Pool))
-	pgtest.Exec(t, db.Pool, `
-		CREATE FUNCTION _rate_limit_left_fixed_window(text) RETURNS bigint[] LANGUAGE sql AS 'SELECT NULL::bigint[]';
-		INSERT INTO rate_limit_goose_version (version_id, is_applied) VALUES (4, true), (5, true);
-		CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS ' SELECT 5::bigint '`)
-	before := pgtest.Objects(t, db.Pool)
-	err := migrations.Up(t.Context(), db.Pool)
-	require.ErrorContains(t, err, "ratelimit/migrations: up: the schema has migrations from before the first release")
-	require.Equal(t, before, pgtest.Objects(t, db.Pool))
-
-	pgtest.Exec(t, db.Pool, "DROP SCHEMA public CASCADE; CREATE SCHEMA public")
-	require.NoError(t, migrations.Up(t.Context(), db.Pool))
-}
-
 // A nil pool is an error, not a panic.
 func TestNilPool(t *testing.T) {
 	t.Parallel()

@@ -70,12 +70,7 @@ SELECT
                 AND q.pronargs OPERATOR(pg_catalog.=) 0::pg_catalog.int2
         ) OR EXISTS (
             SELECT FROM pg_catalog.pg_foreign_server AS s WHERE s.srvname OPERATOR(pg_catalog.=) 'rate_limit_shards'
-        )),
-    EXISTS (
-        SELECT FROM pg_catalog.pg_proc AS o
-        WHERE o.pronamespace OPERATOR(pg_catalog.=) n.oid
-            AND o.proname OPERATOR(pg_catalog.=) '_rate_limit_left_fixed_window'
-    )
+        ))
 FROM pg_catalog.pg_namespace AS n
 JOIN pg_catalog.pg_roles AS me ON me.rolname OPERATOR(pg_catalog.=) current_user
 JOIN pg_catalog.pg_database AS d ON d.datname OPERATOR(pg_catalog.=) pg_catalog.current_database()
@@ -160,7 +155,6 @@ type schema struct {
 	owner           string // the role that can run the migrations
 	me              string // this role
 	proxy           bool   // the database is a proxy of shards, and the schema has no tables
-	older           bool   // the schema has functions from before the first release
 
 	// status sets these fields.
 	recorded int64 // the highest version in the version table, if this role may read it
@@ -191,14 +185,9 @@ func (s schema) goneAstray(recorded []Migration) bool {
 var errProxy = errors.New("the database is a proxy of shards, and has no tables: migrate each of the shards " +
 	"('pgratelimit shard list'), and then run 'pgratelimit shard set' for the proxy")
 
-// errOlder is the error of Up for a database from before the first release.
-var errOlder = errors.New("the schema has migrations from before the first release, which began anew since: " +
-	"roll them back to 0 with the version of this module that applied them, or drop the schema; " +
-	"then migrate again. The counts go with them")
-
 func look(ctx context.Context, tx pgx.Tx) (in schema, err error) {
 	err = tx.QueryRow(ctx, schemaSQL).Scan(&in.name, &in.table, &in.readable, &in.foreignTable,
-		&in.version, &in.owned, &in.foreignFunction, &in.create, &in.owner, &in.me, &in.proxy, &in.older)
+		&in.version, &in.owned, &in.foreignFunction, &in.create, &in.owner, &in.me, &in.proxy)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return in, errors.New("no schema that search_path names exists, or this role lacks USAGE on it: " +
 			"create it, or set another search_path")

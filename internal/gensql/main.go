@@ -30,8 +30,8 @@ type migration struct {
 	// released is the SHA-256 of the file as it was released. The file is then never written again.
 	released string
 
-	// up and down are statements that the two halves begin with. A function whose arguments or result change needs a
-	// DROP FUNCTION in both. If the arguments change, its grants are lost. A table needs ALTER TABLE in both.
+	// up and down are statements that the two halves begin with: DROP FUNCTION for a function that goes, or whose
+	// arguments or result change, and for its twin; ALTER TABLE. With the arguments, a function loses its grants.
 	up, down string
 }
 
@@ -118,25 +118,21 @@ var give string // gives these rights back
 // text returns the migration with this number in goose's format. Each half is marked as one statement, because goose
 // splits statements at semicolons even within dollar quotes. made has what the earlier migrations make.
 //
-// If earlier migrations make functions, and this one too, it replaces functions and keeps grants. It ends with the
-// blocks of twins.sql and access.sql. Its way down makes the earlier functions again.
+// If the migration changes functions of earlier ones, it replaces them and keeps their grants, and runs the blocks of
+// twins.sql and access.sql again. Its way down makes the earlier functions again.
 func (m migration) text(dir string, number int, made map[string][]string) ([]byte, error) {
-	read := func(source string) (string, error) {
-		content, err := os.ReadFile(filepath.Join(dir, source+".sql")) //nolint:gosec // a file of this repository
-		return string(content), err
-	}
-	join := func(names []string) (string, error) {
+	read := func(names ...string) (string, error) {
 		var all strings.Builder
 		for _, name := range names {
-			content, err := read(name)
+			content, err := os.ReadFile(filepath.Join(dir, name+".sql")) //nolint:gosec // a file of this repository
 			if err != nil {
 				return "", err
 			}
-			all.WriteString("\n" + content)
+			all.WriteString("\n" + string(content))
 		}
 		return all.String(), nil
 	}
-	sources, err := join(m.sources)
+	sources, err := read(m.sources...)
 	if err != nil {
 		return nil, err
 	}
@@ -145,20 +141,22 @@ func (m migration) text(dir string, number int, made map[string][]string) ([]byt
 		return nil, err
 	}
 	says := func(number int) string {
-		return "\n" + versionIn.ReplaceAllString(version, fmt.Sprintf("SELECT %d::bigint", number))
+		return versionIn.ReplaceAllString(version, fmt.Sprintf("SELECT %d::bigint", number))
 	}
 	// Drop the previous version's function first. A replaced function keeps its owner, who may not be trusted.
 	drop := "\n" + drops(version, nil)
 	up, down := m.up+sources, m.down+"\n"+drops(sources, made)
-	if len(made[blocks]) > 0 && makes.MatchString(sources) {
-		rest, err := join([]string{"twins", "access"})
+	var names, again []string // the functions that change or go, and the statements that make the earlier ones
+	for _, match := range slices.Concat(word.FindAllStringSubmatch(m.up, -1), makes.FindAllStringSubmatch(sources, -1)) {
+		name := match[len(match)-1]
+		if statements := made[name]; len(statements) > 0 && !slices.Contains(names, "'"+name+"'") {
+			names, again = append(names, "'"+name+"'"), append(again, statements...)
+		}
+	}
+	if len(names) > 0 {
+		rest, err := read("twins", "access")
 		if err != nil {
 			return nil, err
-		}
-		var again, names []string
-		for _, match := range makes.FindAllStringSubmatch(sources, -1) {
-			names = append(names, "'"+match[2]+"'")
-			again = append(again, made[match[2]]...)
 		}
 		keep := "\n" + strings.Replace(keep, "'names'", fold("            "+strings.Join(names, ", ")), 1)
 		replace := func(sql string) string { return creates.ReplaceAllString(sql, "CREATE OR REPLACE FUNCTION ") }
@@ -221,6 +219,7 @@ var (
 	versionIn = regexp.MustCompile(`SELECT \d+::bigint`)
 
 	makes   = regexp.MustCompile(`(?m)^CREATE (?:UNLOGGED )?(TABLE|TYPE|FUNCTION) (\w+)`)
+	word    = regexp.MustCompile(`\w+`)
 	creates = regexp.MustCompile(`(?m)^CREATE (?:OR REPLACE )?FUNCTION `)
 	// describes matches the statements that make a function or type, or comment on it.
 	describes = regexp.MustCompile(`^(CREATE (?:OR REPLACE )?|COMMENT ON )(?:FUNCTION|TYPE) (\w+)`)

@@ -165,13 +165,15 @@ func TestTheNextMigration(t *testing.T) {
 	require.NoError(t, r.run(t, db.Pool, 4, false))
 	require.Empty(t, pgtest.Differences(version4, pgtest.Catalog(t, db.Pool, "public")))
 
-	// The fifth migration changes arguments. The grants on the function are lost.
+	// The fifth migration changes the arguments of a function, which loses its grants, and drops another function.
 	r.release(t)
 	r.edit(t, "sql/version.sql", "SELECT 4::", "SELECT 5::")
 	r.edit(t, "sql/sliding.sql", "now_us bigint DEFAULT NULL\n", "now_us bigint DEFAULT NULL, more text DEFAULT NULL\n")
-	drop := "DROP FUNCTION rate_limit_take_sliding_window, _rate_limit_take_sliding_window_durable;\n"
+	r.edit(t, "sql/sliding.sql", more, "")
+	const drop = "DROP FUNCTION rate_limit_take_sliding_window, _rate_limit_take_sliding_window_durable;\n"
 	r.list = append(r.list, migration{
-		file: "00005_change_sliding.sql", comment: "Changes.", sources: []string{"sliding"}, up: drop, down: drop})
+		file: "00005_change_sliding.sql", comment: "Changes.", sources: []string{"sliding"},
+		up: drop + "DROP FUNCTION _rate_limit_more;\n", down: drop})
 	require.NoError(t, generate(r.root, r.list, false))
 	require.NoError(t, r.run(t, db.Pool, 5, false))
 	require.NoError(t, r.run(t, db.Pool, 5, true))

@@ -36,6 +36,9 @@ func definitions(version int64) (of map[string][]string, settle []string) {
 	head := regexp.MustCompile(`^(CREATE (?:TABLE|UNLOGGED TABLE|FUNCTION|TYPE)|CREATE INDEX \w+ ON|` +
 		`CREATE TRIGGER [^;]+? ON|ALTER TABLE|COMMENT ON \w+|GRANT EXECUTE ON FUNCTION) (\w+)`)
 	add := func(statement string) {
+		if rest, replaces := strings.CutPrefix(statement, "CREATE OR REPLACE "); replaces {
+			statement = "CREATE " + rest
+		}
 		switch found := head.FindStringSubmatch(statement); {
 		case found != nil && strings.HasPrefix(found[1], "CREATE ") && !strings.HasSuffix(found[1], " ON"):
 			of[found[2]] = []string{statement}

@@ -127,8 +127,9 @@ func migrateDownCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "down",
 		Short: "Roll back the migration that was applied last",
-		Long: `Rolls back the last migration, or all migrations above a version. This removes what the migrations made.
-The first migration made the tables, so rolling it back loses all counts, policies and history. While
+		Long: `Rolls back the last migration, or all migrations above a version. This removes what the migrations made,
+and makes functions that they replaced again as they were. The first migration made the tables, so
+rolling it back loses all counts, policies and history. While
 shards are being divided, the command refuses to change the shards and the proxy. 'pgratelimit shard
 grow' finishes the division, and 'pgratelimit shard grow --undo' takes it back.`,
 		Example: `  pgratelimit migrate down
@@ -140,7 +141,7 @@ grow' finishes the division, and 'pgratelimit shard grow --undo' takes it back.`
 		question := "Roll back the last migration? What it has made goes with it."
 		if cmd.Flags().Changed("to") {
 			question = fmt.Sprintf("Roll back all migrations above version %d? "+
-				"What they have made goes with them, and calls fail without it. The counts and policies stay.", to)
+				"What they have made goes with them, and calls may fail without it. The counts and policies stay.", to)
 			if to < 1 {
 				question = "Roll back all migrations? The tables go too, and with them all counts and policies."
 			}
