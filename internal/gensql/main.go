@@ -147,7 +147,8 @@ func (m migration) text(dir string, number int, made map[string][]string) ([]byt
 	drop := "\n" + drops(version, nil)
 	up, down := m.up+sources, m.down+"\n"+drops(sources, made)
 	var names, again []string // the functions that change or go, and the statements that make the earlier ones
-	for _, match := range slices.Concat(word.FindAllStringSubmatch(m.up, -1), makes.FindAllStringSubmatch(sources, -1)) {
+	changes := word.FindAllStringSubmatch(m.up, -1)
+	for _, match := range append(changes, makes.FindAllStringSubmatch(sources, -1)...) {
 		name := match[len(match)-1]
 		if statements := made[name]; len(statements) > 0 && !slices.Contains(names, "'"+name+"'") {
 			names, again = append(names, "'"+name+"'"), append(again, statements...)
