@@ -177,7 +177,8 @@ func TestInAnySchema(t *testing.T) {
 	db := pgtest.Empty(t)
 	require.NoError(t, migrations.Up(t.Context(), db.Pool)) // in public, which comes later in the search_path of the pools below
 
-	for _, schema := range []string{"limits", "Limits", oddSchema} {
+	schemas := []string{"limits", "Limits", oddSchema, "my_ephemeral"} // the last one contains a part of a table's name
+	for _, schema := range schemas {
 		pool := db.InSchema(t, schema)
 		status, err := migrations.Status(t.Context(), pool)
 		require.NoError(t, err)
@@ -194,7 +195,7 @@ func TestInAnySchema(t *testing.T) {
 		require.Equal(t, latest(t), appliedVersion(t, pool))
 	}
 
-	for _, schema := range []string{"limits", "Limits", oddSchema} {
+	for _, schema := range schemas {
 		require.NoError(t, migrations.DownTo(t.Context(), db.InSchema(t, schema), 0))
 		require.Empty(t, pgtest.Catalog(t, db.Pool, schema))
 	}

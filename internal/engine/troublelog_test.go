@@ -204,7 +204,7 @@ func TestCallsThatAreNotAskedAreLogged(t *testing.T) {
 		require.EqualValues(t, 9, opened.Load())
 		lines := log.Lines()
 		require.Len(t, lines, 1)
-		require.Contains(t, lines[0], "it was not asked")
+		require.Contains(t, lines[0], "was not sent")
 	})
 }
 
