@@ -17,8 +17,8 @@ test/race: ## Run the tests of the library and its service modules under the rac
 	bash .ci/race
 
 test/mistakes: ## Check that tests notice deliberate mistakes, most of them in SQL
-	go test -count=1 -timeout 20m -run '^TestMistakes' ./sql ./internal/engine
-	cd service && go test -count=1 -timeout 20m -run '^TestMistakes' ./...
+	go test -count=1 -timeout 20m -run '^TestMistakes' ./sql ./internal/engine ./internal/keeper ./internal/model
+	cd service && go test -count=1 -timeout 20m -run '^TestMistakes' ./internal/envoy
 
 test/integration: ## Run the tests with heavy dependencies; tests in containers need a Docker engine
 	@go run ./internal/runtests integration_test

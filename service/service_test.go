@@ -404,7 +404,7 @@ func TestMethods(t *testing.T) {
 	require.Equal(t, http.StatusNotFound, code)
 }
 
-func TestMistakesAtTheStart(t *testing.T) {
+func TestWhatIsWrongAtTheStart(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
 		change func(*service.Options)

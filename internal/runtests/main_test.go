@@ -100,25 +100,43 @@ func TestExitStatusCounts(t *testing.T) {
 func TestOnlyTheSlowestPackagesHaveThoroughTests(t *testing.T) {
 	t.Parallel()
 
+	var want []string
+	for module, packages := range slowest() {
+		for _, pkg := range packages {
+			want = append(want, filepath.Join(module, pkg))
+		}
+	}
+	require.Subset(t, want, packagesWith(t, "TestThorough"))
+}
+
+// The Makefile names the packages that have tests of mistakes, because "make test" leaves these tests out.
+func TestAllTestsOfMistakesAreRun(t *testing.T) {
+	t.Parallel()
+
+	makefile, err := os.ReadFile("../../Makefile")
+	require.NoError(t, err)
+	for _, pkg := range packagesWith(t, "TestMistakes") {
+		require.Regexp(t, `-run '\^TestMistakes'.* \./`+strings.TrimPrefix(pkg, "service/")+`\b`, string(makefile))
+	}
+}
+
+// packagesWith returns the folders that have a test whose name begins with this prefix.
+func packagesWith(t *testing.T, prefix string) (packages []string) {
+	t.Helper()
 	root, err := filepath.Abs("../..")
 	require.NoError(t, err)
-	var thorough []string
-	require.NoError(t, filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
+	require.NoError(t, filepath.WalkDir(root, func(path string, _ fs.DirEntry, err error) error {
 		if err != nil || !strings.HasSuffix(path, "_test.go") {
 			return err
 		}
 		source, err := os.ReadFile(path)
-		if bytes.Contains(source, []byte("\nfunc TestThorough")) {
-			thorough = append(thorough, filepath.Dir(path))
+		if err == nil && bytes.Contains(source, []byte("\nfunc "+prefix)) {
+			folder, err := filepath.Rel(root, filepath.Dir(path))
+			require.NoError(t, err)
+			packages = append(packages, folder)
 		}
 		return err
 	}))
-	var want []string
-	for module, packages := range slowest() {
-		for _, pkg := range packages {
-			want = append(want, filepath.Join(root, module, pkg))
-		}
-	}
-	require.NotEmpty(t, thorough)
-	require.Subset(t, want, thorough)
+	require.NotEmpty(t, packages)
+	return packages
 }

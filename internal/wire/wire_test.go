@@ -55,7 +55,7 @@ func TestRoundTrip(t *testing.T) {
 	require.False(t, m.Ended(), "something follows")
 }
 
-func TestMistakes(t *testing.T) {
+func TestBrokenMessages(t *testing.T) {
 	t.Parallel()
 	endless := []byte(strings.Repeat("\xff", 11)) // a varint of more than 64 bits
 	for name, test := range map[string]struct {

@@ -9,7 +9,7 @@ import (
 )
 
 // An error names one line: that of the mistake.
-func TestMistakesHaveTheirLine(t *testing.T) {
+func TestErrorsHaveTheirLine(t *testing.T) {
 	t.Parallel()
 	const begin = "limiters:\n- name: a\n  policy: fixed 1/1m\n- name: b\n"
 	for _, test := range []struct{ content, want string }{
