@@ -52,8 +52,8 @@ func exitStatus(err error) int {
 	return 1
 }
 
-// slowest returns the slowest packages of each module. They start first, because otherwise the run would end with one of
-// them alone. No other package has TestThorough tests.
+// slowest returns the slowest packages of each module. They start first, because otherwise the run would end with one
+// of them alone. No other package has TestThorough tests.
 func slowest() map[string][]string {
 	return map[string][]string{".": {"./internal/engine", "./sql", ".", "./migrations"}, "cmd/pgratelimit": {"."}}
 }
