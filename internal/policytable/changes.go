@@ -103,9 +103,14 @@ func (t *Table) applyChanges(ctx context.Context, a *policyAnswer, asked time.Ti
 	for _, id := range changed {
 		delete(t.Shadows, id) // these counts are of another policy
 	}
-	before, logged := t.status, map[int64]bool(nil)
+	before, unread := t.status, map[int64]error{}
+	for id, err := range a.unreadable {
+		if t.unreadable[id] != err.Error() { // a row may be read again without a change
+			unread[id] = err
+		}
+	}
 	if a.complete {
-		logged, t.unreadable = t.unreadable, map[int64]bool{}
+		t.unreadable = map[int64]string{}
 		t.status.NoRoom, t.CompleteAt = 0, asked
 	}
 	for _, id := range a.removed {
@@ -114,19 +119,17 @@ func (t *Table) applyChanges(ctx context.Context, a *policyAnswer, asked time.Ti
 	for _, r := range a.rules {
 		delete(t.unreadable, r.ID)
 	}
-	for id := range a.unreadable {
-		t.unreadable[id] = true
+	for id, err := range a.unreadable {
+		t.unreadable[id] = err.Error()
 	}
 	t.status.Unreadable = len(t.unreadable)
 	t.status.NoRoom = max(t.status.NoRoom, noRoom) // the next full read corrects the number
 	after := t.status
 	t.Mu.Unlock()
 
-	for id, err := range a.unreadable {
-		if !logged[id] {
-			t.log(ctx, slog.LevelWarn, "ratelimit: a policy cannot be read, and is passed over", slog.Int64("id", id),
-				slog.Any("error", err))
-		}
+	for id, err := range unread {
+		t.log(ctx, slog.LevelWarn, "ratelimit: a policy cannot be read, and is passed over", slog.Int64("id", id),
+			slog.Any("error", err))
 	}
 	if after.NoRoom > 0 && before.NoRoom == 0 {
 		t.log(ctx, slog.LevelError, "ratelimit: there are more policies than this process may hold; some are left out",

@@ -65,8 +65,8 @@ type Table struct {
 	asked, CompleteAt time.Time
 	Version           *int64
 	versionAt         int64 // by the database's clock, in microseconds since 1970
-	// unreadable has the IDs of rows that this release cannot read.
-	unreadable map[int64]bool
+	// unreadable has the errors of rows that this release cannot read, by their IDs.
+	unreadable map[int64]string
 }
 
 // TableConfig configures a Table.
