@@ -42,7 +42,7 @@ type ClientConfig struct {
 	// than 10 ms.
 	MaxInFlight int
 	MaxBatch    int // how many calls may share a statement, at least 1; defaults to 500
-	// DenialMaxAge is how long this process remembers a denial, unless RetryAfter is shorter. Until then, this process
+	// DenialMaxAge is how long the client remembers a denial, unless RetryAfter is shorter. Until then, the client
 	// denies requests of the same cost or more without asking the database. Defaults to 1 second;
 	// [Config].NoDenialCache turns it off. A take, refund, grant or reset by any limiter of the client ends the key's
 	// denial. A refund, grant or reset by another client or process is noticed at most DenialMaxAge later, or sooner

@@ -1,16 +1,20 @@
 package policytable_test
 
 import (
+	"context"
 	"fmt"
 	"math/rand/v2"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
+	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -164,4 +168,36 @@ func TestWaitersHearOfPolicies(t *testing.T) {
 	}
 	require.Zero(t, counted(limitertest.View(l).Strikes, "key")) // Wait counts no denial
 	require.Empty(t, limitertest.Table(p).NextBans())
+}
+
+// lateReader calls a function before each query.
+type lateReader struct {
+	db     *pgxpool.Pool
+	before func()
+}
+
+func (r lateReader) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	r.before()
+	return r.db.Query(ctx, sql, args...)
+}
+
+// Two reads at once may both return a change. A row that cannot be read is logged once all the same, and again after it
+// has changed.
+func TestUnreadableRowsAreLoggedOnce(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	var journal testkit.Journal
+	p, err := ratelimit.NewPolicies(db.Pool, ratelimit.PoliciesConfig{Logger: journal.Logger()})
+	require.NoError(t, err)
+	table := limitertest.Table(p)
+	read := func(db pg.DB) { require.NoError(t, table.ReadChanges(t.Context(), db, testkit.Amply)) }
+	pgtest.Exec(t, db.Pool, limitertest.AddPolicy, "api", "", "", "enforce", "fixed 20/1h")
+	read(db.Pool)
+	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_policy DISABLE TRIGGER rate_limit_policy_check")
+	for _, policy := range []string{"leaky 30/1h", "leaky 31/1h"} {
+		pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET policy = $1", policy)
+		read(lateReader{db.Pool, func() { read(db.Pool) }})
+		require.Len(t, journal.Lines(), 1, journal.String())
+	}
 }
