@@ -145,11 +145,12 @@ $$;
 --   clock_us, from_us, until_us
 --                        the database's clock, valid_from and valid_until, in microseconds since 1970 UTC. NULL means
 --                        infinite, or after the year 9999
+--   row_changed_us       when the row was last changed, for rate_limit_report
 CREATE FUNCTION rate_limit_policies(
     known bigint DEFAULT NULL, known_us bigint DEFAULT NULL,
     OUT version bigint, OUT changed_us bigint, OUT complete boolean, OUT clock_us bigint,
     OUT id bigint, OUT removed boolean, OUT name text, OUT key text, OUT key_prefix text, OUT mode text,
-    OUT policy text, OUT from_us bigint, OUT until_us bigint, OUT automatic boolean
+    OUT policy text, OUT from_us bigint, OUT until_us bigint, OUT automatic boolean, OUT row_changed_us bigint
 ) RETURNS SETOF record
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -186,7 +187,7 @@ BEGIN
         CASE WHEN p.valid_from > '-infinity' THEN (extract(epoch FROM least(p.valid_from, far)) * 1000000)::bigint END,
         CASE WHEN p.valid_until < far
             THEN (extract(epoch FROM greatest(p.valid_until, timestamptz 'epoch')) * 1000000)::bigint END,
-        p.automatic
+        p.automatic, (extract(epoch FROM p.changed_at) * 1000000)::bigint
     FROM (
         SELECT p.id FROM rate_limit_policy AS p WHERE complete AND p.valid_until > clock
         UNION ALL
@@ -283,9 +284,10 @@ COMMENT ON FUNCTION rate_limit_ban IS
 Example: SELECT * FROM rate_limit_ban(''login'', ''user:123'', ''1 hour'', ''1 week'', ''1 day'', ''too many'')';
 
 -- rate_limit_report adds a process's counts to rate_limit_shadow, at most 10^12 each. The arrays have an element for
--- each row. Rows with a negative number are skipped.
+-- each row. Rows with a negative number are skipped, and so are counts of a policy that has changed since: changed_us is
+-- row_changed_us of the policy that the process has counted for.
 CREATE FUNCTION rate_limit_report(
-    policy_ids bigint[], keys text[], decided bigint[], denied bigint[], would_deny bigint[]
+    policy_ids bigint[], changed_us bigint[], keys text[], decided bigint[], denied bigint[], would_deny bigint[]
 ) RETURNS void
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -302,16 +304,19 @@ BEGIN
     -- A session that changes a policy locks its row and then deletes its counts. A report skips locked policies, so
     -- that it cannot deadlock with a session that changes a policy.
     WITH policy AS MATERIALIZED (
-        SELECT p.id FROM rate_limit_policy AS p
+        SELECT p.id, p.changed_at FROM rate_limit_policy AS p
         WHERE p.id = ANY (policy_ids) AND p.mode = 'shadow'
         FOR SHARE SKIP LOCKED
     )
     INSERT INTO rate_limit_shadow AS s (policy_id, key, decided, denied, would_deny, first_at, last_at)
     SELECT e.policy_id, e.key,
         least(e.decided, most), least(e.denied, most), least(e.would_deny, most), clock, clock
-    FROM unnest(policy_ids, keys, decided, denied, would_deny) AS e (policy_id, key, decided, denied, would_deny)
+    FROM unnest(policy_ids, changed_us, keys, decided, denied, would_deny)
+        AS e (policy_id, changed_us, key, decided, denied, would_deny)
     WHERE e.decided >= 0 AND e.denied >= 0 AND e.would_deny >= 0
-        AND EXISTS (SELECT FROM policy AS p WHERE p.id = e.policy_id)
+        AND EXISTS (
+            SELECT FROM policy AS p
+            WHERE p.id = e.policy_id AND (extract(epoch FROM p.changed_at) * 1000000)::bigint = e.changed_us)
         AND octet_length(e.key) <= 512
     ORDER BY e.policy_id, e.key COLLATE "C"
     -- The sums stop at the largest bigint. With an overflow, one report could make all later reports fail.
@@ -336,4 +341,5 @@ $$;
 
 COMMENT ON FUNCTION rate_limit_report IS
     'Adds a process''s counts to rate_limit_shadow. An empty key means all keys together.
-Example: SELECT rate_limit_report(ARRAY[1], ARRAY[''''], ARRAY[100], ARRAY[0], ARRAY[5])';
+Example: SELECT rate_limit_report(ARRAY[id], ARRAY[row_changed_us], ARRAY[''''], ARRAY[100], ARRAY[0], ARRAY[5])
+    FROM rate_limit_policies() WHERE id = 1';

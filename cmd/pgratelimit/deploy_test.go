@@ -207,7 +207,7 @@ func TestThoroughRoles(t *testing.T) {
 		"SELECT rate_limit_cancel(hold) FROM rate_limit_hold('a', 'c', 'log 1/1m')":               "app on_call",
 		"SELECT rate_limit_extend('', '1m'), rate_limit_find_hold(''), rate_limit_settle('', 1)":  "app on_call",
 		"SELECT _rate_limit_window_end(1, 60000000, 'UTC')":                                       "",
-		"SELECT rate_limit_report('{1}', '{a}', '{1}', '{1}', '{1}')":                             "app on_call",
+		"SELECT rate_limit_report('{1}', '{1}', '{a}', '{1}', '{1}', '{1}')":                      "app on_call",
 		"SELECT FROM rate_limit_shadow":                                                           "reader on_call admin",
 		"DELETE FROM rate_limit_shadow":                                                           "",
 		"SELECT _rate_limit_ask('a', 'b', 'log 1/1m', 1, false, false, NULL, NULL, NULL, NULL)":   "",

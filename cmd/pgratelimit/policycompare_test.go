@@ -25,8 +25,9 @@ func TestPolicyCompare(t *testing.T) {
 		invoke(t, db.URL, append(append([]string{"policy", "set"}, args...), why)...).done(t)
 	}
 	id := pgtest.Scalar[int64](t, db.Pool, "SELECT id FROM rate_limit_policy WHERE policy = 'sliding 5/1m' AND name = 'login'")
-	pgtest.Exec(t, db.Pool, `SELECT rate_limit_report(array_fill($1::bigint, ARRAY[4]), ARRAY['', 'a', E'b\n', 'c'],
-		ARRAY[1000, 0, 0, 0]::bigint[], ARRAY[10, 8, 2, 0]::bigint[], ARRAY[55, 20, 30, 5]::bigint[])`, id)
+	pgtest.Exec(t, db.Pool, `SELECT rate_limit_report(array_fill(id, ARRAY[4]), array_fill(row_changed_us, ARRAY[4]), ARRAY['', 'a', E'b\n', 'c'],
+		ARRAY[1000, 0, 0, 0]::bigint[], ARRAY[10, 8, 2, 0]::bigint[], ARRAY[55, 20, 30, 5]::bigint[])
+		FROM rate_limit_policies() WHERE id = $1`, id)
 
 	// Counts start when the row begins or was last changed, even if the first report is later.
 	pgtest.Exec(t, db.Pool, `ALTER TABLE rate_limit_policy DISABLE TRIGGER USER;

@@ -396,7 +396,8 @@ func TestChangesOfPoliciesDoNotDeadlockWithReports(t *testing.T) {
 				}
 				pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, policy, mode, comment) VALUES
 					('a', 'fixed 1/1h', 'shadow', 'a'), ('b', 'fixed 1/1h', 'shadow', 'b')`)
-				const report = "SELECT rate_limit_report(ARRAY[1, 2], ARRAY['', ''], ARRAY[1, 1], ARRAY[0, 0], ARRAY[0, 0])"
+				const report = `SELECT rate_limit_report(array_agg(id), array_agg(row_changed_us), ARRAY['', ''], ARRAY[1, 1], ARRAY[0, 0],
+					ARRAY[0, 0]) FROM rate_limit_policies()`
 				pgtest.Exec(t, db.Pool, report)
 				tx := pgtest.Begin(t, db)
 				pgtest.Exec(t, tx, change+" WHERE id = 2")
@@ -428,8 +429,9 @@ func TestReportsDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
-	const shadows = `SELECT rate_limit_report($1::bigint[], $2::text[], array_fill(0::bigint, ARRAY[cardinality($1)]),
-		array_fill(0::bigint, ARRAY[cardinality($1)]), array_fill(1::bigint, ARRAY[cardinality($1)]))`
+	const shadows = `SELECT rate_limit_report(array_agg(id), array_agg(row_changed_us), array_agg(e.key), array_agg(0::bigint),
+		array_agg(0::bigint), array_agg(1::bigint))
+		FROM unnest($1::bigint[], $2::text[]) AS e (id, key) JOIN rate_limit_policies() AS p USING (id)`
 	for name, c := range map[string]struct {
 		sql      string
 		numbers  [2][]int64

@@ -538,7 +538,7 @@ func TestFunctionsUnderStrictSettings(t *testing.T) {
 	for _, call := range []string{
 		"rate_limit_allow('sql', 'key', 'sliding 2/1m, log 1/1m')", "rate_limit_peek('sql', 'key', 'fixed 1/1m')",
 		"rate_limit_ban('sql', 'key', '1h', '1h', '1h', 'why')", "rate_limit_policies()", "rate_limit_sweep()",
-		"rate_limit_report(ARRAY[1], ARRAY[''], ARRAY[1], ARRAY[0], ARRAY[1])",
+		"rate_limit_report(ARRAY[1], ARRAY[1], ARRAY[''], ARRAY[1], ARRAY[0], ARRAY[1])",
 	} {
 		pgtest.Exec(t, pool, "SELECT * FROM "+call)
 	}

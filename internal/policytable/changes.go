@@ -73,19 +73,11 @@ func (t *Table) readSince(ctx context.Context, db pg.DB, known *int64, knownAt i
 func (t *Table) applyChanges(ctx context.Context, a *policyAnswer, asked time.Time) {
 	// The database read the clock before the answer arrived. So the stored clock is late, and no ban ends early.
 	t.Clock.Store(&DatabaseClock{Micros: a.clock, At: time.Now()})
-	changed := a.removed
-	told := make(map[int64]bool, len(a.rules))
 	for i, r := range a.rules {
-		told[r.ID] = true
 		r.Value.Learnt = a.clock
 		if known := t.Book.Rule(r.ID); known != nil && saysTheSame(known, r) {
 			a.rules[i] = known
-		} else if known != nil {
-			changed = append(changed, r.ID)
 		}
-	}
-	if a.complete {
-		changed = append(changed, t.Book.IDs(func(r *Row) bool { return !told[r.ID] && r.Value.Until > a.clock })...)
 	}
 	t.Mu.Lock()
 	full := t.status.NoRoom > 0
@@ -100,9 +92,6 @@ func (t *Table) applyChanges(ctx context.Context, a *policyAnswer, asked time.Ti
 	t.Mu.Lock()
 	t.Version = new(a.version) // a copy, because a pointer into the answer would keep the answer in memory
 	t.versionAt, t.asked = a.changed, asked
-	for _, id := range changed {
-		delete(t.Shadows, id) // these counts are of another policy
-	}
 	before, unread := t.status, map[int64]error{}
 	for id, err := range a.unreadable {
 		if t.unreadable[id] != err.Error() { // a row may be read again without a change
@@ -182,11 +171,12 @@ func (t *Table) ask(ctx context.Context, db pg.DB, known *int64, knownAt int64) 
 	var automatic bool
 	var key, prefix *string
 	var from, until *int64
+	var changed int64
 	read := map[nameAndText]*model.Policy{} // most rows share a few texts
 	names := map[string]string{}
 	targets := []any{
 		&a.version, &a.changed, &a.complete, &a.clock, &row, &removed, &name, &key, &prefix, &mode, &policy,
-		&from, &until, &automatic,
+		&from, &until, &automatic, &changed,
 	}
 	args := []any{known, knownAt}
 	err := pg.Query(ctx, db, true, pg.Qualify(policiesStatement, t.config.Schema), args, targets, func() error {
@@ -204,7 +194,7 @@ func (t *Table) ask(ctx context.Context, db pg.DB, known *int64, knownAt int64) 
 		names[name] = name
 		r := &Row{
 			ID: id, Name: name, From: math.MinInt64, Weak: automatic,
-			Value: Ruling{Mode: Mode(mode), From: AlwaysBegun, Until: NoEnd},
+			Value: Ruling{Mode: Mode(mode), From: AlwaysBegun, Until: NoEnd, Changed: changed},
 		}
 		if from != nil {
 			r.From = *from

@@ -14,7 +14,6 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
-	"github.com/pgratelimit/ratelimit/internal/policytable"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
@@ -129,14 +128,6 @@ func TestOtherChangesOfTheSameNumber(t *testing.T) {
 	pgtest.Exec(t, databases[0].Pool, limitertest.AddPolicy, "api", "later", "", "deny", "")
 	require.Equal(t, []string{"both", "old", "later"}, banned(databases[0]))
 
-	// The counts of a shadow row are not reported for another row that now has the same ID.
-	limitertest.Table(p).Shadows = map[int64]*policytable.ShadowCount{1: {Decided: 1}}
-	require.Equal(t, []string{"both", "new", "later"}, banned(databases[1]))
-	require.Empty(t, limitertest.Table(p).Shadows)
-	pgtest.Exec(t, databases[0].Pool, "DELETE FROM rate_limit_policy WHERE id = 1")
-	limitertest.Table(p).Shadows[1] = &policytable.ShadowCount{Decided: 1}
-	require.Equal(t, []string{"old", "later"}, banned(databases[0]))
-	require.Empty(t, limitertest.Table(p).Shadows)
 }
 
 // Rows from replication have IDs ahead of the sequences. The next writer continues after them, and reuses no ID of the

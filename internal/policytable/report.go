@@ -15,6 +15,9 @@ const (
 	MaxReported = 500
 )
 
+// Version identifies a row between two changes.
+type Version struct{ ID, Changed int64 }
+
 // ShadowCount counts the decisions of a row whose mode is shadow.
 type ShadowCount struct {
 	Decided, denied, WouldDeny int64
@@ -28,16 +31,17 @@ type keyCount struct{ denied, wouldDeny int64 }
 func (t *Table) Count(row *Row, key string, denied, wouldDeny bool) {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
-	c := t.Shadows[row.ID]
+	version := Version{row.ID, row.Value.Changed}
+	c := t.Shadows[version]
 	if c == nil {
 		if !t.Running {
 			return
 		}
 		c = &ShadowCount{Keys: make(map[string]*keyCount)}
 		if t.Shadows == nil {
-			t.Shadows = make(map[int64]*ShadowCount)
+			t.Shadows = make(map[Version]*ShadowCount)
 		}
-		t.Shadows[row.ID] = c
+		t.Shadows[version] = c
 	}
 	c.Decided++
 	if denied {
@@ -78,7 +82,8 @@ func (t *Table) report(ctx context.Context) {
 	}
 }
 
-// ReportOnce reports the counts since the last report. If it fails, these counts are lost.
+// ReportOnce reports the counts since the last report. If it fails, these counts are lost. The database ignores counts of
+// rows that have changed since.
 func (t *Table) ReportOnce(ctx context.Context) error {
 	t.Mu.Lock()
 	shadows := t.Shadows
@@ -87,20 +92,20 @@ func (t *Table) ReportOnce(ctx context.Context) error {
 	if shadows == nil {
 		return nil
 	}
-	var ids, decided, denied, wouldDeny []int64
+	var ids, changed, decided, denied, wouldDeny []int64
 	var keys []string
-	add := func(id int64, key string, d, denials, wouldBe int64) {
-		ids, keys = append(ids, id), append(keys, key)
+	add := func(v Version, key string, d, denials, wouldBe int64) {
+		ids, changed, keys = append(ids, v.ID), append(changed, v.Changed), append(keys, key)
 		decided, denied, wouldDeny = append(decided, d), append(denied, denials), append(wouldDeny, wouldBe)
 	}
-	for id, c := range shadows {
-		add(id, "", c.Decided, c.denied, c.WouldDeny)
+	for version, c := range shadows {
+		add(version, "", c.Decided, c.denied, c.WouldDeny)
 		for key, k := range c.Keys {
-			add(id, key, 0, k.denied, k.wouldDeny)
+			add(version, key, 0, k.denied, k.wouldDeny)
 		}
 	}
 	ctx, cancel := context.WithTimeout(ctx, reportPeriod/2)
 	defer cancel()
 	return pg.Query(ctx, t.db, true, pg.Qualify(reportStatement, t.config.Schema),
-		[]any{ids, keys, decided, denied, wouldDeny}, []any{nil}, func() error { return nil })
+		[]any{ids, changed, keys, decided, denied, wouldDeny}, []any{nil}, func() error { return nil })
 }

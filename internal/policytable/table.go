@@ -55,8 +55,8 @@ type Table struct {
 	// processes do not know yet.
 	caches  []Denials
 	given   map[string]bool
-	bans    map[*Strikes]bool      // Run looks for keys to ban in these
-	Shadows map[int64]*ShadowCount // by the row's ID, the counts that were not reported yet
+	bans    map[*Strikes]bool        // Run looks for keys to ban in these
+	Shadows map[Version]*ShadowCount // the counts that were not reported yet
 	Running bool
 	status  TableStatus
 	// asked is the time of the last query that was answered, and CompleteAt the time of the last query for all rows.
@@ -108,6 +108,7 @@ type Ruling struct {
 	// The row is in force from the time From until just before Until, in microseconds since 1970. From is AlwaysBegun
 	// if the row had begun when it was read. Until may be NoEnd.
 	From, Until int64
+	Changed     int64         // when the row was last changed, by the database's clock
 	Learnt      int64         // when this process first read this content, by the database's clock
 	Policy      *model.Policy // nil for off and deny; rows with the same text share a policy
 }
@@ -184,7 +185,8 @@ func (t *Table) now() int64 {
 // saysTheSame returns whether two versions of a row have the same content.
 func saysTheSame(a, b *Row) bool {
 	return a.Name == b.Name && a.Target == b.Target && a.Text == b.Text && a.From == b.From && a.Weak == b.Weak &&
-		a.Value.Mode == b.Value.Mode && a.Value.Until == b.Value.Until && a.Value.Policy.Is(b.Value.Policy)
+		a.Value.Mode == b.Value.Mode && a.Value.Until == b.Value.Until && a.Value.Changed == b.Value.Changed &&
+		a.Value.Policy.Is(b.Value.Policy)
 }
 
 // counts returns whether a row has begun and has not ended.
