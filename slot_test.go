@@ -534,7 +534,7 @@ func TestStrictSlots(t *testing.T) {
 	db := pgtest.New(t)
 	client := limitertest.NewClient(t, db.NewPool(t, nil), ratelimit.ClientConfig{Logger: slog.New(slog.DiscardHandler)})
 	l := limitertest.Of(t, client, ratelimit.Config{Name: "jobs", Policy: ratelimit.Concurrency{Limit: 1}})
-	slot := acquire(t, l, ratelimit.SlotOptions{TTL: 9 * time.Second, Strict: true})
+	slot := acquire(t, l, ratelimit.SlotOptions{TTL: 30 * time.Second, Strict: true})
 	during := slot.Context(t.Context())
 	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, "SELECT FROM rate_limit_ephemeral FOR UPDATE")

@@ -4904,8 +4904,8 @@ COMMENT ON FUNCTION rate_limit_ban IS
 Example: SELECT * FROM rate_limit_ban(''login'', ''user:123'', ''1 hour'', ''1 week'', ''1 day'', ''too many'')';
 
 -- rate_limit_report adds a process's counts to rate_limit_shadow, at most 10^12 each. The arrays have an element for
--- each row. Rows with a negative number are skipped, and so are counts of a policy that has changed since: changed_us is
--- row_changed_us of the policy that the process has counted for.
+-- each row. changed_us is row_changed_us of the policy that the process has counted for. Counts of a policy that has
+-- changed since are skipped, and so are rows with a negative number.
 CREATE FUNCTION rate_limit_report(
     policy_ids bigint[], changed_us bigint[], keys text[], decided bigint[], denied bigint[], would_deny bigint[]
 ) RETURNS void
@@ -4961,8 +4961,7 @@ $$;
 
 COMMENT ON FUNCTION rate_limit_report IS
     'Adds a process''s counts to rate_limit_shadow. An empty key means all keys together.
-Example: SELECT rate_limit_report(ARRAY[id], ARRAY[row_changed_us], ARRAY[''''], ARRAY[100], ARRAY[0], ARRAY[5])
-    FROM rate_limit_policies() WHERE id = 1';
+Example: SELECT rate_limit_report(ARRAY[1], ARRAY[1796000000000000], ARRAY[''''], ARRAY[100], ARRAY[0], ARRAY[5])';
 
 -- This block sets the rights and settings of the functions. The functions have their owner's rights, so an application
 -- only needs EXECUTE on them. No role has EXECUTE without a grant. The functions run no code that other roles can

@@ -76,8 +76,10 @@ func TestTables(t *testing.T) {
 		var found map[string]float64
 		testkit.WaitUntil(t, func() bool {
 			var err error
-			found, err = collect()
-			require.NoError(t, err)
+			if found, err = collect(); err != nil {
+				t.Log(err) // a busy machine may need longer than a collection waits
+				return false
+			}
 			for name, value := range want {
 				if found[name] != value {
 					return false

@@ -168,9 +168,9 @@ func eventually(t *testing.T, holds func() bool) {
 	require.Eventually(t, holds, time.Minute, 10*time.Millisecond)
 }
 
-// shop returns rules that allow n requests a day for each address.
+// shop returns rules that allow n requests a year for each address.
 func shop(n int) string {
-	return fmt.Sprintf("domain: shop\ndescriptors:\n- key: address\n  rate_limit: {unit: day, requests_per_unit: %d}\n", n)
+	return fmt.Sprintf("domain: shop\ndescriptors:\n- key: address\n  rate_limit: {unit: year, requests_per_unit: %d}\n", n)
 }
 
 const login = "limiters:\n- name: login\n  policy: fixed 2/1d\n"

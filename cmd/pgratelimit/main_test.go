@@ -18,6 +18,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/deadline"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -30,6 +31,7 @@ const commandVariable = "PGRATELIMIT_TEST_COMMAND"
 
 func TestMain(m *testing.M) {
 	if os.Getenv(commandVariable) != "" {
+		deadline.Default = testkit.Amply // the machine may be busy
 		main()
 	}
 	slog.SetDefault(slog.New(slog.DiscardHandler))

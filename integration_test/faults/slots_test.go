@@ -57,12 +57,12 @@ func TestHolderThatWasStopped(t *testing.T) {
 		newResource(t, pool)
 		limiter := oneSlot(t, pool, durable)
 		puppet := newSlotPuppet(t, puppetSettings{URL: db.URL, Limit: 1, Durable: durable})
-		stale, staleFence := puppet.acquire(t, ratelimit.SlotOptions{TTL: time.Second})
+		stale, staleFence := puppet.acquire(t, ratelimit.SlotOptions{TTL: 3 * time.Second})
 		require.True(t, puppet.do(t, puppetCommand{Do: "write", Key: "resource", Slot: stale}).OK)
 		require.Empty(t, puppet.do(t, puppetCommand{Do: "look", Slot: stale}).Error)
 
 		puppet.stop(t)
-		next, err := limiter.Acquire(t.Context(), "key", ratelimit.SlotOptions{TTL: 3 * time.Second})
+		next, err := limiter.Acquire(t.Context(), "key", ratelimit.SlotOptions{TTL: 30 * time.Second})
 		require.NoError(t, err)
 		require.Greater(t, next.Fence(), staleFence)
 		var accepted bool
@@ -136,15 +136,14 @@ func TestHolderAndWaiterThatWereKilled(t *testing.T) {
 		settings := puppetSettings{URL: named(t, db.URL, "unlucky"), Limit: 1, Durable: durable}
 		holder, waiter := newSlotPuppet(t, settings), newSlotPuppet(t, settings)
 		for range 3 {
-			_, fence := holder.acquire(t, ratelimit.SlotOptions{TTL: time.Second})
-			_, reply := holder.begin(t, puppetCommand{
-				Do: "acquire", Key: "alone", Options: ratelimit.SlotOptions{TTL: time.Second},
-			})
+			short := ratelimit.SlotOptions{TTL: 3 * time.Second}
+			_, fence := holder.acquire(t, short)
+			_, reply := holder.begin(t, puppetCommand{Do: "acquire", Key: "alone", Options: short})
 			aloneFence := reply().Fence
-			_, _ = waiter.begin(t, puppetCommand{Do: "acquire", Key: "key", Options: ratelimit.SlotOptions{TTL: time.Second}})
+			_, _ = waiter.begin(t, puppetCommand{Do: "acquire", Key: "key", Options: short})
 			waitForPlace(t, pool, durable)
 			next := testkit.Later(func() (*ratelimit.Slot, error) {
-				return limiter.Acquire(t.Context(), "key", ratelimit.SlotOptions{TTL: time.Second})
+				return limiter.Acquire(t.Context(), "key", ratelimit.SlotOptions{TTL: 30 * time.Second})
 			})
 			require.NoError(t, holder.Process.Kill())
 			require.NoError(t, waiter.Process.Kill())
@@ -159,7 +158,7 @@ func TestHolderAndWaiterThatWereKilled(t *testing.T) {
 					require.NoError(t, result.Slot.Release(t.Context()))
 					break
 				}
-				require.LessOrEqual(t, result.RetryAfter, time.Second)
+				require.LessOrEqual(t, result.RetryAfter, short.TTL)
 				pause(t.Context(), result.RetryAfter)
 			}
 			slot, err := next()
@@ -253,11 +252,12 @@ func TestSlotsSurviveAShortCut(t *testing.T) {
 // still believed in it. That is negative if all is right.
 func heldTooLong(t *testing.T, db *pgtest.DB, durable bool) time.Duration {
 	t.Helper()
+	const ttl = 4 * time.Second
 	for {
 		proxy := newWireProxy(t, db.URL)
 		pool := db.OwnerPool(t, nil)
 		puppet := newSlotPuppet(t, puppetSettings{URL: proxy.url, Limit: 1, Durable: durable})
-		slot, fence := puppet.acquire(t, ratelimit.SlotOptions{TTL: 2 * time.Second})
+		slot, fence := puppet.acquire(t, ratelimit.SlotOptions{TTL: ttl})
 		begins := slotOf(t, pool, durable, fence).Ends
 		_, ended := puppet.begin(t, puppetCommand{Do: "await", Slot: slot})
 		testkit.WaitUntil(t, func() bool { return slotOf(t, pool, durable, fence).Ends > begins }) // it was renewed
@@ -272,7 +272,7 @@ func heldTooLong(t *testing.T, db *pgtest.DB, durable bool) time.Duration {
 		over := end.Last - slotOf(t, pool, durable, fence).Ends
 		require.NoError(t, puppet.Process.Kill())
 		// A process that did not run for long may notice the end too late, as a stopped process does.
-		if over < 0 || end.Gap < (2*time.Second/20).Microseconds() {
+		if over < 0 || end.Gap < (ttl/20).Microseconds() {
 			return time.Duration(over) * time.Microsecond
 		}
 	}

@@ -79,6 +79,7 @@ func TestIdleConnections(t *testing.T) {
 	}
 	serves()
 	for _, conn := range web {
+		require.NoError(t, conn.SetDeadline(time.Now().Add(testkit.Amply)))
 		_, err := io.WriteString(conn, request)
 		require.NoError(t, err)
 		requireOK(t, conn)

@@ -150,7 +150,9 @@ func TestOnFailureOfASingleConnection(t *testing.T) {
 			t.Error(result, err)
 		}
 	})
-	require.True(t, limitertest.Engine(l).Batcher.Breaker.IsOpen(engine.KindEphemeral))
+	breaker := limitertest.Engine(l).Batcher.Breaker
+	require.True(t, breaker.IsOpen(engine.KindEphemeral))
+	breaker.Begin = breaker.Begin.Add(testkit.Amply) // so it is not yet the time for a probe
 	require.ErrorIs(t, limitertest.Engine(l).Queues.First().Submit(t.Context(), newRequest(l, "key", 1)), engine.ErrNotTried)
 }
 
@@ -229,15 +231,17 @@ func TestAllowAllInAnOutage(t *testing.T) {
 			db,
 			ratelimit.Config{Name: name, Policy: limitertest.Hourly, OnFailure: ratelimit.FailOpen()},
 		)
+		breaker := limitertest.Engine(l).Batcher.Breaker
 		for range engine.BreakerFailures {
-			limitertest.Engine(l).Batcher.Breaker.Record(engine.KindEphemeral, pg.Translate(errors.New("broken"), true), false)
+			breaker.Record(engine.KindEphemeral, pg.Translate(errors.New("broken"), true), false)
 		}
+		breaker.Begin = breaker.Begin.Add(testkit.Amply) // so it is not yet the time for a probe
 		_, err := ratelimit.AllowAll(t.Context(), l.Request("key", 1))
 		require.ErrorIs(t, err, engine.ErrNotTried)
-		limitertest.Engine(l).Batcher.Breaker.Begin = limitertest.Engine(l).Batcher.Breaker.Begin.Add(-engine.BreakerPause)
+		breaker.Begin = breaker.Begin.Add(-testkit.Amply - engine.BreakerPause)
 		results, err := ratelimit.AllowAll(t.Context(), l.Request("key", 1))
 		require.NoError(t, err)
 		require.True(t, results.Allowed)
-		require.False(t, limitertest.Engine(l).Batcher.Breaker.IsOpen(engine.KindEphemeral))
+		require.False(t, breaker.IsOpen(engine.KindEphemeral))
 	}
 }

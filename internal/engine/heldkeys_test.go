@@ -221,7 +221,7 @@ func TestLockedTable(t *testing.T) {
 			OnFailure: ratelimit.FailOpen(),
 		}
 		patient := limitertest.New(t, pool, config)
-		clientConfig := ratelimit.ClientConfig{Timeout: 3 * time.Second} // long enough for busy machines
+		clientConfig := ratelimit.ClientConfig{Timeout: 5 * time.Second} // long enough for busy machines
 		open := limitertest.New(t, pool, config, clientConfig)
 		config.OnFailure = ratelimit.ReturnError()
 		strict := limitertest.New(t, pool, config, clientConfig)

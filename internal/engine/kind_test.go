@@ -79,7 +79,7 @@ func TestLockedTableOpensNoBreakerForTheOther(t *testing.T) {
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	db := pgtest.New(t)
-	client := limitertest.NewClient(t, db.Pool, ratelimit.ClientConfig{Timeout: 3 * time.Second})
+	client := limitertest.NewClient(t, db.Pool, ratelimit.ClientConfig{Timeout: 8 * time.Second})
 	policy := ratelimit.FixedWindow{Limit: 5, Window: time.Hour}
 	login := limitertest.Of(t, client, ratelimit.Config{Name: "login", Policy: policy, OnFailure: ratelimit.FailOpen()})
 	quota := limitertest.Of(t, client, ratelimit.Config{Name: "quota", Policy: policy, Durable: true, OnFailure: ratelimit.FailOpen()})

@@ -113,7 +113,7 @@ func TestSlotsWaitForTheLog(t *testing.T) {
 		limiter := limitertest.New(t, pool, ratelimit.Config{
 			Name: "jobs", Policy: ratelimit.Concurrency{Limit: 1}, Durable: durable,
 		})
-		slot, err := limiter.Acquire(t.Context(), "key", ratelimit.SlotOptions{TTL: 3 * time.Second})
+		slot, err := limiter.Acquire(t.Context(), "key", ratelimit.SlotOptions{TTL: 9 * time.Second})
 		require.NoError(t, err)
 		require.Equal(t, []string{"on"}, seen())
 		testkit.WaitUntil(t, func() bool { // it is renewed

@@ -77,7 +77,7 @@ func TestBan(t *testing.T) {
 			_, err := limiters[0].Allow(t.Context(), "key")
 			require.NoError(t, err)
 		}
-		require.Zero(t, counted(limitertest.View(limiters[0]).Strikes, "key"))
+		testkit.WaitUntil(t, func() bool { return counted(limitertest.View(limiters[0]).Strikes, "key") == 0 })
 
 		pgtest.AgeBans(t, db.Pool, (round.want + 30*time.Minute).String()) // makes the ban end half an hour ago
 		for _, l := range limiters {
@@ -179,6 +179,7 @@ func TestBansOfACrowd(t *testing.T) {
 	}
 
 	pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_ban RENAME TO rate_limit_away")
+	limitertest.Table(p).Patience = testkit.Amply
 	limitertest.Run(t, p)
 	testkit.WaitUntil(t, func() bool { return journal.String() != "" })
 	pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_away RENAME TO rate_limit_ban")
@@ -212,6 +213,7 @@ func TestBanThatIsRefused(t *testing.T) {
 	for _, key := range []string{"a", "secret", "b"} {
 		limitertest.View(l).Strike(key)
 	}
+	limitertest.Table(p).Patience = testkit.Amply
 	limitertest.Run(t, p)
 	testkit.WaitUntil(t, func() bool { return counted(limitertest.View(l).Strikes, "secret") == 0 && journal.String() != "" })
 	require.Equal(t, []string{"a", "b"}, pgtest.Scalar[[]string](t, db.Pool,
