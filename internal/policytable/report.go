@@ -82,8 +82,8 @@ func (t *Table) report(ctx context.Context) {
 	}
 }
 
-// ReportOnce reports the counts since the last report. If it fails, these counts are lost. The database ignores counts of
-// rows that have changed since.
+// ReportOnce reports the counts since the last report. If it fails, these counts are lost. The database ignores counts
+// of rows that have changed since.
 func (t *Table) ReportOnce(ctx context.Context) error {
 	t.Mu.Lock()
 	shadows := t.Shadows
