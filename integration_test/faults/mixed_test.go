@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"reflect"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -19,6 +21,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
+	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -188,7 +191,8 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 					told()
 					continue
 				}
-				if errors.Is(errs[i], ratelimit.ErrOwesTooMuch) { // nor did this call
+				// Nor did these calls. On a busy machine, held keys may use up the time of a call for other keys.
+				if errors.Is(errs[i], ratelimit.ErrOwesTooMuch) || errors.Is(errs[i], pg.ErrHeldUp) {
 					errs[i] = nil
 					continue
 				}
@@ -219,7 +223,7 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 }
 
 const (
-	patience     = 1500 * time.Millisecond // how long a call waits for a held key
+	patience     = 3 * time.Second // how long a call waits for a held key
 	locksBriefly = 20 * time.Millisecond
 )
 
@@ -532,12 +536,14 @@ func mixes(span time.Duration) map[string]mix {
 			refund, refund, grant, reset,
 		}, crowd: true},
 	}
-	if pgtest.Shards() > 0 { // on shards, no call runs in a transaction of the caller
-		delete(all, "transactions")
+	if pgtest.Shards() > 0 { // calls take several times as long there, so most mixes of single features are left out
+		maps.DeleteFunc(all, func(name string, m mix) bool {
+			return !m.locks && !m.leased && !strings.HasPrefix(name, "all of them together")
+		})
 	}
 	for name, m := range all {
 		m.month = span
-		if pgtest.Shards() > 0 {
+		if pgtest.Shards() > 0 { // no call runs in a transaction of the caller
 			m.calls = slices.DeleteFunc(m.calls, func(k kind) bool { return k == allowAllTx || k == rolledBack })
 		}
 		all[name] = m

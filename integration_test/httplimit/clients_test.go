@@ -127,8 +127,8 @@ func TestWrk(t *testing.T) {
 		func(http.ResponseWriter, *http.Request) { admitted.Add(1) },
 	)
 
-	var total, denied int
-	for allDenied := false; !allDenied; {
+	var total, denied, cancelled int
+	for allDenied := false; !allDenied; cancelled += 64 { // wrk cancels running requests at its end
 		output, err := exec.CommandContext(t.Context(), wrk, "-t2", "-c64", "-d1s", "http://"+address).CombinedOutput()
 		require.NoError(t, err, string(output))
 		requests, others := number(
@@ -144,7 +144,7 @@ func TestWrk(t *testing.T) {
 		total, denied = total+requests, denied+others
 	}
 	require.LessOrEqual(t, admitted.Load(), int64(limit))
-	require.Greater(t, admitted.Load(), int64(limit-64)) // wrk cancels running requests at its end
+	require.GreaterOrEqual(t, admitted.Load(), int64(limit-cancelled))
 	require.LessOrEqual(t, total-denied, limit)          // wrk does not count the requests still running at its end
 	t.Logf("%d of %d requests were admitted", admitted.Load(), total)
 	result, err := limiter.Peek(context.Background(), "127.0.0.1")
