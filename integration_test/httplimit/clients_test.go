@@ -145,7 +145,7 @@ func TestWrk(t *testing.T) {
 	}
 	require.LessOrEqual(t, admitted.Load(), int64(limit))
 	require.GreaterOrEqual(t, admitted.Load(), int64(limit-cancelled))
-	require.LessOrEqual(t, total-denied, limit)          // wrk does not count the requests still running at its end
+	require.LessOrEqual(t, total-denied, limit) // wrk does not count the requests still running at its end
 	t.Logf("%d of %d requests were admitted", admitted.Load(), total)
 	result, err := limiter.Peek(context.Background(), "127.0.0.1")
 	require.NoError(t, err)
