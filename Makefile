@@ -26,7 +26,7 @@ test/integration: ## Run the tests with heavy dependencies; tests in containers 
 test/matrix: ## Run the tests that depend on the version of Postgres, on 14 to 18 or POSTGRES="15 18"; LIBRARY=. runs all; needs npm
 	LIBRARY='$(LIBRARY)' bash .ci/matrix $(POSTGRES)
 
-test/shards: ## Run the tests of proxies for shards, and those of decisions through four shards; needs PL/Proxy
+test/shards: ## Run the tests of proxies for shards, and those of decisions through two shards; needs PL/Proxy
 	bash .ci/shards
 
 test/door: ## Run the library's tests and the histories through a service, which asks Postgres
