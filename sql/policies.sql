@@ -340,5 +340,6 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_report IS
-    'Adds a process''s counts to rate_limit_shadow. An empty key means all keys together.
+    'Adds a process''s counts to rate_limit_shadow. An empty key means all keys together. '
+    'changed_us is row_changed_us of rate_limit_policies. Counts of a policy that has changed since are skipped.
 Example: SELECT rate_limit_report(ARRAY[1], ARRAY[1796000000000000], ARRAY[''''], ARRAY[100], ARRAY[0], ARRAY[5])';

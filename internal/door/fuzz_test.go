@@ -119,7 +119,8 @@ func FuzzAnswers(f *testing.F) {
 				conn.Close()
 			}
 		}()
-		ctx, cancel := context.WithTimeout(t.Context(), time.Second/5) // a client may try until the end
+		// Some answers make a client try until its time is over.
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second/5)
 		defer cancel()
 		result, err := limiter(t, address, 5).Allow(ctx, "k")
 		if err == nil {

@@ -15,8 +15,8 @@ const (
 	MaxReported = 500
 )
 
-// Version identifies a row between two changes.
-type Version struct{ ID, Changed int64 }
+// RowVersion identifies a row between two changes.
+type RowVersion struct{ ID, Changed int64 }
 
 // ShadowCount counts the decisions of a row whose mode is shadow.
 type ShadowCount struct {
@@ -31,7 +31,7 @@ type keyCount struct{ denied, wouldDeny int64 }
 func (t *Table) Count(row *Row, key string, denied, wouldDeny bool) {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
-	version := Version{row.ID, row.Value.Changed}
+	version := RowVersion{row.ID, row.Value.Changed}
 	c := t.Shadows[version]
 	if c == nil {
 		if !t.Running {
@@ -39,7 +39,7 @@ func (t *Table) Count(row *Row, key string, denied, wouldDeny bool) {
 		}
 		c = &ShadowCount{Keys: make(map[string]*keyCount)}
 		if t.Shadows == nil {
-			t.Shadows = make(map[Version]*ShadowCount)
+			t.Shadows = make(map[RowVersion]*ShadowCount)
 		}
 		t.Shadows[version] = c
 	}
@@ -94,7 +94,7 @@ func (t *Table) ReportOnce(ctx context.Context) error {
 	}
 	var ids, changed, decided, denied, wouldDeny []int64
 	var keys []string
-	add := func(v Version, key string, d, denials, wouldBe int64) {
+	add := func(v RowVersion, key string, d, denials, wouldBe int64) {
 		ids, changed, keys = append(ids, v.ID), append(changed, v.Changed), append(keys, key)
 		decided, denied, wouldDeny = append(decided, d), append(denied, denials), append(wouldDeny, wouldBe)
 	}

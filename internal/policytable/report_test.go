@@ -96,6 +96,9 @@ func TestShadowsAreReported(t *testing.T) {
 		require.Equal(t, []string{" 1 1 1", "c 0 1 1"}, reported())
 	}
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy")
+	_, err = l.Allow(t.Context(), "c")
+	require.NoError(t, err)
+	report()
 	require.Zero(t, rows())
 }
 
@@ -108,6 +111,6 @@ func TestShadowsCountSoManyKeys(t *testing.T) {
 	for i := range policytable.MaxReported + 10 {
 		p.Count(&policytable.Row{ID: 7}, fmt.Sprint(i), true, true)
 	}
-	require.Len(t, p.Shadows[policytable.Version{ID: 7}].Keys, policytable.MaxReported)
-	require.EqualValues(t, policytable.MaxReported+10, p.Shadows[policytable.Version{ID: 7}].WouldDeny)
+	require.Len(t, p.Shadows[policytable.RowVersion{ID: 7}].Keys, policytable.MaxReported)
+	require.EqualValues(t, policytable.MaxReported+10, p.Shadows[policytable.RowVersion{ID: 7}].WouldDeny)
 }

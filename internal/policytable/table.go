@@ -55,8 +55,8 @@ type Table struct {
 	// processes do not know yet.
 	caches  []Denials
 	given   map[string]bool
-	bans    map[*Strikes]bool        // Run looks for keys to ban in these
-	Shadows map[Version]*ShadowCount // the counts that were not reported yet
+	bans    map[*Strikes]bool           // Run looks for keys to ban in these
+	Shadows map[RowVersion]*ShadowCount // the counts that were not reported yet
 	Running bool
 	status  TableStatus
 	// asked is the time of the last query that was answered, and CompleteAt the time of the last query for all rows.
