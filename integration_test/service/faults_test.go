@@ -105,8 +105,10 @@ func TestFaultsUnderLoad(t *testing.T) {
 			between := newNetwork(t, server.URL())
 			var instances [2]*instance
 			for i := range instances {
+				// A call that takes longer than the timeout costs its connection. On a slow machine, a service with the
+				// usual second would never have one that is warm.
 				instances[i] = start(t, between.url, rules(limit, mode.name), "--durable", "--on-failure", mode.name,
-					"--max-conns", "1")
+					"--max-conns", "1", "--timeout", "5s")
 			}
 			mode.how.limit = limit
 			all := append(callers(t, mode.how, instances[0]), callers(t, mode.how, instances[1])...)

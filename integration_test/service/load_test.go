@@ -75,7 +75,7 @@ func (l *load) once(c caller, key string, within time.Duration, to *told, until 
 	if err != nil || !got.counted {
 		select { // so that callers who are answered at once leave time to others
 		case <-until.Done():
-		case <-time.After(5 * time.Millisecond):
+		case <-time.After(100 * time.Millisecond):
 		}
 	}
 }
