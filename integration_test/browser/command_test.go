@@ -137,7 +137,7 @@ func TestServe(t *testing.T) {
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "limiters.yaml"), []byte(
 		"limiters:\n  - name: login\n    policy: fixed 5/1h\n    on_failure: deny\n"), 0o600))
 	address := "http://" + serve(t, `http=(127\.0\.0\.1:\d+)`, build(t), "serve", "--database-url", db.URL, "--config", dir,
-		"--http", "127.0.0.1:0", "--grpc", "")
+		"--http", "127.0.0.1:0", "--grpc", "", "--timeout", testkit.Amply.String())
 	p := start(t).open(t, look{width: 1280}, address)
 	until(p, live, "live")
 	for range 7 {

@@ -19,8 +19,9 @@ import (
 const (
 	defaultMajor = "17"
 
-	// startTimeout is how long a server may take until it answers queries.
-	startTimeout = time.Minute
+	// startTimeout is how long a server may take until it answers queries. In a container on a busy machine, that can be
+	// more than a minute.
+	startTimeout = 3 * time.Minute
 )
 
 // Config says which server Start provides. The zero value is the fastest server that this machine can run.
