@@ -503,7 +503,7 @@ func TestLockedKeysKeepNoOtherSlotsFromRenewal(t *testing.T) {
 	l := limitertest.Of(t, client, config)
 	var slots []*ratelimit.Slot
 	for i := range 20 {
-		result, err := l.TryAcquire(t.Context(), fmt.Sprint(i), ratelimit.SlotOptions{TTL: 9 * time.Second})
+		result, err := l.TryAcquire(t.Context(), fmt.Sprint(i), ratelimit.SlotOptions{TTL: 15 * time.Second})
 		require.NoError(t, err)
 		slots = append(slots, result.Slot)
 	}

@@ -228,7 +228,7 @@ func TestOutageThatSwallowsConnections(t *testing.T) {
 	var statements atomic.Int64
 	pool := pgtest.New(t).OwnerPool(t, func(config *pgxpool.Config) {
 		config.MaxConns = 2
-		config.ConnConfig.ConnectTimeout = time.Second
+		config.ConnConfig.ConnectTimeout = 3 * time.Second
 		dial := config.ConnConfig.DialFunc
 		config.ConnConfig.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
 			if hole.Load() {
@@ -242,7 +242,7 @@ func TestOutageThatSwallowsConnections(t *testing.T) {
 		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1, Window: year}, NoDenialCache: true,
 		OnFailure: ratelimit.FailClosed(),
 	}, ratelimit.ClientConfig{
-		Timeout:  time.Second, // enough to connect on a busy machine
+		Timeout:  3 * time.Second, // enough to connect on a busy machine
 		Observer: &ratelimit.Observer{Statement: func(ratelimit.StatementEvent) { statements.Add(1) }},
 	})
 	source := func() ratelimit.Source {

@@ -356,7 +356,7 @@ func TestProxiesWhoseMapsDiffer(t *testing.T) {
 	for shard := range shardCount {
 		clientConfig := ratelimit.ClientConfig{Timeout: time.Minute}
 		if shard < 2 {
-			clientConfig.Timeout = time.Second // the call is tried again until then
+			clientConfig.Timeout = 4 * time.Second // the call is tried again until then
 		}
 		err := allowForSure(t, limitertest.New(t, other.Pool, config, clientConfig), keyOn(shard, 0))
 		if shard < 2 {
@@ -382,7 +382,7 @@ func TestProxiesWhoseMapsDiffer(t *testing.T) {
 			w := w
 			w.URL, w.First, w.Seed = db.URL, i, uint64(i)
 			if db == other {
-				w.Timeout = 2 * time.Second // the shards refuse calls for some keys until then
+				w.Timeout = 4 * time.Second // the shards refuse calls for some keys until then
 			}
 			work.Go(func() { histories[i], errs[i] = w.run(t.Context(), func() error { return nil }) })
 		}

@@ -232,7 +232,7 @@ func TestSlotsSurviveAShortCut(t *testing.T) {
 				// Without this, a ping of the pool would be the next statement.
 				config.ShouldPing = func(context.Context, pgxpool.ShouldPingParams) bool { return false }
 			}), false)
-			result, err := limiter.TryAcquire(t.Context(), name, ratelimit.SlotOptions{TTL: 6 * time.Second})
+			result, err := limiter.TryAcquire(t.Context(), name, ratelimit.SlotOptions{TTL: 15 * time.Second})
 			require.NoError(t, err)
 			during := result.Slot.Context(t.Context())
 			begin(proxy)
@@ -314,14 +314,14 @@ func TestSlotsOverARestart(t *testing.T) {
 			server, pool := newServer(t, pgserver.Config{Fsync: true})
 			limiter, events := renewals(t, newPool(t, server.URL(), nil), c.durable)
 			other := oneSlot(t, newPool(t, server.URL(), nil), c.durable)
-			slot, err := limiter.Acquire(t.Context(), "key", ratelimit.SlotOptions{TTL: 20 * time.Second})
+			slot, err := limiter.Acquire(t.Context(), "key", ratelimit.SlotOptions{TTL: 45 * time.Second})
 			require.NoError(t, err)
 			during := slot.Context(t.Context())
 			ctx, cancel := context.WithCancel(t.Context())
 			defer cancel()
 			next := testkit.Later(func() (slot *ratelimit.Slot, err error) {
 				for again := true; again; again = leaseFails(err) { // each old connection of the pool may fail once
-					slot, err = other.Acquire(ctx, "key", ratelimit.SlotOptions{TTL: 20 * time.Second})
+					slot, err = other.Acquire(ctx, "key", ratelimit.SlotOptions{TTL: 45 * time.Second})
 				}
 				return slot, err
 			})
