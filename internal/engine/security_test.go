@@ -24,7 +24,7 @@ func TestApplicationsDecoysChangeNoDecision(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "what a migrated database has")
 
-	const stories, stepsOf = 25, 40
+	const stories, stepsOf = 8, 40
 	db := pgtest.New(t)
 	pool := pgtest.Application(t, db, "../..")
 	seed := limitertest.Seed(t)

@@ -21,7 +21,7 @@ import (
 func TestRandomSetsDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 
-	const workers, calls = 16, 60
+	const workers, calls = 16, 20
 	db := pgtest.New(t)
 	pools := limitertest.SmallPools(t, db, 4)
 	errs := make([]error, workers)

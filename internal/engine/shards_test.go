@@ -30,7 +30,7 @@ func TestShardedClientCountsExactly(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
 
-	const callers, keys, limit, tries = 64, 1000, 3, 5
+	const callers, keys, limit, tries = 64, 200, 3, 5
 	p := newProxy(t, 2)
 	var refused atomic.Int64
 	var perShard [8]atomic.Int64

@@ -26,7 +26,7 @@ import (
 func TestTakesFromAllAreExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
 
-	const users, tries, userLimit, everybody = 40, 20, 12, 400
+	const users, tries, userLimit, everybody = 20, 20, 12, 200
 	db := pgtest.New(t)
 	pools := limitertest.SmallPools(t, db, 4)
 	type limits struct{ address, user, month, all *ratelimit.Limiter }

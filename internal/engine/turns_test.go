@@ -190,7 +190,7 @@ func TestTwentyLimitersShareTwoConnections(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
-	const limiters, callers, limit, calls = 20, 8, 10, 15
+	const limiters, callers, limit, calls = 20, 8, 3, 5
 	load := func(t *testing.T, share bool) *limitertest.Statements {
 		t.Helper()
 		pool, asked := limitertest.TracedPool(t, pgtest.New(t))
