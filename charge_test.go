@@ -15,9 +15,11 @@ import (
 
 func TestChargeIsCountedAboveTheLimit(t *testing.T) {
 	t.Parallel()
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
-		limiter := limitertest.New(t, db.NewPool(t, nil), config)
+		pgtest.Clear(t, db)
+		limiter := limitertest.New(t, pool, config)
 		charge := func(n, remaining, owed int64) ratelimit.Charged {
 			t.Helper()
 			got, err := limiter.Charge(t.Context(), "personal", n)
@@ -65,10 +67,12 @@ func TestChargeIsCountedAboveTheLimit(t *testing.T) {
 // At one instant, refunds undo charges, also by a receipt. (A bucket that owes gives back what was charged last.)
 func TestRefundsUndoCharges(t *testing.T) {
 	t.Parallel()
+	now := ratelimit.ClientConfig{Test: limitertest.Frozen(limitertest.T0)}
+	db := pgtest.New(t)
+	pool, otherPool := db.NewPool(t, nil), db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		now := ratelimit.ClientConfig{Test: limitertest.Frozen(limitertest.T0)}
-		db := pgtest.New(t)
-		limiter := limitertest.New(t, db.NewPool(t, nil), config, now)
+		pgtest.Clear(t, db)
+		limiter := limitertest.New(t, pool, config, now)
 		_, err := limiter.Grant(t.Context(), "key", 3)
 		require.NoError(t, err)
 		first, err := limiter.Charge(t.Context(), "key", 25) // 10, 3 of credit and 12 that are owed
@@ -80,7 +84,7 @@ func TestRefundsUndoCharges(t *testing.T) {
 
 		text, err := second.Result().Receipt()
 		require.NoError(t, err)
-		there := limitertest.New(t, db.NewPool(t, nil), config, now)
+		there := limitertest.New(t, otherPool, config, now)
 		parsed, err := there.ParseReceipt(text)
 		require.NoError(t, err)
 		_, err = there.RefundN(t.Context(), parsed, 20)
@@ -99,17 +103,19 @@ func TestRefundsUndoCharges(t *testing.T) {
 func TestChargeIsKeptOrUndoneWithTheTransaction(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
-		limiter := limitertest.New(t, db.NewPool(t, nil), config)
-		tx := pgtest.Begin(t, db)
+		pgtest.Clear(t, db)
+		limiter := limitertest.New(t, pool, config)
+		tx := limitertest.Begin(t, db.Pool)
 		charged, err := limiter.WithTx(tx).Charge(t.Context(), "key", 15)
 		require.NoError(t, err)
 		require.EqualValues(t, 5, charged.Owed)
 		require.NoError(t, tx.Rollback(t.Context()))
 		require.Empty(t, pgtest.StoredRows(t, db.Pool, config.Durable))
 
-		tx = pgtest.Begin(t, db)
+		tx = limitertest.Begin(t, db.Pool)
 		_, err = limiter.WithTx(tx).Charge(t.Context(), "key", 15)
 		require.NoError(t, err)
 		_, err = limiter.WithTx(tx).Charge(t.Context(), "key", 96) // an error that leaves the transaction as it is

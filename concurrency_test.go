@@ -22,9 +22,10 @@ func TestExactlyLimitAreAdmitted(t *testing.T) {
 	t.Parallel()
 
 	const limit, goroutines = 120, 200
+	db := pgtest.New(t)
+	pools := limitertest.SmallPools(t, db, 4)
 	limitertest.EachSlowPolicyAndTable(t, limit, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
-		pools := limitertest.SmallPools(t, db, 4)
+		pgtest.Clear(t, db)
 		for variant, client := range map[string]ratelimit.ClientConfig{
 			"coalesced": {}, "one call in each statement": {MaxBatch: 1, MaxInFlight: 16},
 		} {
@@ -68,9 +69,10 @@ func TestCostsAddUpToTheLimit(t *testing.T) {
 	t.Parallel()
 
 	const limit = 1000
+	db := pgtest.New(t)
+	pools := limitertest.SmallPools(t, db, 2)
 	limitertest.EachSlowPolicyAndTable(t, limit, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
-		pools := limitertest.SmallPools(t, db, 2)
+		pgtest.Clear(t, db)
 		limiters := []*ratelimit.Limiter{limitertest.New(t, pools[0], config), limitertest.New(t, pools[1], config)}
 		var mu sync.Mutex
 		var granted int64
@@ -104,13 +106,15 @@ func TestRowDeletedWhileWeWaitForIt(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
-		limiter := limitertest.New(t, db.NewPool(t, nil), config)
+		pgtest.Clear(t, db)
+		limiter := limitertest.New(t, pool, config)
 		_, err := limiter.AllowN(t.Context(), "key", 4)
 		require.NoError(t, err)
 
-		sweeper := pgtest.Begin(t, db)
+		sweeper := limitertest.Begin(t, db.Pool)
 		pgtest.Exec(t, sweeper, "DELETE FROM "+pgtest.Table(config.Durable))
 		wait := testkit.Later(func() (ratelimit.Result, error) { return limiter.AllowN(context.Background(), "key", 3) })
 		pgtest.WaitUntilBlocked(t, db.Pool, 1)
@@ -128,14 +132,16 @@ func TestRowDeletedAndMadeAgainWhileWeWaitForIt(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
-		limiter := limitertest.New(t, db.NewPool(t, nil), config)
+		pgtest.Clear(t, db)
+		limiter := limitertest.New(t, pool, config)
 		_, err := limiter.AllowN(t.Context(), "key", 9)
 		require.NoError(t, err)
 
 		// Another transaction resets the key and takes 2 units.
-		somebody := pgtest.Begin(t, db)
+		somebody := limitertest.Begin(t, db.Pool)
 		require.NoError(t, limiter.WithTx(somebody).Reset(t.Context(), "key"))
 		_, err = limiter.WithTx(somebody).AllowN(t.Context(), "key", 2)
 		require.NoError(t, err)
@@ -156,7 +162,7 @@ func TestRowDeletedAndMadeAgainWhileWeWaitForIt(t *testing.T) {
 func TestSweeperAtFullSpeed(t *testing.T) {
 	t.Parallel()
 
-	const limit, calls, keys = 3, 150, 3
+	const limit, calls, keys = 3, 40, 3
 	db := pgtest.New(t)
 	pools := limitertest.SmallPools(t, db, 3)
 	config := ratelimit.Config{
@@ -209,11 +215,13 @@ func TestTwoTransactionsMakeTheSameNewKey(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
 		for _, commit := range []bool{true, false} {
-			db := pgtest.New(t)
-			limiter := limitertest.New(t, db.NewPool(t, nil), config)
-			first, second := pgtest.Begin(t, db), pgtest.Begin(t, db)
+			pgtest.Clear(t, db)
+			limiter := limitertest.New(t, pool, config)
+			first, second := limitertest.Begin(t, db.Pool), limitertest.Begin(t, db.Pool)
 			_, err := limiter.WithTx(first).AllowN(t.Context(), "key", 8)
 			require.NoError(t, err)
 			inTx := testkit.Later(func() (ratelimit.Result, error) { return limiter.WithTx(second).AllowN(context.Background(), "key", 3) })

@@ -20,9 +20,11 @@ import (
 
 func TestGrantMakesARowAndIsWritten(t *testing.T) {
 	t.Parallel()
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
-		limiter := limitertest.New(t, db.NewPool(t, nil), config)
+		pgtest.Clear(t, db)
+		limiter := limitertest.New(t, pool, config)
 		balance, err := limiter.Grant(t.Context(), "key", 5)
 		require.NoError(t, err)
 		require.EqualValues(t, 15, balance.Remaining)
@@ -63,9 +65,11 @@ func TestGrantMakesARowAndIsWritten(t *testing.T) {
 func TestGrantIsKeptOrUndoneWithTheTransaction(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
-		limiter := limitertest.New(t, db.NewPool(t, nil), config)
+		pgtest.Clear(t, db)
+		limiter := limitertest.New(t, pool, config)
 		grant := func(tx pgx.Tx, n, remaining int64) {
 			balance, err := limiter.WithTx(tx).Grant(t.Context(), "key", n)
 			require.NoError(t, err)
@@ -76,12 +80,12 @@ func TestGrantIsKeptOrUndoneWithTheTransaction(t *testing.T) {
 			require.NoError(t, err)
 			return result.Remaining
 		}
-		tx := pgtest.Begin(t, db)
+		tx := limitertest.Begin(t, db.Pool)
 		grant(tx, 5, 15)
 		require.NoError(t, tx.Rollback(t.Context()))
 		require.Empty(t, pgtest.StoredRows(t, db.Pool, config.Durable))
 
-		tx = pgtest.Begin(t, db)
+		tx = limitertest.Begin(t, db.Pool)
 		grant(tx, 5, 15)
 		inner := limitertest.Savepoint(t, tx)
 		grant(inner, 7, 22)
@@ -100,10 +104,12 @@ func TestGrantIsKeptOrUndoneWithTheTransaction(t *testing.T) {
 // Many callers grant, take and refund at once. Each unit is spent once.
 func TestCreditIsExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
+	const callers, calls = 16, 30
+	db := pgtest.New(t)
+	pools := limitertest.SmallPools(t, db, 2)
 	limitertest.EachSlowPolicyAllAndTable(t, 20, func(t *testing.T, config ratelimit.Config) {
-		const callers, calls = 16, 60
-		db := pgtest.New(t)
-		limiters := []*ratelimit.Limiter{limitertest.New(t, db.NewPool(t, nil), config), limitertest.New(t, db.NewPool(t, nil), config)}
+		pgtest.Clear(t, db)
+		limiters := []*ratelimit.Limiter{limitertest.New(t, pools[0], config), limitertest.New(t, pools[1], config)}
 		var allowance, out atomic.Int64
 		allowance.Store(20)
 		errs := make([]error, callers)

@@ -126,10 +126,11 @@ func TestInvalidKeys(t *testing.T) {
 func TestInvalidCosts(t *testing.T) {
 	t.Parallel()
 
+	db := pgtest.New(t)
 	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
+		pgtest.Clear(t, db)
 		limiter := limitertest.New(t, db.Pool, config)
-		tx := pgtest.Begin(t, db)
+		tx := limitertest.Begin(t, db.Pool)
 		for cost, want := range map[int64]error{
 			-1: ratelimit.ErrInvalidCost, -1 << 63: ratelimit.ErrInvalidCost, 11: ratelimit.ErrCostExceedsLimit, 1<<63 - 1: ratelimit.ErrCostExceedsLimit,
 		} {

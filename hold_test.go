@@ -29,8 +29,11 @@ func eachHoldingLimiter(
 	t *testing.T, limit int64, test func(t *testing.T, db ratelimit.DBTX, config ratelimit.Config),
 ) {
 	t.Helper()
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAllAndTable(t, limit, func(t *testing.T, config ratelimit.Config) {
-		t.Run("on Postgres", func(t *testing.T) { test(t, pgtest.New(t).NewPool(t, nil), config) })
+		pgtest.Clear(t, db)
+		t.Run("on Postgres", func(t *testing.T) { test(t, pool, config) })
 		t.Run("in memory", func(t *testing.T) { test(t, &memdb.DB{}, config) })
 	})
 }
@@ -240,8 +243,9 @@ func TestHoldFromText(t *testing.T) {
 func TestHoldFromTextOnATransaction(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller")
+	db := pgtest.New(t)
 	limitertest.EachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		tx := pgtest.Begin(t, pgtest.New(t))
+		tx := limitertest.Begin(t, db.Pool)
 		l := limitertest.New(t, tx, config)
 		_, err := l.HoldFromText(t.Context(), "00000000-0000-4000-8000-000000000000.e")
 		require.ErrorIs(t, err, ratelimit.ErrHoldUnknown)
@@ -418,12 +422,15 @@ func TestBadHolds(t *testing.T) {
 func TestHoldsInTransactions(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller")
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db, ctx := pgtest.New(t), t.Context()
-		l := limitertest.New(t, db.NewPool(t, nil), config)
+		pgtest.Clear(t, db)
+		ctx := t.Context()
+		l := limitertest.New(t, pool, config)
 		h := hold(t, l, 4, time.Minute).Hold
 
-		tx := pgtest.Begin(t, db)
+		tx := limitertest.Begin(t, db.Pool)
 		require.NoError(t, h.WithTx(tx).Extend(ctx, time.Hour))
 		require.EqualValues(t, 3, settle(t, h.WithTx(tx), 3).Used)
 		within, err := l.WithTx(tx).Hold(ctx, "personal", 2, time.Minute)
@@ -434,7 +441,7 @@ func TestHoldsInTransactions(t *testing.T) {
 		_, err = within.Hold.Cancel(ctx)
 		require.ErrorIs(t, err, ratelimit.ErrHoldUnknown)
 
-		tx = pgtest.Begin(t, db)
+		tx = limitertest.Begin(t, db.Pool)
 		settle(t, h.WithTx(tx), 3)
 		held, err := ratelimit.HoldAll(ctx, time.Minute, l.WithTx(tx).Request("personal", 2))
 		require.NoError(t, err)
@@ -551,9 +558,11 @@ func TestDeniedHoldsLeadToABan(t *testing.T) {
 // A settlement ends remembered denials of the key, and of a denial beside holds nothing is remembered.
 func TestHoldsAndRememberedDenials(t *testing.T) {
 	t.Parallel()
+	db := pgtest.New(t)
+	pool, otherPool := db.NewPool(t, nil), db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
-		l := limitertest.New(t, db.NewPool(t, nil), config, ratelimit.ClientConfig{DenialMaxAge: time.Hour})
+		pgtest.Clear(t, db)
+		l := limitertest.New(t, pool, config, ratelimit.ClientConfig{DenialMaxAge: time.Hour})
 		source := func(n int64) ratelimit.Source {
 			t.Helper()
 			result, err := l.AllowN(t.Context(), "personal", n)
@@ -580,7 +589,7 @@ func TestHoldsAndRememberedDenials(t *testing.T) {
 		require.Equal(t, ratelimit.SourceDatabase, source(1))
 		require.Equal(t, ratelimit.SourceCachedDenial, source(1))
 
-		other := limitertest.New(t, db.NewPool(t, nil), config)
+		other := limitertest.New(t, otherPool, config)
 		require.NoError(t, other.Reset(t.Context(), "personal"))
 		h = hold(t, other, 1, time.Minute).Hold
 		require.Equal(t, ratelimit.SourceCachedDenial, source(1), "the other process does not tell")
@@ -688,8 +697,11 @@ func (db *losing) Query(ctx context.Context, sql string, args ...any) (pgx.Rows,
 // After an unknown outcome, the caller has a hold to cancel, and a settlement can be repeated.
 func TestHoldsAfterAnUnknownOutcome(t *testing.T) {
 	t.Parallel()
+	given := pgtest.New(t)
+	pool := given.NewPool(t, nil)
 	limitertest.EachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db := &losing{DBTX: pgtest.New(t).NewPool(t, nil)}
+		pgtest.Clear(t, given)
+		db := &losing{DBTX: pool}
 		l := limitertest.New(t, db, config)
 		db.lost.Store(true)
 		result, err := l.Hold(t.Context(), "personal", 4, time.Minute)
@@ -717,15 +729,17 @@ func TestHoldsAfterAnUnknownOutcome(t *testing.T) {
 func TestHoldsAddUp(t *testing.T) {
 	t.Parallel()
 	const limit, goroutines = 1000, 64
+	db := pgtest.New(t)
+	pools := limitertest.SmallPools(t, db, 2)
 	limitertest.EachSlowPolicyAllAndTable(t, limit, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
+		pgtest.Clear(t, db)
 		var calls, statements atomic.Int64
 		client := ratelimit.ClientConfig{Observer: &ratelimit.Observer{Statement: func(e ratelimit.StatementEvent) {
 			statements.Add(1)
 			calls.Add(int64(e.Size))
 		}}}
 		var limiters []*ratelimit.Limiter
-		for _, pool := range limitertest.SmallPools(t, db, 2) {
+		for _, pool := range pools {
 			limiters = append(limiters, limitertest.New(t, pool, config, client))
 		}
 		var counted atomic.Int64
@@ -766,9 +780,10 @@ func TestHoldsAddUp(t *testing.T) {
 func TestHoldsNeverExceedTheLimit(t *testing.T) {
 	t.Parallel()
 	const limit, goroutines = 40, 48
+	db := pgtest.New(t)
+	pools := limitertest.SmallPools(t, db, 2)
 	limitertest.EachSlowPolicyAndTable(t, limit, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
-		pools := limitertest.SmallPools(t, db, 2)
+		pgtest.Clear(t, db)
 		limiters := []*ratelimit.Limiter{limitertest.New(t, pools[0], config), limitertest.New(t, pools[1], config)}
 		var counted, denied atomic.Int64
 		testkit.Together(goroutines, func(i int) {

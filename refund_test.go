@@ -91,10 +91,12 @@ func TestRefundAfterAChangeOfPolicy(t *testing.T) {
 func TestRefundWritesOnlyWhatItGivesBack(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
+		pgtest.Clear(t, db)
 		clientConfig := ratelimit.ClientConfig{Test: limitertest.Frozen(limitertest.T0)}
-		limiter := limitertest.New(t, db.NewPool(t, nil), config, clientConfig)
+		limiter := limitertest.New(t, pool, config, clientConfig)
 		refund := func(taken ratelimit.Result, n, remaining int64) ratelimit.Balance {
 			balance, err := limiter.RefundN(t.Context(), taken, n)
 			require.NoError(t, err)
@@ -142,9 +144,11 @@ func TestRefundWritesOnlyWhatItGivesBack(t *testing.T) {
 func TestRefundIsKeptOrTakenAgainWithTheTransaction(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
-		limiter := limitertest.New(t, db.NewPool(t, nil), config)
+		pgtest.Clear(t, db)
+		limiter := limitertest.New(t, pool, config)
 		eight, err := limiter.AllowN(t.Context(), "key", 8)
 		require.NoError(t, err)
 		refund := func(tx pgx.Tx, n, remaining int64) {
@@ -153,7 +157,7 @@ func TestRefundIsKeptOrTakenAgainWithTheTransaction(t *testing.T) {
 			require.Equal(t, remaining, balance.Remaining)
 		}
 
-		tx := pgtest.Begin(t, db)
+		tx := limitertest.Begin(t, db.Pool)
 		refund(tx, 3, 5)
 		inner := limitertest.Savepoint(t, tx)
 		refund(inner, 5, 10)
@@ -165,7 +169,7 @@ func TestRefundIsKeptOrTakenAgainWithTheTransaction(t *testing.T) {
 		require.NoError(t, tx.Rollback(t.Context()))
 		require.EqualValues(t, 8, limitertest.Taken(t, db.Pool, config, "key"))
 
-		tx = pgtest.Begin(t, db)
+		tx = limitertest.Begin(t, db.Pool)
 		refund(tx, 3, 5)
 		other := testkit.Later(func() (ratelimit.Result, error) { return limiter.AllowN(context.Background(), "key", 5) })
 		pgtest.WaitUntilBlocked(t, db.Pool, 1)
@@ -181,12 +185,14 @@ func TestRefundIsKeptOrTakenAgainWithTheTransaction(t *testing.T) {
 // what the row counts.
 func TestRefundsAreExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
+	const callers, calls = 16, 30
+	// The clock stands still, because a refund does not return tokens that have been refilled.
+	clientConfig := ratelimit.ClientConfig{Test: limitertest.Frozen(limitertest.T0)}
+	db := pgtest.New(t)
+	pools := limitertest.SmallPools(t, db, 2)
 	limitertest.EachSlowPolicyAllAndTable(t, 20, func(t *testing.T, config ratelimit.Config) {
-		const callers, calls = 16, 60
-		// The clock stands still, because a refund does not return tokens that have been refilled.
-		clientConfig := ratelimit.ClientConfig{Test: limitertest.Frozen(limitertest.T0)}
-		db := pgtest.New(t)
-		limiters := []*ratelimit.Limiter{limitertest.New(t, db.NewPool(t, nil), config, clientConfig), limitertest.New(t, db.NewPool(t, nil), config, clientConfig)}
+		pgtest.Clear(t, db)
+		limiters := []*ratelimit.Limiter{limitertest.New(t, pools[0], config, clientConfig), limitertest.New(t, pools[1], config, clientConfig)}
 		var out, refunded atomic.Int64 // out counts the units that are surely taken, and not being refunded
 		errs := make([]error, callers)
 		testkit.Together(callers, func(i int) {

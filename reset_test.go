@@ -14,9 +14,11 @@ import (
 func TestReset(t *testing.T) {
 	t.Parallel()
 
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
-		limiter := limitertest.New(t, db.NewPool(t, nil), config)
+		pgtest.Clear(t, db)
+		limiter := limitertest.New(t, pool, config)
 		config.Name = "another"
 		another := limitertest.New(t, db.Pool, config)
 		config.Name, config.Durable = "test", !config.Durable

@@ -30,12 +30,13 @@ func TestMethodsUnderConcurrency(t *testing.T) {
 	pgtest.NotThroughProxy(t, "transactions")
 	db := pgtest.New(t)
 	pool := db.NewPool(t, nil)
+	policies := limitertest.RunningPolicies(t, pool, ratelimit.PoliciesConfig{})
 	for name, policy := range map[string]ratelimit.Policy{
 		"alone":         ratelimit.Concurrency{Limit: 5},
 		"beside a rate": ratelimit.All(ratelimit.FixedWindow{Limit: 10, Window: 24 * time.Hour}, ratelimit.Concurrency{Limit: 5}),
 		"before a rate": ratelimit.All(ratelimit.Concurrency{Limit: 5}, ratelimit.TokenBucket{Capacity: 10, Refill: 1, Every: 24 * time.Hour}),
 	} {
-		l := limitertest.New(t, pool, ratelimit.Config{Name: name, Policy: policy, Policies: limitertest.RunningPolicies(t, pool, ratelimit.PoliciesConfig{})})
+		l := limitertest.New(t, pool, ratelimit.Config{Name: name, Policy: policy, Policies: policies})
 		ctx := t.Context()
 		tx := pgtest.Begin(t, db)
 		in := l.WithTx(tx)
@@ -239,7 +240,8 @@ func TestBanOfSlots(t *testing.T) {
 	release(t, slot)
 }
 
-// eachSlotConfig runs a test with limits of 3 slots, alone and beside a rate, for both tables.
+// eachSlotConfig runs a test with limits of 3 slots, alone and beside a rate, on the tables of TablesFor, one after the
+// other.
 func eachSlotConfig(t *testing.T, test func(t *testing.T, config ratelimit.Config)) {
 	t.Helper()
 	alone, rate := ratelimit.Concurrency{Limit: 3}, ratelimit.FixedWindow{Limit: 1000, Window: limitertest.Year}
@@ -248,12 +250,9 @@ func eachSlotConfig(t *testing.T, test func(t *testing.T, config ratelimit.Confi
 		"beside a rate": ratelimit.All(rate, alone),
 		"before a rate": ratelimit.All(alone, rate),
 	} {
-		for _, durable := range []bool{false, true} {
+		for _, durable := range limitertest.TablesFor(t, name) {
 			config := ratelimit.Config{Name: "jobs", Policy: policy, Durable: durable}
-			t.Run(fmt.Sprintf("%s, durable %v", name, durable), func(t *testing.T) {
-				t.Parallel()
-				test(t, config)
-			})
+			t.Run(fmt.Sprintf("%s, durable %v", name, durable), func(t *testing.T) { test(t, config) })
 		}
 	}
 }
@@ -295,10 +294,12 @@ func waitInLine(t *testing.T, db *pgtest.DB, callers int) {
 // fence than those before.
 func TestSlots(t *testing.T) {
 	t.Parallel()
+	db := pgtest.New(t)
+	pool, otherPool := db.NewPool(t, nil), db.NewPool(t, nil)
 	eachSlotConfig(t, func(t *testing.T, config ratelimit.Config) {
 		t.Run("on Postgres", func(t *testing.T) {
-			db := pgtest.New(t)
-			testSlots(t, limitertest.New(t, db.NewPool(t, nil), config), limitertest.New(t, db.NewPool(t, nil), config))
+			pgtest.Clear(t, db)
+			testSlots(t, limitertest.New(t, pool, config), limitertest.New(t, otherPool, config))
 		})
 		t.Run("in memory", func(t *testing.T) {
 			db := &memdb.DB{}
@@ -353,11 +354,13 @@ func testSlots(t *testing.T, l, other *ratelimit.Limiter) {
 // Callers wait in one line for all processes. A caller that leaves holds nobody up, and nobody passes the line.
 func TestAcquireWaitsInLine(t *testing.T) {
 	t.Parallel()
+	db := pgtest.New(t)
+	pools := limitertest.SmallPools(t, db, 3)
 	eachSlotConfig(t, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
+		pgtest.Clear(t, db)
 		var processes []*ratelimit.Limiter
-		for range 3 {
-			processes = append(processes, limitertest.New(t, db.NewPool(t, nil), config))
+		for _, pool := range pools {
+			processes = append(processes, limitertest.New(t, pool, config))
 		}
 		l := processes[0]
 		all := acquire(t, l, ratelimit.SlotOptions{N: 3})
@@ -701,7 +704,7 @@ func TestSlotsRefuseBadOptions(t *testing.T) {
 // A caller whose context ends leaves no slot behind, whatever the database was doing at that moment.
 func TestCallersThatGiveUpLeaveNoSlots(t *testing.T) {
 	t.Parallel()
-	const limit, callers, times = 4, 16, 60
+	const limit, callers, times = 4, 16, 20
 	client := limitertest.NewClient(t, pgtest.New(t).NewPool(t, nil), ratelimit.ClientConfig{})
 	l := limitertest.Of(t, client, ratelimit.Config{Name: "left", Policy: ratelimit.Concurrency{Limit: limit}})
 	var all sync.WaitGroup

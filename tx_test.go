@@ -67,9 +67,11 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
-		limiter := limitertest.New(t, db.NewPool(t, nil), config)
+		pgtest.Clear(t, db)
+		limiter := limitertest.New(t, pool, config)
 		remaining := func() int64 {
 			peek, err := limiter.Peek(t.Context(), "key")
 			require.NoError(t, err)
@@ -83,14 +85,14 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 		}
 
 		// After a rollback, a new key has no row again.
-		tx := pgtest.Begin(t, db)
+		tx := limitertest.Begin(t, db.Pool)
 		take(tx, 4, 6)
 		take(tx, 1, 5)
 		require.EqualValues(t, 10, remaining()) // other sessions do not see the take yet
 		require.NoError(t, tx.Rollback(t.Context()))
 		require.Empty(t, pgtest.StoredRows(t, db.Pool, config.Durable))
 
-		tx = pgtest.Begin(t, db)
+		tx = limitertest.Begin(t, db.Pool)
 		take(tx, 4, 6)
 		result, err := limiter.WithTx(tx).Allow(t.Context(), "key")
 		require.NoError(t, err)
@@ -98,7 +100,7 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 		require.NoError(t, tx.Commit(t.Context()))
 		require.EqualValues(t, 5, remaining())
 
-		tx = pgtest.Begin(t, db)
+		tx = limitertest.Begin(t, db.Pool)
 		take(tx, 1, 4)
 		inner := limitertest.Savepoint(t, tx)
 		take(inner, 3, 1)
@@ -111,7 +113,7 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 		require.NoError(t, tx.Commit(t.Context()))
 		require.EqualValues(t, 1, remaining())
 
-		tx = pgtest.Begin(t, db)
+		tx = limitertest.Begin(t, db.Pool)
 		require.NoError(t, limiter.WithTx(tx).Reset(t.Context(), "key"))
 		take(tx, 10, 0)
 		require.NoError(t, limiter.WithTx(tx).Reset(t.Context(), "key"))
@@ -123,7 +125,7 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 		require.NoError(t, tx.Rollback(t.Context()))
 		require.EqualValues(t, 1, remaining())
 
-		tx = pgtest.Begin(t, db)
+		tx = limitertest.Begin(t, db.Pool)
 		require.NoError(t, limiter.WithTx(tx).Reset(t.Context(), "key"))
 		require.NoError(t, limiter.WithTx(tx).Reset(t.Context(), "unknown"))
 		require.NoError(t, tx.Commit(t.Context()))
@@ -137,10 +139,12 @@ func TestDenialInATransactionIsForgottenWithIt(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
-		limiter := limitertest.New(t, db.NewPool(t, nil), config)
-		tx := pgtest.Begin(t, db)
+		pgtest.Clear(t, db)
+		limiter := limitertest.New(t, pool, config)
+		tx := limitertest.Begin(t, db.Pool)
 		for _, want := range []bool{true, false} {
 			result, err := limiter.WithTx(tx).AllowN(t.Context(), "key", 10)
 			require.NoError(t, err)
@@ -155,7 +159,7 @@ func TestDenialInATransactionIsForgottenWithIt(t *testing.T) {
 		denied, err := limiter.Allow(t.Context(), "key")
 		require.NoError(t, err)
 		require.False(t, denied.Allowed)
-		tx = pgtest.Begin(t, db)
+		tx = limitertest.Begin(t, db.Pool)
 		pgtest.Exec(t, tx, "DELETE FROM "+pgtest.Table(config.Durable))
 		result, err = limiter.WithTx(tx).Allow(t.Context(), "key")
 		require.NoError(t, err)
@@ -168,14 +172,17 @@ func TestTransactionStaysUsable(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
+	pgtest.Exec(t, db.Pool, "CREATE TABLE work (done text)")
 	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
-		pgtest.Exec(t, db.Pool, "CREATE TABLE work (done text)")
-		limiter := limitertest.New(t, db.NewPool(t, nil), config)
+		pgtest.Clear(t, db)
+		pgtest.Exec(t, db.Pool, "DELETE FROM work")
+		limiter := limitertest.New(t, pool, config)
 		cancelled, cancel := context.WithCancel(t.Context())
 		cancel()
 
-		tx := pgtest.Begin(t, db)
+		tx := limitertest.Begin(t, db.Pool)
 		pgtest.Exec(t, tx, "INSERT INTO work VALUES ('before')")
 		_, err := limiter.WithTx(tx).AllowN(t.Context(), "key", 10)
 		require.NoError(t, err)
@@ -208,14 +215,16 @@ func TestOthersWaitForATransaction(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
 		for _, commit := range []bool{true, false} {
-			db := pgtest.New(t)
-			limiter := limitertest.New(t, db.NewPool(t, nil), config)
+			pgtest.Clear(t, db)
+			limiter := limitertest.New(t, pool, config)
 			_, err := limiter.AllowN(t.Context(), "key", 2)
 			require.NoError(t, err)
 
-			tx := pgtest.Begin(t, db)
+			tx := limitertest.Begin(t, db.Pool)
 			_, err = limiter.WithTx(tx).AllowN(t.Context(), "key", 7)
 			require.NoError(t, err)
 			other := testkit.Later(func() (ratelimit.Result, error) { return limiter.AllowN(context.Background(), "key", 3) })
@@ -270,9 +279,11 @@ func TestIsolationLevels(t *testing.T) {
 
 	const limit, workers, each = 40, 6, 8
 	for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable} {
+		db := pgtest.New(t)
+		pool := db.NewPool(t, nil)
 		limitertest.EachSlowPolicyAndTableAt(t, level, limit, func(t *testing.T, config ratelimit.Config) {
-			db := pgtest.New(t)
-			limiter := limitertest.New(t, db.NewPool(t, nil), config)
+			pgtest.Clear(t, db)
+			limiter := limitertest.New(t, pool, config)
 			var granted, refused atomic.Int64
 			errs := make([]error, workers)
 			testkit.Together(workers, func(i int) {
@@ -326,9 +337,11 @@ func TestOldSnapshots(t *testing.T) {
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	for _, level := range []pgx.TxIsoLevel{pgx.RepeatableRead, pgx.Serializable} {
+		db := pgtest.New(t)
+		pool := db.NewPool(t, nil)
 		limitertest.EachSlowPolicyAndTableAt(t, level, 10, func(t *testing.T, config ratelimit.Config) {
-			db := pgtest.New(t)
-			limiter := limitertest.New(t, db.NewPool(t, nil), config)
+			pgtest.Clear(t, db)
+			limiter := limitertest.New(t, pool, config)
 			for _, key := range []string{"changed", "deleted", "untouched"} {
 				_, err := limiter.AllowN(t.Context(), key, 6)
 				require.NoError(t, err)

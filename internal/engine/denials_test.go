@@ -584,10 +584,12 @@ func BenchmarkObservedDenial(b *testing.B) {
 func TestRefundForgetsTheDenial(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
+		pgtest.Clear(t, db)
 		clientConfig := ratelimit.ClientConfig{DenialMaxAge: time.Hour}
-		limiter := limitertest.New(t, db.NewPool(t, nil), config, clientConfig)
+		limiter := limitertest.New(t, pool, config, clientConfig)
 		exhaust := func() (all ratelimit.Result) {
 			for _, want := range []bool{true, false, false} {
 				result, err := limiter.AllowN(t.Context(), "key", 10)
@@ -604,7 +606,7 @@ func TestRefundForgetsTheDenial(t *testing.T) {
 		_, err := limiter.Refund(t.Context(), exhaust())
 		require.NoError(t, err)
 		all := exhaust()
-		tx := pgtest.Begin(t, db)
+		tx := limitertest.Begin(t, db.Pool)
 		_, err = limiter.WithTx(tx).Refund(t.Context(), all)
 		require.NoError(t, err)
 		require.NoError(t, tx.Commit(t.Context()))
@@ -634,6 +636,7 @@ func TestRefundForgetsTheDenial(t *testing.T) {
 		_, err = limiter.Refund(t.Context(), all)
 		require.ErrorIs(t, err, ratelimit.ErrNotMigrated)
 		require.EqualValues(t, 10, limitertest.Receipt(all).Left(), "it was surely not given back")
+		pgtest.Exec(t, db.Pool, "ALTER TABLE elsewhere RENAME TO "+pgtest.Table(config.Durable))
 		remembered := remembersDenial(limiter, "key", 1)
 		require.False(t, remembered)
 	})

@@ -100,7 +100,7 @@ func TestKeyThatTheEncodingRefuses(t *testing.T) {
 			var which *ratelimit.RequestError
 			require.ErrorAs(t, err, &which)
 			require.Equal(t, 1, which.Index)
-			tx := poolTx(t, pool)
+			tx := limitertest.Begin(t, pool)
 			_, err = limiter.WithTx(tx).Allow(t.Context(), emoji)
 			refused(err)
 			require.NoError(t, tx.Rollback(t.Context()))

@@ -20,7 +20,7 @@ import (
 func TestFailureOfOneLimiterLeavesOthersAlone(t *testing.T) {
 	t.Parallel()
 
-	const limiters, callers, calls, guilty = 8, 4, 20, 7
+	const limiters, callers, calls, guilty = 8, 4, 6, 7
 	trigger := func(code string) string {
 		return `CREATE FUNCTION boom() RETURNS trigger LANGUAGE plpgsql AS
 				$$BEGIN RAISE 'boom' USING ERRCODE = '` + code + `'; END$$;

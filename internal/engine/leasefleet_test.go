@@ -172,7 +172,7 @@ func TestLeasesStarveNobody(t *testing.T) {
 				return 97 * time.Millisecond
 			}
 			askTogether(t, limiters, 10*time.Second, pace)
-			shares[i] = askTogether(t, limiters, 20*time.Second, pace)
+			shares[i] = askTogether(t, limiters, 10*time.Second, pace)
 		}
 		for i := 1; i < fleet; i++ {
 			require.GreaterOrEqual(t, shares[1][i], shares[0][i]*9/10, "%v", shares)

@@ -41,10 +41,11 @@ func TestCrossingBatchesDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
-	const limit, keys, batches, perBatch, workers = 10, 150, 12, 60, 8
+	const limit, keys, batches, perBatch, workers = 10, 150, 6, 60, 8
+	db := pgtest.New(t)
+	pools := limitertest.SmallPools(t, db, 4)
 	limitertest.EachSlowPolicyAndTable(t, limit, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
-		pools := limitertest.SmallPools(t, db, 4)
+		pgtest.Clear(t, db)
 		seed := limitertest.Seed(t)
 		var mu sync.Mutex
 		granted, asked := map[string]int64{}, map[string]int64{}
@@ -90,8 +91,8 @@ func TestCrossingBatchesDoNotDeadlock(t *testing.T) {
 			}
 		}
 		require.Greater(t, full, keys/2)
-		require.Zero(t, deadlocks(t, db, pools...))
 	})
+	require.Zero(t, deadlocks(t, db, pools...))
 }
 
 // A negative control: statements deadlock if they do not lock rows in the lock order. The test rewrites two functions
@@ -111,48 +112,42 @@ func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 		policy   ratelimit.Policy
 		function string
 		oldNew   []string
-		exist    []string // the keys that have a row at first
 	}{
-		"of known keys":       {fixed, "_rate_limit_keys_in_lock_order", takes, []string{"a", "b", "m"}},
-		"of new keys":         {fixed, "_rate_limit_keys_in_lock_order", takes, []string{"m"}},
-		"of known keys' logs": {log, "_rate_limit_rows_in_lock_order", sorted, []string{"a", "b", "m"}},
-		"of new keys' logs":   {log, "_rate_limit_rows_in_lock_order", sorted, []string{"m"}},
+		"keys": {fixed, "_rate_limit_keys_in_lock_order", takes},
+		"logs": {log, "_rate_limit_rows_in_lock_order", sorted},
 	} {
-		for _, broken := range []bool{false, true} {
-			t.Run(fmt.Sprintf("%s, broken: %v", name, broken), func(t *testing.T) {
-				t.Parallel()
-				db := pgtest.New(t)
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			pool := limitertest.SmallPools(t, db, 1)[0]
+			for _, broken := range []bool{false, true} {
 				if broken {
 					pgtest.Rewrite(t, db.Pool, change.function, change.oldNew...)
 				}
-				config := ratelimit.Config{Name: "test", Policy: change.policy}
-				pool := limitertest.SmallPools(t, db, 1)[0]
-				limiter := limitertest.New(t, pool, config)
-				for _, key := range change.exist {
-					_, err := limiter.Allow(t.Context(), key)
-					require.NoError(t, err)
-				}
+				for _, exist := range [][]string{{"a", "b", "m"}, {"m"}} { // the keys that have a row at first
+					config := ratelimit.Config{Name: fmt.Sprintf("%v, broken: %v", exist, broken), Policy: change.policy}
+					limiter := limitertest.New(t, pool, config)
+					for _, key := range exist {
+						_, err := limiter.Allow(t.Context(), key)
+						require.NoError(t, err)
+					}
 
-				// One transaction has locked "a" and waits for "m". In the lock order it has locked "b" too. A second
-				// transaction wants "a" and "b".
-				holder := limitertest.Hold(t, db, config, "m")
-				one := takeLater(limiter, "a", "m", "b")
-				pgtest.WaitUntilBlocked(t, db.Pool, 1)
-				other := takeLater(limiter, "b", "a")
-				pgtest.WaitUntilBlocked(t, db.Pool, 2)
-				require.NoError(t, holder.Commit(t.Context()))
+					// One transaction has locked "a" and waits for "m". In the lock order it has locked "b" too. A second
+					// transaction wants "a" and "b".
+					holder := limitertest.Hold(t, db, config, "m")
+					one := takeLater(limiter, "a", "m", "b")
+					pgtest.WaitUntilBlocked(t, db.Pool, 1)
+					other := takeLater(limiter, "b", "a")
+					pgtest.WaitUntilBlocked(t, db.Pool, 2)
+					require.NoError(t, holder.Commit(t.Context()))
 
-				_, err1 := one()
-				_, err2 := other()
-				if !broken {
-					require.NoError(t, errors.Join(err1, err2))
-					require.Zero(t, deadlocks(t, db, pool))
-					return
+					_, err1 := one()
+					_, err2 := other()
+					requireDeadlockIf(t, broken, errors.Join(err1, err2))
 				}
-				requireDeadlock(t, errors.Join(err1, err2))
-				testkit.WaitUntil(t, func() bool { return deadlocks(t, db, pool) == 1 })
-			})
-		}
+			}
+			testkit.WaitUntil(t, func() bool { return deadlocks(t, db, pool) == 2 })
+		})
 	}
 }
 
@@ -204,29 +199,29 @@ func TestRefusedRequestsLockNothingBehindNewRows(t *testing.T) {
 		$1, array_fill('test'::text, ARRAY[n]), $2, array_fill(false, ARRAY[n]),
 		array_fill(1::smallint, ARRAY[n]), array_fill(10::bigint, ARRAY[n]), array_fill($4::bigint, ARRAY[n]),
 		array_fill(0::bigint, ARRAY[n]), $3)`
-	for name, refused := range map[string]struct {
-		keys  []string
-		costs []int64
-	}{
-		"by what was taken": {[]string{"r", "s"}, []int64{9, 1}},
-		"by its cost":       {[]string{"r"}, []int64{11}},
-		"as it only looks":  {[]string{"r"}, []int64{0}},
-	} {
-		for _, broken := range []bool{false, true} {
+	db := pgtest.New(t)
+	ask := func(requests []int32, keys []string, costs []int64) error {
+		_, err := db.Pool.Exec(context.Background(), call, requests, keys, costs, limitertest.Year.Microseconds())
+		return err
+	}
+	askLater := func(requests []int32, keys []string, costs []int64) func() (struct{}, error) {
+		return testkit.Later(func() (struct{}, error) { return struct{}{}, ask(requests, keys, costs) })
+	}
+	for _, broken := range []bool{false, true} {
+		if broken {
+			pgtest.Rewrite(t, db.Pool, "rate_limit_all", "        making := true;", `making := true;
+				PERFORM FROM public.rate_limit_ephemeral AS d WHERE d.prefix = 'test' ORDER BY d.key DESC FOR UPDATE;`)
+		}
+		for name, refused := range map[string]struct {
+			keys  []string
+			costs []int64
+		}{
+			"by what was taken": {[]string{"r", "s"}, []int64{9, 1}},
+			"by its cost":       {[]string{"r"}, []int64{11}},
+			"as it only looks":  {[]string{"r"}, []int64{0}},
+		} {
 			t.Run(fmt.Sprintf("%s, broken: %v", name, broken), func(t *testing.T) {
-				t.Parallel()
-				db := pgtest.New(t)
-				if broken {
-					pgtest.Rewrite(t, db.Pool, "rate_limit_all", "        making := true;", `making := true;
-						PERFORM FROM public.rate_limit_ephemeral AS d WHERE d.prefix = 'test' ORDER BY d.key DESC FOR UPDATE;`)
-				}
-				ask := func(requests []int32, keys []string, costs []int64) error {
-					_, err := db.Pool.Exec(context.Background(), call, requests, keys, costs, limitertest.Year.Microseconds())
-					return err
-				}
-				askLater := func(requests []int32, keys []string, costs []int64) func() (struct{}, error) {
-					return testkit.Later(func() (struct{}, error) { return struct{}{}, ask(requests, keys, costs) })
-				}
+				pgtest.Clear(t, db)
 				require.NoError(t, ask([]int32{1, 2, 3}, []string{"r", "s", "z"}, []int64{5, 1, 1}))
 
 				holder := limitertest.Hold(t, db, ratelimit.Config{Name: "test"}, "z")
@@ -489,16 +484,18 @@ func TestRowDeletedBetweenLookAndInsert(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
 		for _, commit := range []bool{true, false} {
-			db := pgtest.New(t)
-			limiter := limitertest.New(t, db.NewPool(t, nil), config)
+			pgtest.Clear(t, db)
+			limiter := limitertest.New(t, pool, config)
 			for _, key := range []string{"m", "n", "z"} {
 				_, err := limiter.AllowN(t.Context(), key, 4)
 				require.NoError(t, err)
 			}
 
-			somebody := pgtest.Begin(t, db)
+			somebody := limitertest.Begin(t, db.Pool)
 			_, err := limiter.WithTx(somebody).AllowN(t.Context(), "a", 5)
 			require.NoError(t, err)
 			wait := takeLater(limiter, "z", "n", "m", "a")

@@ -23,14 +23,14 @@ import (
 func aroundALockWait(
 	t *testing.T,
 	db *pgtest.DB,
-	config ratelimit.Config,
 	wait time.Duration,
-) func(key string, n int64) (released time.Time, result ratelimit.Result) {
+) func(config ratelimit.Config, key string, n int64) (released time.Time, result ratelimit.Result) {
 	t.Helper()
-	limiter := limitertest.New(t, db.NewPool(t, nil), config)
+	pool := db.NewPool(t, nil)
 	his, ours := pgtest.Connect(t, db), pgtest.Connect(t, db)
-	return func(key string, n int64) (released time.Time, result ratelimit.Result) {
+	return func(config ratelimit.Config, key string, n int64) (released time.Time, result ratelimit.Result) {
 		t.Helper()
+		limiter := limitertest.New(t, pool, config)
 		first, err := limiter.AllowN(t.Context(), key, n)
 		require.NoError(t, err)
 		require.True(t, first.Allowed)
@@ -63,58 +63,68 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	const wait = 50 * time.Millisecond
-	for name, policy := range map[string]struct {
-		ratelimit.Policy
-		function string
-	}{
-		"fixed window":   {ratelimit.FixedWindow{Limit: 5, Window: wait}, "rate_limit_take_fixed_window"},
-		"sliding window": {ratelimit.SlidingWindow{Limit: 5, Window: wait / 2}, "rate_limit_take_sliding_window"},
-		"token bucket":   {ratelimit.TokenBucket{Capacity: 5, Refill: 5, Every: 5 * wait}, "rate_limit_take_token_bucket"},
-		"sliding log":    {ratelimit.SlidingLog{Limit: 5, Window: wait}, "rate_limit_take_sliding_log"},
-		"calendar":       {ratelimit.CalendarWindow{Limit: 5, Unit: ratelimit.CalendarMinute}, "rate_limit_take_calendar_window"},
+	functions := map[string]string{
+		"fixed window": "rate_limit_take_fixed_window", "sliding window": "rate_limit_take_sliding_window",
+		"token bucket": "rate_limit_take_token_bucket", "sliding log": "rate_limit_take_sliding_log",
+		"calendar": "rate_limit_take_calendar_window",
+	}
+	var configs []ratelimit.Config
+	for name, policy := range map[string]ratelimit.Policy{
+		"fixed window":   ratelimit.FixedWindow{Limit: 5, Window: wait},
+		"sliding window": ratelimit.SlidingWindow{Limit: 5, Window: wait / 2},
+		"token bucket":   ratelimit.TokenBucket{Capacity: 5, Refill: 5, Every: 5 * wait},
+		"sliding log":    ratelimit.SlidingLog{Limit: 5, Window: wait},
+		"calendar":       ratelimit.CalendarWindow{Limit: 5, Unit: ratelimit.CalendarMinute},
 	} {
 		for _, durable := range limitertest.TablesFor(t, name) {
-			t.Run(fmt.Sprintf("%s in %s", name, pgtest.Table(durable)), func(t *testing.T) {
-				t.Parallel()
-				db := pgtest.New(t)
-				shortCalendar(t, db.Pool, wait)
-				config := ratelimit.Config{Name: "test", Policy: policy, Durable: durable}
-				askAroundAWait := aroundALockWait(t, db, config, wait)
-				for _, n := range []int64{1, 5} {
-					released, result := askAroundAWait(fmt.Sprint(n), n)
-					require.False(t, result.DecidedAt.Before(released))
-					require.True(t, result.Allowed) // because of the tokens or windows that came during the wait
-					if n == 1 {
-						require.EqualValues(t, 5-1, result.Remaining)
-					}
-				}
-
-				// A negative control: now() is when the transaction began, so it does not change during a lock wait.
-				db = pgtest.New(t)
-				shortCalendar(t, db.Pool, wait)
-				pgtest.Rewrite(t, db.Pool, "_rate_limit_now", "clock_timestamp()", "pg_catalog.now()")
-				released, result := aroundALockWait(t, db, config, wait)("key", 5)
-				require.True(t, result.DecidedAt.Before(released))
-				if policy.function == "rate_limit_take_sliding_log" {
-					return // a sliding log has no statement for many keys
-				}
-				for _, one := range []bool{false, true} {
-					db = pgtest.New(t)
-					shortCalendar(t, db.Pool, wait)
-					if !one {
-						limitertest.AlwaysArrays(t, db.Pool)
-					}
-					pgtest.RewriteTwins(t, db.Pool, policy.function, "now_us) < clock + 10000", "now_us) IS NOT NULL")
-					askAroundAWait = aroundALockWait(t, db, config, wait)
-					for i := 0; ; i++ { // until the second call comes before the first window ends
-						require.Less(t, i, 100)
-						if released, result := askAroundAWait(fmt.Sprint(i), 1); result.DecidedAt.Before(released) {
-							break
-						}
-					}
-				}
-			})
+			configs = append(configs, ratelimit.Config{Name: name, Policy: policy, Durable: durable})
 		}
+	}
+	t.Run("as it is", func(t *testing.T) {
+		t.Parallel()
+		db := pgtest.New(t)
+		shortCalendar(t, db.Pool, wait)
+		askAroundAWait := aroundALockWait(t, db, wait)
+		for _, config := range configs {
+			for _, n := range []int64{1, 5} {
+				released, result := askAroundAWait(config, fmt.Sprint(n), n)
+				require.False(t, result.DecidedAt.Before(released), config.Name)
+				require.True(t, result.Allowed, config.Name) // because of the tokens or windows that came during the wait
+				if n == 1 {
+					require.EqualValues(t, 5-1, result.Remaining, config.Name)
+				}
+			}
+		}
+
+		// A negative control: now() is when the transaction began, so it does not change during a lock wait.
+		pgtest.Rewrite(t, db.Pool, "_rate_limit_now", "clock_timestamp()", "pg_catalog.now()")
+		for _, config := range configs {
+			released, result := askAroundAWait(config, "by now()", 5)
+			require.True(t, result.DecidedAt.Before(released), config.Name)
+		}
+	})
+	for _, one := range []bool{false, true} {
+		t.Run(fmt.Sprint("by an old reading, one key: ", one), func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			shortCalendar(t, db.Pool, wait)
+			if !one {
+				limitertest.AlwaysArrays(t, db.Pool)
+			}
+			askAroundAWait := aroundALockWait(t, db, wait)
+			for _, config := range configs {
+				if _, log := config.Policy.(ratelimit.SlidingLog); log {
+					continue // a sliding log has no statement for many keys
+				}
+				pgtest.RewriteTwins(t, db.Pool, functions[config.Name], "now_us) < clock + 10000", "now_us) IS NOT NULL")
+				for i := 0; ; i++ { // until the second call comes before the first window ends
+					require.Less(t, i, 100)
+					if released, result := askAroundAWait(config, fmt.Sprint(i), 1); result.DecidedAt.Before(released) {
+						break
+					}
+				}
+			}
+		})
 	}
 }
 
@@ -131,51 +141,49 @@ func TestRowMadeAfterAWaitBeginsThen(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
-	for name, policy := range fastPolicies() {
-		for _, c := range []struct {
-			keys   []string
-			broken bool
-		}{
-			{[]string{"key"}, false}, {[]string{"key"}, true}, {[]string{"key", "a"}, false}, {[]string{"key", "a"}, true},
-		} {
-			if _, log := policy.(ratelimit.SlidingLog); log && c.broken {
-				continue // a sliding log has no such statement
+	for _, broken := range []bool{false, true} {
+		t.Run(fmt.Sprint("broken: ", broken), func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			if broken {
+				pgtest.Rewrite(t, db.Pool, pgtest.Left, "> began + 10000 THEN", "> began + 60000000 THEN")
 			}
-			t.Run(fmt.Sprintf("%s, %d keys, broken: %v", name, len(c.keys), c.broken), func(t *testing.T) {
-				t.Parallel()
-				db := pgtest.New(t)
-				if c.broken {
-					pgtest.Rewrite(t, db.Pool, pgtest.Left, "> began + 10000 THEN", "> began + 60000000 THEN")
+			pool := db.NewPool(t, nil)
+			for name, policy := range fastPolicies() {
+				if _, log := policy.(ratelimit.SlidingLog); log && broken {
+					continue // a sliding log has no such statement
 				}
-				limiter := limitertest.New(t, db.NewPool(t, nil), ratelimit.Config{Name: "test", Policy: policy})
-				somebody, tx := pgtest.Begin(t, db), pgtest.Begin(t, db)
-				_, err := limiter.WithTx(somebody).Allow(t.Context(), "key")
-				require.NoError(t, err)
-				var requests []*engine.Request
-				for _, key := range c.keys {
-					requests = append(requests, newRequest(limiter, key, 1))
+				limiter := limitertest.New(t, pool, ratelimit.Config{Name: name, Policy: policy})
+				for _, keys := range [][]string{{"key"}, {"another", "a"}} {
+					somebody, tx := limitertest.Begin(t, db.Pool), limitertest.Begin(t, db.Pool)
+					_, err := limiter.WithTx(somebody).Allow(t.Context(), keys[0])
+					require.NoError(t, err)
+					var requests []*engine.Request
+					for _, key := range keys {
+						requests = append(requests, newRequest(limiter, key, 1))
+					}
+					decided := testkit.Later(func() (any, error) {
+						own := engine.Transaction{LockTimeout: new(int32(-1))}
+						return nil, limitertest.Engine(limiter).Database.Execute(context.Background(), tx, requests, own)
+					})
+					pgtest.WaitUntilBlocked(t, db.Pool, 1)
+					begun, released := pgtest.Scalar[time.Time](t, somebody, "SELECT clock_timestamp()"), time.Time{}
+					testkit.WaitUntil(t, func() bool {
+						released = pgtest.Scalar[time.Time](t, somebody, "SELECT clock_timestamp()")
+						return released.Sub(begun) > 20*time.Millisecond
+					})
+					require.NoError(t, somebody.Rollback(t.Context()))
+					_, err = decided()
+					require.NoError(t, err)
+					require.NoError(t, tx.Commit(t.Context()))
+					d := requests[0].Parts[0].Decision
+					require.EqualValues(t, 1, d.Granted, "%s %v", name, keys)
+					require.EqualValues(t, 99, d.Remaining, "%s %v", name, keys)
+					require.Equal(t, broken, d.DecidedAt.Before(released), "%s %v", name, keys)
+					require.Equal(t, broken, time.UnixMicro(d.State.WindowStart).Before(released), "%s %v", name, keys)
 				}
-				decided := testkit.Later(func() (any, error) {
-					own := engine.Transaction{LockTimeout: new(int32(-1))}
-					return nil, limitertest.Engine(limiter).Database.Execute(context.Background(), tx, requests, own)
-				})
-				pgtest.WaitUntilBlocked(t, db.Pool, 1)
-				begun, released := pgtest.Scalar[time.Time](t, somebody, "SELECT clock_timestamp()"), time.Time{}
-				testkit.WaitUntil(t, func() bool {
-					released = pgtest.Scalar[time.Time](t, somebody, "SELECT clock_timestamp()")
-					return released.Sub(begun) > 20*time.Millisecond
-				})
-				require.NoError(t, somebody.Rollback(t.Context()))
-				_, err = decided()
-				require.NoError(t, err)
-				require.NoError(t, tx.Commit(t.Context()))
-				d := requests[0].Parts[0].Decision
-				require.EqualValues(t, 1, d.Granted)
-				require.EqualValues(t, 99, d.Remaining)
-				require.Equal(t, c.broken, d.DecidedAt.Before(released))
-				require.Equal(t, c.broken, time.UnixMicro(d.State.WindowStart).Before(released))
-			})
-		}
+			}
+		})
 	}
 }
 
@@ -250,15 +258,17 @@ func TestWaitingForSeveralRowsInTurn(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
-		limiter := limitertest.New(t, db.NewPool(t, nil), config)
+		pgtest.Clear(t, db)
+		limiter := limitertest.New(t, pool, config)
 		keys := []string{"a", "b", "c"}
 		holders := make([]pgx.Tx, len(keys))
 		for i, key := range keys {
 			_, err := limiter.Allow(t.Context(), key)
 			require.NoError(t, err)
-			holders[i] = pgtest.Begin(t, db)
+			holders[i] = limitertest.Begin(t, db.Pool)
 			_, err = limiter.WithTx(holders[i]).AllowN(t.Context(), key, 2)
 			require.NoError(t, err)
 		}

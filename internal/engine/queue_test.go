@@ -114,7 +114,7 @@ func TestCallsOfOneBatchAreDecidedInOrderOfArrival(t *testing.T) {
 				ratelimit.ClientConfig{Test: limitertest.Frozen(limitertest.T0)},
 			)
 			r := rand.New(rand.NewPCG(seed, 0))
-			for round := range 100 {
+			for round := range 25 * limitertest.Rounds(t) {
 				// The calls of a few keys are mixed. Several calls in a row have the same cost. Most costs fit, and
 				// some never fit.
 				costs := make([][]int64, 1+r.IntN(4))

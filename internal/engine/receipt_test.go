@@ -15,8 +15,10 @@ import (
 // Callers whose requests were merged, callers of Wait and callers of AllowAll can each give back their own units.
 func TestEachGivesBackItsOwn(t *testing.T) {
 	t.Parallel()
+	db := pgtest.New(t)
+	pool := db.Pool
 	limitertest.EachSlowPolicyAllAndTable(t, 12, func(t *testing.T, config ratelimit.Config) {
-		pool := pgtest.New(t).Pool
+		pgtest.Clear(t, db)
 		clientConfig := ratelimit.ClientConfig{Test: limitertest.Frozen(limitertest.T0)}
 		limiter := limitertest.New(t, pool, config, clientConfig)
 		batch := requestsFor(limiter, "key", 3, 3, 3)

@@ -71,7 +71,7 @@ func TestSettingsAreThoseOfTheLimitersTransactionsAlone(t *testing.T) {
 			require.Equal(t, []string{c.want + ", 10s"}, seen(), name)
 			require.Equal(t, session, pgtest.Scalar[string](t, pool, show))
 
-			tx := poolTx(t, pool)
+			tx := limitertest.Begin(t, pool)
 			_, err = limiter.WithTx(tx).Allow(t.Context(), "key")
 			require.NoError(t, err)
 			_, err = limiter.WithTx(tx).AllowN(t.Context(), "key", 0)

@@ -40,10 +40,12 @@ func TestDenialsWriteNothing(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
 
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
+		pgtest.Clear(t, db)
 		config.NoDenialCache = true
-		limiter := limitertest.New(t, db.NewPool(t, nil), config)
+		limiter := limitertest.New(t, pool, config)
 		for range 10 {
 			result, err := limiter.Allow(t.Context(), "key")
 			require.NoError(t, err)
@@ -51,9 +53,9 @@ func TestDenialsWriteNothing(t *testing.T) {
 		}
 		before, rowsBefore := tupleOf(t, db.Pool, config, "key"), pgtest.StoredRows(t, db.Pool, config.Durable)
 
-		errs := make([]error, 50)
+		errs := make([]error, 20)
 		testkit.Together(len(errs), func(i int) {
-			for call := range 20 {
+			for call := range 10 {
 				result, err := limiter.AllowN(t.Context(), "key", int64(1+call%10))
 				if err == nil && result.Allowed {
 					err = errors.New("allowed")
@@ -65,7 +67,8 @@ func TestDenialsWriteNothing(t *testing.T) {
 		require.Equal(t, before, tupleOf(t, db.Pool, config, "key"))
 		require.Equal(t, rowsBefore, pgtest.StoredRows(t, db.Pool, config.Durable))
 
-		// Inside a transaction, the statistics of the transaction itself are visible at once.
+		// Inside a transaction, the statistics of the transaction itself are visible at once. A new connection has no
+		// older ones.
 		tx := pgtest.Begin(t, db)
 		for range 3 {
 			result, err := limiter.WithTx(tx).Allow(t.Context(), "key")
@@ -88,9 +91,11 @@ func TestLooksTakeNoTransactionIDAndWaitForNobody(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	limitertest.EachSlowPolicyAndTable(t, 10, func(t *testing.T, config ratelimit.Config) {
-		db := pgtest.New(t)
-		limiter := limitertest.New(t, db.NewPool(t, nil), config)
+		pgtest.Clear(t, db)
+		limiter := limitertest.New(t, pool, config)
 		peek, err := limiter.Peek(t.Context(), "key")
 		require.NoError(t, err)
 		require.Equal(
@@ -114,7 +119,7 @@ func TestLooksTakeNoTransactionIDAndWaitForNobody(t *testing.T) {
 		}
 		require.NoError(t, holder.Rollback(t.Context()))
 
-		tx := pgtest.Begin(t, db)
+		tx := limitertest.Begin(t, db.Pool)
 		_, err = limiter.WithTx(tx).AllowN(t.Context(), "key", 0)
 		require.NoError(t, err)
 		require.Nil(t, pgtest.Scalar[*string](t, tx, "SELECT pg_current_xact_id_if_assigned()::text"))

@@ -39,7 +39,9 @@ func SlowCalendar(limit int64) ratelimit.CalendarWindow {
 	return p
 }
 
-// EachSlowPolicyAndTable runs a parallel subtest for each policy of SlowPolicies, on the tables of TablesFor.
+// EachSlowPolicyAndTable runs a subtest for each policy of SlowPolicies, on the tables of TablesFor, one after the other.
+// So the subtests can share a database, which pgtest.Clear empties. A database and sessions for each subtest would cost
+// more than most subtests.
 func EachSlowPolicyAndTable(t *testing.T, limit int64, test func(t *testing.T, config ratelimit.Config)) {
 	t.Helper()
 	eachPolicyAndTable(t, SlowPolicies(limit), test)
@@ -65,10 +67,7 @@ func eachPolicyAndTable(
 	for name, policy := range policies {
 		for _, durable := range TablesFor(t, name) {
 			config := ratelimit.Config{Name: "test", Policy: policy, Durable: durable}
-			t.Run(fmt.Sprintf("%s in %s", name, pgtest.Table(durable)), func(t *testing.T) {
-				t.Parallel()
-				test(t, config)
-			})
+			t.Run(fmt.Sprintf("%s in %s", name, pgtest.Table(durable)), func(t *testing.T) { test(t, config) })
 		}
 	}
 }

@@ -23,6 +23,15 @@ func Acquire(t *testing.T, pool *pgxpool.Pool) *pgxpool.Conn {
 	return conn
 }
 
+// Begin begins a transaction on a connection of the pool. The end of the test ends the transaction.
+func Begin(t *testing.T, pool *pgxpool.Pool) pgx.Tx {
+	t.Helper()
+	tx, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = tx.Rollback(context.Background()) })
+	return tx
+}
+
 // Savepoint begins a transaction within a transaction.
 func Savepoint(t *testing.T, tx pgx.Tx) pgx.Tx {
 	t.Helper()

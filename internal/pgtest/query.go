@@ -60,6 +60,15 @@ func Each(name, keys, durable, policy, more string) string {
 	return "rate_limit_all(" + strings.Join(all, ", ") + more + ")"
 }
 
+// Clear deletes the rows of all keys, so that the next part of a test can use the database.
+func Clear(t testing.TB, db *DB) {
+	t.Helper()
+	for _, db := range shardsOf(db.Pool) {
+		Exec(t, db, `DELETE FROM rate_limit_ephemeral; DELETE FROM rate_limit_durable;
+			DELETE FROM rate_limit_ephemeral_hold; DELETE FROM rate_limit_durable_hold`)
+	}
+}
+
 // Connect returns a connection that is not part of a pool.
 func Connect(t testing.TB, db *DB) *pgx.Conn {
 	t.Helper()
