@@ -348,7 +348,7 @@ func TestOldSnapshots(t *testing.T) {
 			}
 			old := map[string]pgx.Tx{}
 			for _, key := range []string{"changed", "deleted", "untouched", "made"} {
-				tx, err := pgtest.Connect(t, db).BeginTx(t.Context(), pgx.TxOptions{IsoLevel: level})
+				tx, err := db.Pool.BeginTx(t.Context(), pgx.TxOptions{IsoLevel: level})
 				require.NoError(t, err)
 				pgtest.Exec(t, tx, "SELECT FROM pg_class")
 				old[key] = tx

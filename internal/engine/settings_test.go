@@ -10,6 +10,7 @@ import (
 	"net"
 	"net/http/httptest"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -322,28 +323,44 @@ func TestThoroughQueryExecModes(t *testing.T) {
 	}
 }
 
-// eachExecMode runs a test for each of pgx's query exec modes, with a pool of this mode.
+// eachExecMode runs a test for each of pgx's query exec modes, with a pool of this mode and the mode's place.
 func eachExecMode(
 	t *testing.T,
 	db *pgtest.DB,
 	configure func(*pgxpool.Config),
-	test func(t *testing.T, pool *pgxpool.Pool),
+	test func(t *testing.T, pool *pgxpool.Pool, mode int),
 ) {
 	t.Helper()
-	for _, mode := range []pgx.QueryExecMode{
+	for i, mode := range []pgx.QueryExecMode{
 		pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec, pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol,
 	} {
 		t.Run(mode.String(), func(t *testing.T) {
 			test(t, db.NewPool(t, func(config *pgxpool.Config) {
 				config.ConnConfig.DefaultQueryExecMode = mode
 				configure(config)
-			}))
+			}), i)
 		})
 	}
 }
 
+// policiesByTurns returns n of five policies for the variant i of a test, and an All. So five variants try each policy.
+func policiesByTurns(i, n int) (policies []ratelimit.Policy) {
+	slow := limitertest.SlowPolicies(100)
+	kinds := slices.Sorted(maps.Keys(slow))
+	for j := range n {
+		policies = append(policies, slow[kinds[(i+j)%len(kinds)]])
+	}
+	return append(policies, ratelimit.All(slow["token bucket"], slow["sliding log"]))
+}
+
 // The session's settings do not change how the engine reads times and numbers.
-func TestSettingsOfTheOutput(t *testing.T) {
+func TestSettingsOfTheOutput(t *testing.T) { testSettingsOfTheOutput(t, 1) }
+
+// Each query exec mode tries each policy.
+func TestThoroughSettingsOfTheOutput(t *testing.T) { testSettingsOfTheOutput(t, 5) }
+
+func testSettingsOfTheOutput(t *testing.T, policies int) {
+	t.Helper()
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
 	db := pgtest.New(t)
@@ -355,10 +372,8 @@ func TestSettingsOfTheOutput(t *testing.T) {
 			t,
 			db,
 			func(config *pgxpool.Config) { maps.Copy(config.ConnConfig.RuntimeParams, settings) },
-			func(t *testing.T, pool *pgxpool.Pool) {
-				policies := limitertest.SlowPolicies(100)
-				policies["all"] = ratelimit.All(policies["token bucket"], policies["sliding log"])
-				for _, policy := range policies {
+			func(t *testing.T, pool *pgxpool.Pool, mode int) {
+				for _, policy := range policiesByTurns(mode, policies) {
 					config := ratelimit.Config{Name: name + t.Name(), Policy: policy}
 					for method, call := range limitertest.Calls(limitertest.New(t, pool, config), "personal") {
 						require.NoError(t, call(), method)
@@ -395,7 +410,13 @@ func TestArrayNullsOff(t *testing.T) {
 }
 
 // The functions use the types of Postgres, even if the application has types with the same names in pg_temp.
-func TestTypesOfTheApplication(t *testing.T) {
+func TestTypesOfTheApplication(t *testing.T) { testTypesOfTheApplication(t, 1) }
+
+// Each query exec mode tries each policy.
+func TestThoroughTypesOfTheApplication(t *testing.T) { testTypesOfTheApplication(t, 5) }
+
+func testTypesOfTheApplication(t *testing.T, policies int) {
+	t.Helper()
 	t.Parallel()
 	db := pgtest.New(t)
 	eachExecMode(t, db, func(config *pgxpool.Config) {
@@ -412,10 +433,8 @@ func TestTypesOfTheApplication(t *testing.T) {
 				END $$`)
 			return err
 		}
-	}, func(t *testing.T, pool *pgxpool.Pool) {
-		policies := limitertest.SlowPolicies(100)
-		policies["all"] = ratelimit.All(policies["token bucket"], policies["sliding log"])
-		for _, policy := range policies {
+	}, func(t *testing.T, pool *pgxpool.Pool, mode int) {
+		for _, policy := range policiesByTurns(mode, policies) {
 			for method, call := range limitertest.Calls(limitertest.New(t, pool, ratelimit.Config{Name: "test", Policy: policy}), "personal") {
 				require.NoError(t, call(), method)
 			}
