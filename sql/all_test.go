@@ -35,9 +35,9 @@ func TestAllEqualsModels(t *testing.T) {
 	seed := limitertest.Seed(t)
 	var granted, refused, halfRefused, looks, refunds, grants, charges, tooLarge, lends int
 	varied := func() bool { // whether each kind of request has been decided often enough
-		return min(granted, refused, halfRefused, looks, refunds, grants, charges, tooLarge, lends) > 40
+		return min(granted, refused, halfRefused, looks, refunds, grants, charges, tooLarge, lends) > 10
 	}
-	for story := uint64(0); story < uint64(40*limitertest.Rounds(t)) || !varied(); story++ {
+	for story := uint64(0); story < uint64(12*limitertest.Rounds(t)) || !varied(); story++ {
 		require.Less(t, story, uint64(3_000), "granted %d, refused by all %d, by some %d, looks %d, refunds %d, grants %d, "+
 			"charges %d, too large %d, of buckets that are leased from %d",
 			granted, refused, halfRefused, looks, refunds, grants, charges, tooLarge, lends)
@@ -118,13 +118,13 @@ func TestTakesFromAllEqualModels(t *testing.T) {
 	t.Parallel()
 
 	db, seed, taken, left := pgtest.New(t), limitertest.Seed(t), 0, 0
-	for story := range uint64(60 * limitertest.Rounds(t)) {
+	enough := 10 * limitertest.Rounds(t)
+	for story := uint64(0); story < uint64(2*enough) || min(taken, left) < enough; story++ {
+		require.Less(t, story, uint64(3_000), "taken %d, left %d", taken, left)
 		m, n, err := tellTakes(t, db.Pool, rand.New(rand.NewPCG(seed, story)), story, nil)
 		require.NoError(t, err, "story %d", story)
 		taken, left = taken+m, left+n
 	}
-	require.Greater(t, taken, 30*limitertest.Rounds(t))
-	require.Greater(t, left, 30*limitertest.Rounds(t))
 }
 
 // tellTakes sends requests of several parts to rate_limit_take_all, sometimes for rows with granted credit. tellTakes
@@ -447,6 +447,7 @@ func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 		RetryAfter         *int64 `db:"retry_after_us"`
 	}
 	in := func(d time.Duration) *int64 { return new(d.Microseconds()) }
+	db := pgtest.New(t)
 	for name, change := range map[string]struct {
 		take         int64 // what was taken earlier, from a limit of 10
 		inTx         func(ctx context.Context, tx pgx.Tx, limiter *ratelimit.Limiter) error
@@ -465,9 +466,8 @@ func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 		}, told{Granted: 1, Remaining: 7, RetryAfter: in(0)}, told{Granted: 0, Remaining: 0, RetryAfter: in(limitertest.Year)}},
 	} {
 		for _, together := range []bool{false, true} { // whether one request has both rows, the existing row and the new row
-			t.Run(fmt.Sprintf("%s, together %t", name, together), func(t *testing.T) {
-				t.Parallel()
-				db := pgtest.New(t)
+			t.Run(fmt.Sprintf("%s, together %t", name, together), func(t *testing.T) { //nolint:paralleltest // one database
+				pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_ephemeral")
 				limiter := limitertest.New(
 					t,
 					db.Pool,
@@ -518,7 +518,9 @@ func TestLeasesOfABucketInSQL(t *testing.T) {
 	pool := pgtest.New(t).Pool
 	seed := limitertest.Seed(t)
 	kept := 0 // the number of refunds that left room for leases
-	for story := range uint64(20 * limitertest.Rounds(t)) {
+	enough := 6 * limitertest.Rounds(t)
+	for story := uint64(0); story < uint64(enough) || kept < enough; story++ {
+		require.Less(t, story, uint64(3_000), "kept %d", kept)
 		r := rand.New(rand.NewPCG(seed, story))
 		bucket := model.TokenBucket{Capacity: 100 + r.Int64N(3000), Refill: 1 + r.Int64N(50), Every: model.Duration(1 + r.Int64N(2e7))}
 		part := modeltest.Part{ID: modeltest.RowID{Name: fmt.Sprintf("%d a", story), Key: "key"}, Policy: bucket}
@@ -569,7 +571,6 @@ func TestLeasesOfABucketInSQL(t *testing.T) {
 			compareRows(t, pool, title, strings.TrimSuffix(part.ID.Name, "a"), asModel)
 		}
 	}
-	require.Greater(t, kept, 5*limitertest.Rounds(t))
 }
 
 // rate_limit_all also refuses arguments that the Go package never sends.

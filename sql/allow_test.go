@@ -59,7 +59,7 @@ func TestSQLAllowsAsALimiterDoes(t *testing.T) {
 		ratelimit.TokenBucket{Capacity: 10, Refill: 1, Every: year / 10}, ratelimit.SlidingLog{Limit: 10, Window: year},
 		ratelimit.All(ratelimit.FixedWindow{Limit: 10, Window: year}, ratelimit.SlidingLog{Limit: 8, Window: year}, ratelimit.TokenBucket{Capacity: 9, Refill: 1, Every: year}),
 	} {
-		for _, durable := range []bool{false, true} {
+		for _, durable := range limitertest.TablesFor(t, policy.String()) {
 			config := ratelimit.Config{
 				Policy: policy, Durable: durable, NoDenialCache: true,
 			}
@@ -68,7 +68,7 @@ func TestSQLAllowsAsALimiterDoes(t *testing.T) {
 			config.Name = fmt.Sprint("sql ", i)
 			same := limitertest.New(t, db.Pool, config) // the limiter uses the same rows as the function
 			denied := 0
-			for range 20 {
+			for range 12 {
 				cost := 1 + r.Int64N(4)
 				want, err := limiter.AllowN(t.Context(), "key", cost)
 				require.NoError(t, err)

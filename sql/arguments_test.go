@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
@@ -62,7 +63,7 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 			"a key with NUL":                 {"'n'", `ARRAY[E'\u0000']`, "", "42601"},
 			"a cost that is no whole number": {"'n'", "ARRAY['a']", ", ARRAY['1.5']::bigint[]", "22P02"},
 		} {
-			for _, durable := range []string{"", ", durable => true"} {
+			for _, durable := range limitertest.TablesFor(t, name+what) {
 				pgtest.Refused(
 					t,
 					db.Pool,
@@ -71,7 +72,7 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 						call,
 						arguments.name,
 						arguments.keys,
-						arguments.more+durable,
+						fmt.Sprintf("%s, durable => %t", arguments.more, durable),
 					),
 					arguments.code,
 				)
@@ -335,7 +336,7 @@ func TestLooksSeeOneMoment(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
-	const takes, looks = 2000, 500
+	const takes, looks = 600, 150
 	db := pgtest.New(t)
 	var group sync.WaitGroup
 	var failed error

@@ -245,12 +245,12 @@ func TestHoldsAddUp(t *testing.T) {
 	db, seed := pgtest.New(t), limitertest.Seed(t)
 	for _, policy := range []string{"fixed 100/360d", "sliding 100/360d", "log 100/360d", "bucket 100 1/36d", "fixed 100/360d, log 100/360d"} {
 		for _, durable := range limitertest.TablesFor(t, policy) {
-			const callers = 8
+			const callers = 4
 			var counted atomic.Int64
 			errs := make([]error, callers)
 			testkit.Together(callers, func(i int) {
 				r := rand.New(rand.NewPCG(seed, uint64(i)))
-				for range 25 {
+				for range 12 {
 					n := 1 + r.Int64N(20)
 					got, err := holdSQL(t.Context(), db.Pool, policy, policy, n, "1 hour", durable)
 					if err == nil && got.Allowed {

@@ -158,14 +158,11 @@ func requireModel(t *testing.T, db *pgtest.DB) {
 	t.Helper()
 
 	const (
-		workers  = 4
+		workers  = 2
 		stepsOf  = 40 // how many requests a story has
 		perBatch = 10
 	)
-	enough := int64(5_000) // how many elements are enough
-	if limitertest.Rounds(t) > 1 {
-		enough = 10_000 * int64(limitertest.Rounds(t))
-	}
+	enough := int64(1_500 * limitertest.Rounds(t)) // how many elements are enough
 	seed := limitertest.Seed(t)
 
 	ctx, cancel := context.WithCancel(t.Context())

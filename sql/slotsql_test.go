@@ -115,14 +115,14 @@ func TestSQLSlotsBesideARate(t *testing.T) {
 func TestSlotsAddUp(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
-	for _, durable := range []bool{false, true} {
-		const callers, limit = 8, 3
+	for _, durable := range limitertest.TablesFor(t, "") {
+		const callers, limit = 5, 2
 		var live, most, last atomic.Int64
 		var mu sync.Mutex
 		errs := make([]error, callers)
 		name := fmt.Sprint(durable)
 		testkit.Together(callers, func(i int) {
-			for range 15 {
+			for range 12 {
 				s, err := acquireSQL(t.Context(), db.Pool, name, fmt.Sprintf("concurrent %d", limit), 1, "1 hour", durable, true)
 				for err == nil && !s.Allowed {
 					err = db.Pool.QueryRow(t.Context(), "SELECT allowed, fence FROM rate_limit_renew($1::uuid, '1 hour')", s.Slot).
