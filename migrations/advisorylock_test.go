@@ -25,7 +25,7 @@ import (
 func TestManyAtOnce(t *testing.T) {
 	t.Parallel()
 
-	const count = 8
+	const count = 4
 	check := func(t *testing.T, db *pgtest.DB) {
 		t.Helper()
 		require.Equal(t, latest(t), appliedVersion(t, db.Pool))
@@ -237,9 +237,9 @@ func TestMigrationsThroughPgBouncer(t *testing.T) {
 	config, err := pgxpool.ParseConfig(pgtest.PgBouncer(t, db, "transaction", 20))
 	require.NoError(t, err)
 	config.ConnConfig.DefaultQueryExecMode = pgx.QueryExecModeExec
-	for range 3 { // each in another session
+	for range 2 { // each in another session
 		start := make(chan struct{})
-		errs := make(chan error, 6)
+		errs := make(chan error, 4)
 		for range cap(errs) {
 			pool, err := pgxpool.NewWithConfig(t.Context(), config.Copy())
 			require.NoError(t, err)
