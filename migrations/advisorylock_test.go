@@ -114,7 +114,7 @@ func TestUpWaitsForTheLock(t *testing.T) {
 			WHERE datname = current_database() AND query LIKE '%pg_try_advisory_xact_lock%' AND pid <> pg_backend_pid()`).Scan(&at)
 		asked[at] = err == nil
 		return err == nil && len(asked) > 3
-	}, patience, 5*time.Millisecond)
+	}, patience, 10*time.Millisecond)
 	cancel()
 	err = <-waits
 	require.ErrorIs(t, err, context.Canceled)

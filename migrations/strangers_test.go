@@ -62,7 +62,7 @@ func waitFor(t *testing.T, db *pgtest.DB, state string) {
 		err := db.Pool.QueryRow(t.Context(), `SELECT EXISTS (SELECT FROM pg_stat_activity
 			WHERE datname = current_database() AND pid <> pg_backend_pid() AND `+state+`)`).Scan(&found)
 		return err == nil && found
-	}, patience, time.Millisecond)
+	}, patience, 10*time.Millisecond)
 }
 
 func requireNothingRan(t *testing.T, db *pgtest.DB) {

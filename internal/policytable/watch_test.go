@@ -42,7 +42,7 @@ func TestPoliciesMissNothing(t *testing.T) {
 	for i := range pools {
 		pools[i] = db.NewPool(t, func(*pgxpool.Config) {})
 	}
-	all := make([]*ratelimit.Policies, 6)
+	all := make([]*ratelimit.Policies, 4)
 	limiters := make([]*ratelimit.Limiter, len(all))
 	for i := range all {
 		all[i] = limitertest.RunningPolicies(t, pools[i%2], ratelimit.PoliciesConfig{})
@@ -52,20 +52,9 @@ func TestPoliciesMissNothing(t *testing.T) {
 		testkit.WaitUntil(t, func() bool { return p.Status().Listening })
 	}
 	var killed atomic.Int64
-	done := make(chan struct{})
-	killer := testkit.Later(func() (any, error) {
-		for {
-			select {
-			case <-done:
-				return nil, nil
-			default:
-				killed.Add(pgtest.Scalar[int64](t, db.Pool, endListeners))
-			}
-		}
-	})
-	const keys = 20
-	testkit.Together(4, func(int) {
-		for range 25 {
+	const keys = 10
+	testkit.Together(3, func(int) {
+		for range 20 {
 			tx, err := db.Pool.Begin(context.Background())
 			require.NoError(t, err)
 			for range 1 + rand.IntN(3) {
@@ -80,10 +69,11 @@ func TestPoliciesMissNothing(t *testing.T) {
 			} else {
 				require.NoError(t, tx.Commit(context.Background()))
 			}
+			if rand.IntN(3) == 0 {
+				killed.Add(pgtest.Scalar[int64](t, db.Pool, endListeners))
+			}
 		}
 	})
-	close(done)
-	_, _ = killer()
 	require.Positive(t, killed.Load())
 	for i, p := range all {
 		limitertest.WaitUntilKnown(t, p, db.Pool)

@@ -20,8 +20,9 @@ const (
 	// Amply is how long a test waits for an event before the test fails. Even a slow machine needs far less.
 	Amply = time.Minute
 
-	// tick is how often WaitUntil checks the condition.
-	tick = 2 * time.Millisecond
+	// tick is the longest pause between two checks of WaitUntil. Most conditions are queries, so shorter pauses would
+	// keep a server busy.
+	tick = 10 * time.Millisecond
 )
 
 // WaitUntil waits until condition returns true. After Amply, WaitUntil fails the test with the message.
@@ -30,10 +31,10 @@ func WaitUntil(t testing.TB, condition func() bool, message ...any) {
 	if len(message) == 0 {
 		message = []any{"what the test waits for does not happen"}
 	}
-	ticker := time.NewTicker(tick)
-	defer ticker.Stop()
-	for deadline := time.Now().Add(Amply); !condition(); <-ticker.C {
+	pause := tick / 10
+	for deadline := time.Now().Add(Amply); !condition(); pause = min(2*pause, tick) {
 		require.True(t, time.Now().Before(deadline), message...)
+		<-time.After(pause)
 	}
 }
 
