@@ -17,7 +17,7 @@ test/race: ## Run the tests of the library and its service modules under the rac
 	bash .ci/race
 
 test/mistakes: ## Check that tests notice deliberate mistakes, most of them in SQL
-	go test -count=1 -timeout 20m -run '^TestMistakes' ./sql ./internal/engine ./internal/keeper ./internal/model
+	go test -count=1 -timeout 20m -run '^TestMistakes' ./sql ./internal/engine ./internal/keeper ./internal/model ./cleanup
 	cd service && go test -count=1 -timeout 20m -run '^TestMistakes' ./internal/envoy
 
 test/integration: ## Run the tests with heavy dependencies; tests in containers need a Docker engine

@@ -467,17 +467,16 @@ func TestIsolationLevels(t *testing.T) {
 func TestQueryExecModesAndSchemas(t *testing.T) {
 	t.Parallel()
 
+	db := pgtest.Empty(t)
+	pgtest.Exec(t, db.Pool, `CREATE SCHEMA "Odd ""na'me"`)
+	require.NoError(t, migrations.Up(t.Context(), db.OwnerPool(t, func(config *pgxpool.Config) {
+		config.ConnConfig.RuntimeParams["search_path"] = `"Odd ""na'me"`
+	})))
 	for _, mode := range []pgx.QueryExecMode{
 		pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec,
 		pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol,
 	} {
-		t.Run(mode.String(), func(t *testing.T) {
-			t.Parallel()
-			db := pgtest.Empty(t)
-			pgtest.Exec(t, db.Pool, `CREATE SCHEMA "Odd ""na'me"`)
-			require.NoError(t, migrations.Up(t.Context(), db.OwnerPool(t, func(config *pgxpool.Config) {
-				config.ConnConfig.RuntimeParams["search_path"] = `"Odd ""na'me"`
-			})))
+		t.Run(mode.String(), func(t *testing.T) { //nolint:paralleltest // all modes sweep the same table
 			pool := db.OwnerPool(t, func(config *pgxpool.Config) { config.ConnConfig.DefaultQueryExecMode = mode })
 			const odd = `"Odd ""na'me".rate_limit_durable`
 			for _, names := range [][]string{nil, {"a", `quo"ted', {}`}} {

@@ -31,17 +31,17 @@ func TestSweepingChangesNoDecision(t *testing.T) {
 
 	swept, plain := pgtest.New(t), pgtest.New(t)
 	var deleted int64
-	for story := range 12 {
+	for story := 0; story < 5 || deleted <= 100; story++ {
+		require.Less(t, story, 1000)
 		seed := rand.Uint64()
 		n, err := play(t, swept, plain, fmt.Sprint(story), seed)
 		require.NoError(t, err, "seed %d", seed)
 		deleted += n
 	}
-	require.Greater(t, deleted, int64(100))
 }
 
 // The comparison notices a sweeper that is 1 µs too early, and a sweeper with a margin below one minute.
-func TestSweepingTooEarlyChangesDecisions(t *testing.T) {
+func TestMistakesInSweepingChangeDecisions(t *testing.T) {
 	t.Parallel()
 
 	for _, early := range []string{"interval '-1 microsecond'", "interval '50 seconds'"} {
@@ -204,12 +204,12 @@ func TestRowVanishesWhileADecisionWaits(t *testing.T) {
 	t.Parallel()
 
 	for name, policy := range policies() {
-		for _, durable := range []bool{false, true} {
+		for _, durable := range limitertest.TablesFor(t, name) {
 			t.Run(name+" in "+pgtest.Table(durable), func(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
 				sweeper := pgtest.Connect(t, db)
-				for i := range 170 {
+				for i := range 60 { // so the page becomes full, and the room of old rows is used again
 					clock := t0.Add(time.Duration(i) * 10 * time.Hour)
 					now := ratelimit.TestConfig{Now: func() time.Time { return clock }}
 					config := ratelimit.Config{
@@ -264,7 +264,7 @@ func TestRowsVanishBetweenLookAndInsert(t *testing.T) {
 		"calendar":       pgtest.Each("'a'", "$1::text[]", "$2", "5, 10, 3600000000, 0", more),
 	}
 	for name, function := range functions {
-		for _, durable := range []bool{false, true} {
+		for _, durable := range limitertest.TablesFor(t, name) {
 			t.Run(name+" in "+pgtest.Table(durable), func(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
@@ -273,7 +273,7 @@ func TestRowsVanishBetweenLookAndInsert(t *testing.T) {
 						Scan(&remaining)
 					return remaining, err
 				}
-				for i := range 9 {
+				for i := range 3 {
 					at := t0.Add(time.Duration(i) * 10 * time.Hour)
 					pgtest.Exec(t, db.Pool, "DELETE FROM "+pgtest.Table(durable))
 					_, err := take(db.Pool, at, "m", "n", "z")
@@ -313,7 +313,7 @@ func TestWhatIsTakenBesideASweepIsKept(t *testing.T) {
 	t.Parallel()
 
 	for name, policy := range policies() {
-		for _, durable := range []bool{false, true} {
+		for _, durable := range limitertest.TablesFor(t, name) {
 			t.Run(name+" in "+pgtest.Table(durable), func(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
@@ -369,7 +369,7 @@ func sweepOnce(db *pgtest.DB, at time.Time) error {
 func TestFullSpeed(t *testing.T) {
 	t.Parallel()
 
-	for _, durable := range []bool{false, true} {
+	for _, durable := range limitertest.TablesFor(t, "") {
 		t.Run(pgtest.Table(durable), func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
@@ -389,7 +389,7 @@ func TestFullSpeed(t *testing.T) {
 }
 
 // checkWindows notices a sweeper that deletes rows before they expire.
-func TestFullSpeedSeesALostWindow(t *testing.T) {
+func TestMistakesLoseWindowsAtFullSpeed(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
@@ -406,7 +406,7 @@ const (
 // atFullSpeed returns how many rows were swept, and the results of the callers by key.
 func atFullSpeed(t *testing.T, db *pgtest.DB, durable bool) (swept int64, told map[string][]ratelimit.Result) {
 	t.Helper()
-	const writers, calls, keys = 16, 250, 5
+	const writers, calls, keys = 16, 100, 5
 	var deleted atomic.Int64
 	pools := make([]*pgxpool.Pool, 3)
 	for i := range pools {

@@ -26,7 +26,7 @@ import (
 
 // The tests in this file make mistakes in functions, and check that other tests would notice them. Mistakes for a
 // single test are beside the test: TestClockIsReadAfterTheLockWait, TestLockingInTheOrderGivenDeadlocks,
-// TestRowsAreMadeAndLockedInOneOrder, TestPlansWithoutTheirSettingScanTheTable,
+// TestRowsAreMadeAndLockedInOneOrder, TestMistakesInPlansScanTheTable,
 // TestFunctionsWithoutTheirSearchPathTakeDecoys, TestPgBouncerHandsNoSettingsOn and TestFunctionsPassPlpgsqlCheck.
 
 // The comparison with the model notices small mistakes in code that few requests reach. Only differences in steps of

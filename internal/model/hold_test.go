@@ -132,6 +132,12 @@ func slowKind(d modeltest.Dice, kind int64) (model.Rules, slowModel) {
 // seenHolds counts the cases of a history.
 type seenHolds struct{ held, denied, low, exact, high, again, late, forgotten, extended, ended, charged, tooMuch, released int }
 
+// varied tells whether everything has occurred.
+func (s seenHolds) varied() bool {
+	return min(s.held, s.denied, s.low, s.exact, s.high, s.again, s.late, s.forgotten, s.extended, s.ended, s.charged,
+		s.tooMuch, s.released) > 0
+}
+
 // holdHistory plays a random history of one key, and compares each answer with the definition.
 func holdHistory(d modeltest.Dice, kind int64, operations holdOperations, steps int, count *seenHolds) error {
 	p, definition := slowKind(d, kind)
@@ -267,19 +273,11 @@ func TestHoldsEqualTheirDefinition(t *testing.T) {
 			t.Parallel()
 			d := modeltest.RandomDice(t)
 			var count seenHolds
-			for range 60 {
+			for history := 0; history < 20 || !count.varied(); history++ {
+				require.Less(t, history, 1000, "%+v", count)
 				require.NoError(t, holdHistory(d, kind, rightOperations(), 30, &count))
 			}
 			t.Logf("seen: %+v", count)
-			for what, n := range map[string]int{
-				"holds": count.held, "denials": count.denied, "low settlements": count.low, "exact ones": count.exact,
-				"high ones": count.high, "repeated ones": count.again, "late ones": count.late,
-				"ones of forgotten holds": count.forgotten, "ones above what fits": count.tooMuch,
-				"extensions": count.extended, "extensions of ended holds": count.ended, "charges": count.charged,
-				"waits for the end of a hold": count.released,
-			} {
-				require.Positive(t, n, "no %s", what)
-			}
 		})
 	}
 }
