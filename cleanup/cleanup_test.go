@@ -476,7 +476,7 @@ func TestQueryExecModesAndSchemas(t *testing.T) {
 		pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec,
 		pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol,
 	} {
-		t.Run(mode.String(), func(t *testing.T) { //nolint:paralleltest // all modes sweep the same table
+		t.Run(mode.String(), func(t *testing.T) { // one after the other, because all modes sweep the same table
 			pool := db.OwnerPool(t, func(config *pgxpool.Config) { config.ConnConfig.DefaultQueryExecMode = mode })
 			const odd = `"Odd ""na'me".rate_limit_durable`
 			for _, names := range [][]string{nil, {"a", `quo"ted', {}`}} {

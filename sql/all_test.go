@@ -466,7 +466,7 @@ func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 		}, told{Granted: 1, Remaining: 7, RetryAfter: in(0)}, told{Granted: 0, Remaining: 0, RetryAfter: in(limitertest.Year)}},
 	} {
 		for _, together := range []bool{false, true} { // whether one request has both rows, the existing row and the new row
-			t.Run(fmt.Sprintf("%s, together %t", name, together), func(t *testing.T) { //nolint:paralleltest // one database
+			t.Run(fmt.Sprintf("%s, together %t", name, together), func(t *testing.T) { // one after the other, in one database
 				pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_ephemeral")
 				limiter := limitertest.New(
 					t,

@@ -149,13 +149,14 @@ func (r dice) story(t testing.TB, db ratelimit.DBTX, files map[string][]byte, m 
 func TestRandomRequestsAreAnsweredAsByTheModel(t *testing.T) {
 	t.Parallel()
 	seed := testkit.Seed(t, seedVariable)
-	pool := pgtest.New(t)
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
 	for round := range testkit.Rounds(t, "RATELIMIT_TEST_ROUNDS", 3) * 5 {
 		t.Run(fmt.Sprint(round), func(t *testing.T) {
 			r := dice{rand.New(rand.NewPCG(seed, uint64(round)))}
 			files := r.files(t)
-			pgtest.Exec(t, pool.Pool, "TRUNCATE rate_limit_ephemeral")
-			difference := r.story(t, pool.NewPool(t, nil), files, newModel(t, files), 150)
+			pgtest.Exec(t, db.Pool, "TRUNCATE rate_limit_ephemeral")
+			difference := r.story(t, pool, files, newModel(t, files), 150)
 			require.Empty(t, difference, "%s", files)
 		})
 	}
