@@ -1,11 +1,16 @@
 package browser
 
 import (
+	"bytes"
 	"context"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -91,6 +96,7 @@ func TestLivePageWithoutJavaScript(t *testing.T) {
 
 	inAllLooks(t, func(t *testing.T, b *browser, l look) {
 		address, limiter := setup(t)
+		address = withoutReloads(t, address)
 		p := b.open(t, l, address, withoutJavaScript())
 		decide(t, limiter, "user:123", 7)
 		p.do(chromedp.Click(chromedp.CSS("header a")))
@@ -100,6 +106,26 @@ func TestLivePageWithoutJavaScript(t *testing.T) {
 		p.requireAlone(address)
 		require.NotContains(t, p.requests, address+"/?events")
 	})
+}
+
+// withoutReloads returns an address where the same page does not reload itself. A reload takes away the focus, and the
+// link that is being clicked.
+func withoutReloads(t *testing.T, address string) string {
+	t.Helper()
+	target, err := url.Parse(address)
+	require.NoError(t, err)
+	// The page refuses requests that say that a proxy has forwarded them. With Rewrite, they do not say so.
+	proxy := &httputil.ReverseProxy{Rewrite: func(r *httputil.ProxyRequest) { r.SetURL(target) }}
+	proxy.ModifyResponse = func(r *http.Response) error {
+		page, err := io.ReadAll(r.Body)
+		page = bytes.Replace(page, []byte(`http-equiv="refresh" content="5"`), []byte(`http-equiv="refresh" content="600"`), 1)
+		r.Body = io.NopCloser(bytes.NewReader(page))
+		r.Header.Set("Content-Length", strconv.Itoa(len(page)))
+		return err
+	}
+	server := httptest.NewServer(proxy)
+	t.Cleanup(server.Close)
+	return server.URL
 }
 
 // Without JavaScript, the page reloads itself.
