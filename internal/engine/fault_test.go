@@ -21,7 +21,7 @@ func silent(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }
 
 // rowHeld returns the error of a statement that has waited for a locked row in vain.
 func rowHeld(ctx context.Context) error {
-	<-time.After(time.Millisecond)
+	<-time.After(50 * time.Millisecond)
 	return limitertest.SQLState("55P03")(ctx)
 }
 
