@@ -47,9 +47,7 @@ func TestProcessesAreToldToForget(t *testing.T) {
 	}
 	receipt := filepath.Join(t.TempDir(), "receipt")
 	take := func() {
-		for _, key := range []string{"a", "b", "c"} {
-			invoke(t, db.URL, "take", "login", key, policy).done(t)
-		}
+		pgtest.Exec(t, db.Pool, "SELECT rate_limit_allow('login', key, 'fixed 5/1h') FROM unnest('{a,b,c}'::text[]) AS key")
 	}
 	take()
 	invoke(t, db.URL, "take", "login", "c", policy, "--receipt", receipt).done(t)

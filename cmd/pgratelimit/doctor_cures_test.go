@@ -2,6 +2,7 @@ package main
 
 import (
 	"regexp"
+	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -54,14 +55,21 @@ func TestDoctorOfATableThatNobodyTendsTo(t *testing.T) {
 		require.NotEqual(t, cli.Fine, all[of+check].Level, check)
 		require.Regexp(t, found, all[of+check].Found)
 	}
-	for _, check := range []string{"kind", "dead tuples", "sweeping", "bloat", "HOT updates", "autovacuum"} {
-		testkit.WaitUntil(t, func() bool { // statistics are delayed, and the snapshot of another session keeps dead rows
+	// VACUUM FULL, the cure for bloat, would cure more than bloat, so it is in the second part.
+	for _, part := range [][]string{{"kind", "dead tuples", "sweeping"}, {"bloat", "HOT updates", "autovacuum"}} {
+		for _, check := range part {
 			follow(t, db, all[of+check].Do)
-			f := examined(t, db.URL)[of+check]
-			if check == "bloat" || check == "dead tuples" {
-				return f.Level == cli.Fine
+		}
+		testkit.WaitUntil(t, func() bool { // statistics are delayed, and the snapshot of another session keeps dead rows
+			after := examined(t, db.URL)
+			for _, check := range part {
+				f := after[of+check]
+				if f.Level != cli.Fine {
+					require.Contains(t, []string{"bloat", "dead tuples"}, check, f)
+					follow(t, db, all[of+check].Do)
+					return false
+				}
 			}
-			require.Equal(t, cli.Fine, f.Level, f)
 			return true
 		})
 	}
@@ -178,10 +186,18 @@ func TestDoctorOfAServer(t *testing.T) {
 	require.Error(t, old.Commit(t.Context()), "it was not ended")
 	cures("rate_limit_durable: transaction ids", `^\d{6} old, and autovacuum should have come at 100000`, cli.Warning)
 
-	pgtest.Exec(t, pool, "BEGIN; SELECT pg_current_xact_id(); PREPARE TRANSACTION 'it''s'", pgx.QueryExecModeSimpleProtocol)
+	pgtest.Exec(t, pool, `BEGIN; SELECT pg_current_xact_id(); LOCK TABLE rate_limit_durable IN SHARE MODE;
+		PREPARE TRANSACTION 'it''s'`, pgx.QueryExecModeSimpleProtocol)
+	held, err := (&doctor.Examination{DB: open(t, db.URL)}).ReadLocks(t.Context(), 0)
+	require.NoError(t, err)
+	f := doctor.JudgeLocks(held)
+	require.Equal(t, cli.Problem, f.Level)
+	require.Contains(t, f.Found, `prepared transaction "it's" (since `)
+	require.Contains(t, f.Found, "ShareLock on rate_limit_durable")
 	what, mend := holding()
 	require.Equal(t, "prepared transaction 'it''s'", *what)
-	follow(t, db, doctor.JudgeHorizon(doctor.LongTime, what, mend, true).Do)
+	require.Contains(t, f.Do, "`"+strings.Split(doctor.JudgeHorizon(doctor.LongTime, what, mend, true).Do, "`")[1]+"`")
+	follow(t, db, f.Do)
 	what, _ = holding()
 	require.Nil(t, what)
 

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"slices"
@@ -31,14 +30,12 @@ func TestFixLosesNothingThatCommitsMeanwhile(t *testing.T) {
 	require.True(t, pgtest.Scalar[bool](t, tx, "SELECT allowed FROM rate_limit_allow('login', 'a', 'fixed 1/365d')"))
 	pgtest.Exec(t, tx, "SELECT FROM rate_limit_ban('login', 'b', '1 hour', '1 week', '1 day', 'too many')")
 
-	cmd := command(t, db.URL, "doctor", "--fix", "--timeout=10m")
-	out := new(bytes.Buffer)
-	cmd.Stdout, cmd.Stderr = out, out
-	require.NoError(t, cmd.Start())
+	fix := testkit.Later(func() (outcome, error) { return invoke(t, db.URL, "doctor", "--fix", "--timeout=10m"), nil })
 	pgtest.WaitUntilBlocked(t, db.Pool, 1)
 	require.NoError(t, tx.Commit(t.Context()))
-	require.NoError(t, cmd.Wait(), out)
-	require.Contains(t, out.String(), "repaired")
+	o, err := fix()
+	require.NoError(t, err)
+	require.Contains(t, o.afterWaiting().done(t), "repaired")
 	require.False(t, pgtest.Scalar[bool](t, db.Pool, "SELECT allowed FROM rate_limit_allow('login', 'a', 'fixed 1/365d')"))
 	require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*)::integer FROM rate_limit_policy WHERE key = 'b'"))
 }
@@ -185,9 +182,17 @@ func TestThoroughFixAltersColumnsInPlace(t *testing.T) {
 // doctor --fix sets each sequence beyond all used ids, even if an id is only in the history.
 func TestFixGivesNoIDAgain(t *testing.T) {
 	t.Parallel()
+	testNextID(t, "DROP TABLE rate_limit_policy")
+}
 
-	for _, change := range []string{"ALTER TABLE rate_limit_policy ALTER id DROP IDENTITY", "DROP TABLE rate_limit_policy",
-		"ALTER TABLE rate_limit_policy DROP comment"} {
+func TestThoroughFixGivesNoIDAgain(t *testing.T) {
+	t.Parallel()
+	testNextID(t, "ALTER TABLE rate_limit_policy ALTER id DROP IDENTITY", "ALTER TABLE rate_limit_policy DROP comment")
+}
+
+func testNextID(t *testing.T, changes ...string) {
+	t.Helper()
+	for _, change := range changes {
 		db := pgtest.New(t)
 		pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, policy, comment)
 			SELECT 'api', i, 'fixed 1/1m', 'why' FROM generate_series(1, 5) AS i;
@@ -201,8 +206,17 @@ func TestFixGivesNoIDAgain(t *testing.T) {
 // If a column seems to be renamed, doctor --fix changes nothing. doctor's advice renames the column.
 func TestFixLeavesARenamedColumnToItsOwner(t *testing.T) {
 	t.Parallel()
+	testRenamed(t, "key")
+}
 
-	for _, column := range []string{"count", "key"} {
+func TestThoroughFixLeavesARenamedColumnToItsOwner(t *testing.T) {
+	t.Parallel()
+	testRenamed(t, "count")
+}
+
+func testRenamed(t *testing.T, columns ...string) {
+	t.Helper()
+	for _, column := range columns {
 		db := pgtest.New(t)
 		pgtest.Exec(t, db.Pool, `REVOKE CREATE ON SCHEMA public FROM PUBLIC;
 			INSERT INTO rate_limit_durable (prefix, key, count) VALUES ('a', 'a', 7);

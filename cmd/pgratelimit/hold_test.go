@@ -163,21 +163,18 @@ func TestTextsThatAreNoHolds(t *testing.T) {
 			require.NotContains(t, o.stderr, "alice")
 		}
 	}
-	for _, text := range []string{other, hold[:36] + ".d"} {
-		for _, args := range ends {
-			o := h.end(args[0], append([]string{text}, args[1:]...)...)
-			o.complains(t, exitFailed, "RLS06", "there is no such hold", "another database or schema")
-			require.NotContains(t, o.stderr, "alice")
-		}
+	for _, args := range ends {
+		o := h.end(args[0], append([]string{other}, args[1:]...)...)
+		o.complains(t, exitFailed, "RLS06", "there is no such hold", "another database or schema")
+		require.NotContains(t, o.stderr, "alice")
 	}
+	h.end("cancel", hold[:36]+".d").complains(t, exitFailed, "RLS06", "there is no such hold")
 	pgtest.Exec(t, h.db.Pool, `CREATE SCHEMA "my limits"`)
 	invoke(t, h.db.URL, "migrate", "up", "--schema", "my limits").done(t)
 	invoke(t, h.db.URL, "settle", hold, "--used=1", "--schema", "my limits").complains(t, exitFailed, "there is no such hold")
-	require.EqualValues(t, 3, h.remaining())
 
 	// A policy with the mode off holds nothing. Its hold is empty, and work goes on.
 	require.Equal(t, "nothing was held, so nothing is counted\n", h.end("settle", "", "--used", "5").done(t))
-	require.Equal(t, "nothing was held, so nothing is counted\n", h.end("cancel", "").done(t))
 	require.Equal(t, "nothing is held\n", h.end("extend", "", "--for", "1h").done(t))
 	require.Nil(t, decode[keys.Extension](t, h.end("extend", "", "--for", "1h", "--json")).EndsAt)
 	require.EqualValues(t, 3, h.remaining())
@@ -191,7 +188,6 @@ func TestSettlementByAnotherPolicy(t *testing.T) {
 	hold := h.hold("6")
 	h.policy = "sliding 20/365d"
 	h.ask("take", "--cost=5", "--force").done(t)
-	require.EqualValues(t, 9, h.remaining())
 	h.end("settle", hold, "--used", "4").complains(t, exitFailed, "RLS08", "policy that is in force")
 	h.end("settle", hold, "--used", "4", "--policy", "fixed 9/1h, log 9/1h").complains(t, exitFailed,
 		"policy has 2 parts, and the hold has 1")
@@ -231,7 +227,7 @@ func TestHeldUnitsAreShown(t *testing.T) {
 
 	h := holder{T: t, db: pgtest.New(t), policy: "fixed 9/365d"}
 	hold := h.hold("6")
-	invoke(t, h.db.URL, "take", "tokens", "bob", "--policy", h.policy).done(t)
+	pgtest.Exec(t, h.db.Pool, "SELECT rate_limit_allow('tokens', 'bob', $1)", h.policy)
 
 	top := decode[keys.TopResult](t, invoke(t, h.db.URL, "top", "tokens", "--policy", h.policy, "--json"))
 	require.Len(t, top.Keys, 2)
@@ -249,9 +245,10 @@ func TestHeldUnitsAreShown(t *testing.T) {
 		require.Len(t, out.Limiters, 1)
 		return out.Limiters[0]
 	}
-	require.EqualValues(t, 6, limits().Held)
-	require.EqualValues(t, 2, limits().Live)
-	require.True(t, limits().OldestExpiry.After(time.Now()))
+	tokens := limits()
+	require.EqualValues(t, 6, tokens.Held)
+	require.EqualValues(t, 2, tokens.Live)
+	require.True(t, tokens.OldestExpiry.After(time.Now()))
 	require.Regexp(t, `(?m)^tokens +rate_limit_ephemeral +fixed +2 +2 +6 `, invoke(t, h.db.URL, "limits").done(t))
 	h.endHolds()
 	require.Zero(t, limits().Held)

@@ -17,23 +17,35 @@ import (
 // statement.
 func TestNoCommandWaitsInSilence(t *testing.T) {
 	t.Parallel()
+	testWaits(t, map[string]string{
+		"migrate up":                      "LOCK TABLE rate_limit_goose_version IN ACCESS EXCLUSIVE MODE",
+		"limits":                          wholeTable,
+		"policy unset login --key secret": "DELETE FROM rate_limit_policy WHERE key = 'secret'",
+		"reset login --all -y":            "SELECT rate_limit_allow('login', 'secret', 'fixed 1/1h')",
+	})
+}
 
-	const whole = "LOCK TABLE rate_limit_ephemeral IN ACCESS EXCLUSIVE MODE"
-	for line, hold := range map[string]string{
-		"migrate up":             "LOCK TABLE rate_limit_goose_version IN ACCESS EXCLUSIVE MODE",
+func TestThoroughNoCommandWaitsInSilence(t *testing.T) {
+	t.Parallel()
+	testWaits(t, map[string]string{
 		"migrate status":         "LOCK TABLE rate_limit_goose_version IN ACCESS EXCLUSIVE MODE",
 		"migrate down --to 0 -y": "SELECT rate_limit_allow('login', 'secret', 'fixed 1/1h')",
-		"limits":                 whole,
 		"slots login":            "LOCK TABLE rate_limit_durable_hold IN ACCESS EXCLUSIVE MODE",
 		"doctor":                 "LOCK TABLE rate_limit_policy IN ACCESS EXCLUSIVE MODE",
 		"policy set login --key b --off --comment why": "LOCK TABLE rate_limit_policy_history IN SHARE MODE",
-		"policy unset login --key secret":              "DELETE FROM rate_limit_policy WHERE key = 'secret'",
 		"ban login b --for 1h --comment why":           "LOCK TABLE rate_limit_policy IN SHARE MODE",
-		"top login --policy=fixed_1/1h":                whole,
-		"reset login --all -y":                         "SELECT rate_limit_allow('login', 'secret', 'fixed 1/1h')",
+		"top login --policy=fixed_1/1h":                wholeTable,
 		"policy history":                               "LOCK TABLE rate_limit_policy_history IN ACCESS EXCLUSIVE MODE",
 		"policy compare login":                         "LOCK TABLE rate_limit_shadow IN ACCESS EXCLUSIVE MODE",
-	} {
+	})
+}
+
+const wholeTable = "LOCK TABLE rate_limit_ephemeral IN ACCESS EXCLUSIVE MODE"
+
+// testWaits runs command lines while another session holds a lock. holds has the other session's statement for each.
+func testWaits(t *testing.T, holds map[string]string) {
+	t.Helper()
+	for line, hold := range holds {
 		t.Run(line, func(t *testing.T) {
 			t.Parallel()
 

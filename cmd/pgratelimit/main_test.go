@@ -393,6 +393,18 @@ func asking() [][]string {
 	}
 }
 
+// kinds returns one command for each way to use the database: to read its tables, to ask a limiter, to call a function,
+// to sweep, and to change rows. TestThoroughEveryCommandRefuses tries all commands.
+func kinds() [][]string {
+	return [][]string{
+		{"limits"},
+		{"take", "login", "user:123", "--policy=sliding 10/1m"},
+		{"reset", "login", "user:123"},
+		{"sweep"},
+		{"policy", "set", "login", "--key=user:123", "sliding 10/1m", why},
+	}
+}
+
 // releases returns whether a command of asking releases a slot. There is no slot to release.
 func releases(args []string) bool { return args[0] == "slots" && args[1] == "release" }
 
@@ -425,14 +437,13 @@ func TestDatabaseThatIsNotMigrated(t *testing.T) {
 
 	db := pgtest.Empty(t)
 	before := pgtest.Objects(t, db.Pool)
-	for _, args := range asking()[3:] {
-		if args[0] != "doctor" {
-			o := invoke(t, db.URL, args...)
-			o.complains(t, exitFailed, "SQLSTATE 42", "pgratelimit migrate up", "--schema")
-			require.NotContains(t, o.stderr, "user:123")
+	for _, args := range kinds() {
+		o := invoke(t, db.URL, args...)
+		o.needsMigrations(t)
+		if args[0] == "limits" {
+			require.Contains(t, o.stderr, `relation "rate_limit_ephemeral" does not exist`)
 		}
 	}
-	require.Contains(t, invoke(t, db.URL, "limits").stderr, `relation "rate_limit_ephemeral" does not exist`)
 	o := invoke(t, db.URL, "doctor")
 	require.Equal(t, exitFailed, o.code)
 	require.Contains(t, o.stdout, "the tables are not there\n")
@@ -442,42 +453,86 @@ func TestDatabaseThatIsNotMigrated(t *testing.T) {
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 }
 
+// needsMigrations requires that the command failed because there are no tables.
+func (o outcome) needsMigrations(t *testing.T) {
+	t.Helper()
+	o.complains(t, exitFailed, "SQLSTATE 42", "pgratelimit migrate up", "--schema")
+	require.NotContains(t, o.stderr, "user:123")
+}
+
+// needsRights requires that the command failed because the role has no rights.
+func (o outcome) needsRights(t *testing.T) {
+	t.Helper()
+	o.complains(t, exitFailed, "permission denied", "SQLSTATE 42501", "deploy/grants.sql")
+	require.NotContains(t, o.stderr, "user:123")
+}
+
+// fakeViews creates views with the names of the limiter's tables. The views run a function.
+const fakeViews = `CREATE FUNCTION pwned() RETURNS bigint LANGUAGE plpgsql AS 'BEGIN RAISE EXCEPTION ''it was run''; END';
+	CREATE VIEW rate_limit_ephemeral AS SELECT ''::text AS prefix, ''::text AS key, pwned() AS expires_at;
+	CREATE VIEW rate_limit_durable AS SELECT * FROM rate_limit_ephemeral`
+
+// fakeTrigger creates a trigger on one of the limiter's tables.
+const fakeTrigger = `CREATE FUNCTION pwned() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RAISE EXCEPTION ''it was run''; END';
+	CREATE TRIGGER t BEFORE DELETE ON rate_limit_ephemeral FOR EACH ROW EXECUTE FUNCTION pwned()`
+
 // The commands never run another role's objects with the operator's rights, even if the objects have the names of the
 // limiter's tables and functions.
 func TestForeignObjectsAreNotRun(t *testing.T) {
 	t.Parallel()
-	fakes := map[string]string{
-		"view": `CREATE FUNCTION pwned() RETURNS bigint LANGUAGE plpgsql AS 'BEGIN RAISE EXCEPTION ''it was run''; END';
-			CREATE VIEW rate_limit_ephemeral AS SELECT ''::text AS prefix, ''::text AS key, pwned() AS expires_at;
-			CREATE VIEW rate_limit_durable AS SELECT * FROM rate_limit_ephemeral`,
-		"function": "",
-		"table": `CREATE FUNCTION pwned() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RAISE EXCEPTION ''it was run''; END';
-			CREATE TRIGGER t BEFORE DELETE ON rate_limit_ephemeral FOR EACH ROW EXECUTE FUNCTION pwned()`,
+
+	const odd = "is not what the migrations make"
+	views := pgtest.Empty(t)
+	pgtest.Exec(t, views.Pool, fakeViews)
+	for _, args := range kinds() {
+		invoke(t, views.URL, args...).complains(t, exitFailed, "view ", odd)
 	}
-	for kind, sql := range fakes {
-		db := pgtest.New(t)
-		if kind == "view" {
-			db = pgtest.Empty(t)
-		}
-		if kind != "function" {
-			pgtest.Exec(t, db.Pool, sql)
-			for _, args := range asking()[3:] { // the first three commands migrate
-				invoke(t, db.URL, args...).complains(t, 1, kind+" ", "is not what the migrations make")
-			}
-			continue
-		}
-		for _, function := range []string{"take_fixed_window", "take_sliding_window", "take_token_bucket", "take_sliding_log", "take_calendar_window", "take_all", "all", "reset", "sweep"} {
-			pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_"+function+" SECURITY INVOKER")
-			invoke(
-				t,
-				db.URL,
-				"limits",
-			).complains(t, 1, "function public.rate_limit_"+function+"(", "is not what the migrations make")
-			pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_"+function+" SECURITY DEFINER")
-		}
-	}
+
 	db := pgtest.New(t)
-	invoke(t, urlWith(t, db, "search_path=public,pg_catalog"), "limits").complains(t, 1, "leave pg_catalog out")
+	invoke(t, urlWith(t, db, "search_path=public,pg_catalog"), "limits").complains(t, exitFailed, "leave pg_catalog out")
+	opened := open(t, db.URL)
+	for _, function := range []string{"take_fixed_window", "take_sliding_window", "take_token_bucket", "take_sliding_log", "take_calendar_window", "take_all", "all", "reset", "sweep"} {
+		pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_"+function+" SECURITY INVOKER")
+		err := opened.Read(t.Context(), func(cli.Tx) error { return nil })
+		require.ErrorContains(t, err, "function public.rate_limit_"+function+"(")
+		require.ErrorContains(t, err, odd)
+		if function == "sweep" {
+			invoke(t, db.URL, "limits").complains(t, exitFailed, "function public.rate_limit_sweep(", odd)
+		}
+		pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_"+function+" SECURITY DEFINER")
+	}
+	pgtest.Exec(t, db.Pool, fakeTrigger)
+	for _, args := range kinds() {
+		invoke(t, db.URL, args...).complains(t, exitFailed, "table ", odd)
+	}
+}
+
+// open returns a database as a command uses it, with one session for several checks.
+func open(t *testing.T, databaseURL string) cli.DB {
+	t.Helper()
+	a := &cli.App{DatabaseURL: databaseURL, Timeout: patience}
+	pool, err := a.Open(t.Context())
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	return cli.DB{App: a, Pool: pool}
+}
+
+// Every command refuses what the tests above and TestRoleWithoutRights show for one command of each kind.
+func TestThoroughEveryCommandRefuses(t *testing.T) {
+	t.Parallel()
+
+	empty, views, triggers, db := pgtest.Empty(t), pgtest.Empty(t), pgtest.New(t), pgtest.New(t)
+	pgtest.Exec(t, views.Pool, fakeViews)
+	pgtest.Exec(t, triggers.Pool, fakeTrigger)
+	pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
+	for _, args := range asking()[3:] { // the first three commands migrate
+		invoke(t, views.URL, args...).complains(t, exitFailed, "view ", "is not what the migrations make")
+		invoke(t, triggers.URL, args...).complains(t, exitFailed, "table ", "is not what the migrations make")
+		if args[0] != "doctor" { // doctor reports all that is missing
+			invoke(t, empty.URL, args...).needsMigrations(t)
+			invoke(t, urlWith(t, db, "role=pg_monitor"), args...).needsRights(t)
+		}
+	}
 }
 
 // If another role owns one of these objects, no command uses it, because that role could change it after the check.
@@ -505,13 +560,12 @@ func TestThoroughObjectsOfStrangersAreNotUsed(t *testing.T) {
 // doctor reads tables of another role. The owner cannot change a table so that doctor runs the owner's code.
 func TestDoctorRunsNothingThatAppearsMeanwhile(t *testing.T) {
 	t.Parallel()
+	testMeanwhile(t, "rate_limit_ephemeral")
+}
 
-	for _, table := range []string{"rate_limit_ephemeral", "rate_limit_ephemeral_hold"} {
-		t.Run(table, func(t *testing.T) {
-			t.Parallel()
-			testMeanwhile(t, table)
-		})
-	}
+func TestThoroughDoctorRunsNothingThatAppearsMeanwhile(t *testing.T) {
+	t.Parallel()
+	testMeanwhile(t, "rate_limit_ephemeral_hold")
 }
 
 func testMeanwhile(t *testing.T, table string) {
@@ -579,12 +633,8 @@ func TestRoleWithoutRights(t *testing.T) {
 		"INSERT INTO rate_limit_ephemeral (prefix, key, expires_at) VALUES ('login', 'user:123', 9e15)")
 	before := pgtest.Objects(t, db.Pool)
 	monitor := urlWith(t, db, "role=pg_monitor")
-	for _, args := range asking()[3:] {
-		if args[0] != "doctor" {
-			o := invoke(t, monitor, args...)
-			o.complains(t, exitFailed, "permission denied", "SQLSTATE 42501", "deploy/grants.sql")
-			require.NotContains(t, o.stderr, "user:123")
-		}
+	for _, args := range kinds() {
+		invoke(t, monitor, args...).needsRights(t)
 	}
 	invoke(t, monitor, "migrate", "down", "--yes").complains(t, exitFailed, "42501")
 	empty := pgtest.Empty(t)
@@ -612,40 +662,55 @@ const patience = time.Minute
 func TestCommandsAreNotCompiled(t *testing.T) {
 	t.Parallel()
 
-	server := pgtest.Server(t, pgserver.Config{Settings: map[string]string{
-		"jit_provider": "plpgsql", "jit_above_cost": "20", "enable_nestloop": "off",
-	}})
+	const policy = "--policy=sliding 10/1h"
+	testNotCompiled(t, [][]string{
+		{"migrate", "up"},
+		{"take", "login", "a", policy, "--receipt", filepath.Join(t.TempDir(), "receipt.json")},
+		{"hold", "login", "a", policy, "--cost", "5", "--for", "1m"},
+		{"grant", "login", "a", policy, "--cost", "5"},
+		{"limits", "--policy=login=sliding 10/1h"},
+		{"reset", "login", "--all", "--yes"},
+		{"sweep"},
+		{"policy", "set", "login", "--key=a", "sliding 10/1h", why},
+		{"explain", "login", "a"},
+		{"migrate", "down", "--yes"},
+		{"migrate", "up"},
+	})
+}
+
+func TestThoroughCommandsAreNotCompiled(t *testing.T) {
+	t.Parallel()
+
 	const policy = "--policy=sliding 10/1h"
 	receipt := filepath.Join(t.TempDir(), "receipt.json")
-	for _, args := range [][]string{
+	testNotCompiled(t, [][]string{
 		{"migrate", "up"},
 		{"migrate", "status"},
 		{"take", "login", "a", policy, "--receipt", receipt},
 		{"refund", receipt},
-		{"grant", "login", "a", policy, "--cost", "5"},
 		{"charge", "login", "a", policy, "--cost", "5"},
-		{"hold", "login", "a", policy, "--cost", "5", "--for", "1m"},
 		{"settle", "", "--used", "5"},
 		{"cancel", ""},
 		{"extend", "", "--for", "1m"},
 		{"peek", "login", "a", policy},
 		{"limits"},
-		{"limits", policy[:9] + "login=sliding 10/1h"},
 		{"top", "login", policy},
 		{"reset", "login", "a"},
-		{"reset", "login", "--all", "--yes"},
-		{"sweep"},
-		{"policy", "set", "login", "--key=a", "sliding 10/1h", why},
 		{"policy", "list"},
 		{"policy", "get", "login", "a"},
-		{"explain", "login", "a"},
 		{"ban", "login", "a", "--for=1h", why},
 		{"unban", "login", "a"},
 		{"policy", "unset", "login", "--key=a"},
 		{"policy", "history"},
-		{"migrate", "down", "--yes"},
-		{"migrate", "up"},
-	} {
+	})
+}
+
+func testNotCompiled(t *testing.T, all [][]string) {
+	t.Helper()
+	server := pgtest.Server(t, pgserver.Config{Settings: map[string]string{
+		"jit_provider": "plpgsql", "jit_above_cost": "20", "enable_nestloop": "off",
+	}})
+	for _, args := range all {
 		invoke(t, server.URL(), args...).done(t)
 	}
 	require.NotContains(t, invoke(t, server.URL(), "doctor").stdout, "could not be looked at")

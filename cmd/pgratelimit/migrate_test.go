@@ -9,10 +9,12 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/catalog"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/migrations"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/doctor"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/upkeep"
 )
 
@@ -75,8 +77,9 @@ func TestMigratePrint(t *testing.T) {
 		require.NoError(t, err)
 	}
 	apply()
-	o := invoke(t, db.URL, "doctor")
-	require.Contains(t, o.done(t), "up to date, at version 3")
+	require.Contains(t, invoke(t, db.URL, "doctor").done(t), "up to date, at version 3")
+	opened := open(t, db.URL)
+	requireUpToDate(t, opened)
 	require.Regexp(t, `(?m)^3 +create_triggers +yes$`, invoke(t, db.URL, "migrate", "status").done(t))
 	apply("--down")
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
@@ -85,7 +88,7 @@ func TestMigratePrint(t *testing.T) {
 	for _, migration := range all { // one migration at a time
 		apply(fmt.Sprint(migration.Version))
 	}
-	require.Contains(t, invoke(t, db.URL, "doctor").done(t), "up to date, at version 3")
+	requireUpToDate(t, opened)
 	apply("--down")
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 
@@ -97,7 +100,7 @@ func TestMigratePrint(t *testing.T) {
 		for _, one := range listed {
 			require.NotZero(t, *one.AppliedAt)
 		}
-		require.Contains(t, invoke(t, db.URL, "doctor").done(t), "up to date, at version 3")
+		requireUpToDate(t, opened)
 		invoke(t, db.URL, "migrate", "down", "--to", fmt.Sprint(migration.Version), "--yes").done(t)
 		pgtest.Exec(t, db.Pool, "DROP TABLE rate_limit_goose_version")
 	}
@@ -115,6 +118,20 @@ func TestMigratePrint(t *testing.T) {
 		require.NotContains(t, printed.SQL, "+goose")
 		require.True(t, strings.HasSuffix(printed.SQL, ";\n"), printed.SQL)
 	}
+}
+
+// requireUpToDate requires what doctor requires of the migrations and of the objects that they make.
+func requireUpToDate(t *testing.T, db cli.DB) {
+	t.Helper()
+	e := &doctor.Examination{DB: db}
+	require.NoError(t, e.ReadServer(t.Context()))
+	f, err := e.CheckMigrations(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, cli.Fine, f.Level)
+	require.Contains(t, f.Found, "up to date, at version 3")
+	made, ok := catalog.Made(e.Applied)
+	require.True(t, ok)
+	require.Empty(t, e.Found.Differences(made, e.Server.Owner))
 }
 
 func TestMigrateStatusOfANewerVersion(t *testing.T) {

@@ -18,12 +18,9 @@ func TestPolicyCompare(t *testing.T) {
 
 	db := pgtest.New(t)
 	require.Equal(t, "there is no shadow policy\n", invoke(t, db.URL, "policy", "compare", "login").done(t))
-	for _, args := range [][]string{
-		{"login", "--everybody", "sliding 5/1m", "--mode=shadow"}, {"login", "--prefix=user:", "log 3/1m", "--mode=shadow"},
-		{"login", "--prefix=user:", "sliding 10/1m"}, {"other", "--everybody", "sliding 5/1m", "--mode=shadow"},
-	} {
-		invoke(t, db.URL, append(append([]string{"policy", "set"}, args...), why)...).done(t)
-	}
+	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key_prefix, mode, policy, comment) VALUES
+		('login', NULL, 'shadow', 'sliding 5/1m', 'why'), ('login', 'user:', 'shadow', 'log 3/1m', 'why'),
+		('login', 'user:', 'enforce', 'sliding 10/1m', 'why'), ('other', NULL, 'shadow', 'sliding 5/1m', 'why')`)
 	id := pgtest.Scalar[int64](t, db.Pool, "SELECT id FROM rate_limit_policy WHERE policy = 'sliding 5/1m' AND name = 'login'")
 	pgtest.Exec(t, db.Pool, `SELECT rate_limit_report(array_fill(id, ARRAY[4]), array_fill(row_changed_us, ARRAY[4]), ARRAY['', 'a', E'b\n', 'c'],
 		ARRAY[1000, 0, 0, 0]::bigint[], ARRAY[10, 8, 2, 0]::bigint[], ARRAY[55, 20, 30, 5]::bigint[])

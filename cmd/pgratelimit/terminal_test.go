@@ -98,7 +98,6 @@ func TestResetAllAsksFirst(t *testing.T) {
 		return p
 	}
 	for answer, says := range map[string]string{
-		"n\n":      "pgratelimit reset: nothing was done\n",
 		"\n":       "pgratelimit reset: nothing was done\n",
 		"yellow\n": "pgratelimit reset: nothing was done\n",
 		"\x04":     "pgratelimit reset: nothing was done\n", // Ctrl-D
