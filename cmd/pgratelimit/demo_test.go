@@ -39,7 +39,8 @@ func TestDemoInADatabaseOfSomebody(t *testing.T) {
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 }
 
-func TestDemoOnAServerOfItsOwn(t *testing.T) {
+// TestServeAndInterrupt shows the same for a demo that goes on.
+func TestThoroughDemoOnAServerOfItsOwn(t *testing.T) {
 	t.Parallel()
 	pgtest.OwnServer(t)
 

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"strconv"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -71,35 +72,45 @@ func TestLimits(t *testing.T) {
 	require.NotContains(t, text, "~")
 }
 
-// A table that is larger than a sample is not read completely, and the output says so.
-func TestLimitsOfALargeTableAreEstimated(t *testing.T) {
+// limits and top do not completely read a table that is larger than a sample, and their output says so.
+func TestLargeTablesAreSampled(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
 	// Each block has one row, so that a small table has many blocks.
-	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_ephemeral SET (fillfactor = 10)")
-	rows := 3 * cli.SampleBlocks / 2
-	pgtest.Exec(
-		t,
-		db.Pool,
-		`INSERT INTO rate_limit_ephemeral (prefix, key, expires_at, algorithm) SELECT 'login', i || repeat('k', 500), 9e15, 2 + i % 2 FROM generate_series(1, $1) AS i`,
-		rows,
-	)
+	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_durable SET (fillfactor = 10)")
+	const rows = 5 * cli.SampleBlocks / 4
+	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_durable (prefix, key, algorithm, count, window_start, expires_at)
+		SELECT 'login', i || repeat('k', 500), 1 + i % 2, 1, 9e14, 9e15 FROM generate_series(1, $1) AS i`, rows)
 
 	estimate := decode[limitsOutput](t, invoke(t, db.URL, "limits", "--json")).Limiters[0]
 	require.True(t, estimate.Estimated)
 	require.InEpsilon(t, rows, estimate.Rows, 0.1) // 10 % are more than ten standard deviations
 	require.InEpsilon(t, rows, estimate.Live, 0.1)
 	text := invoke(t, db.URL, "limits").done(t)
-	require.Regexp(t, `(?m)^login    rate_limit_ephemeral +sliding, bucket  ~\d{5}  ~\d{5}  ~0    \? +~[\d.]+ MB  ~`, text)
+	require.Regexp(t, `(?m)^login    rate_limit_durable +fixed, sliding  ~\d{5}  ~\d{5}  ~0    \? +~[\d.]+ MB  ~`, text)
 	require.Contains(t, text, "\n~ is estimated from a sample of 104.9 MB; --exact counts\n")
 
 	exact := decode[limitsOutput](t, invoke(t, db.URL, "limits", "--json", "--exact")).Limiters[0]
 	require.False(t, exact.Estimated)
 	require.EqualValues(t, rows, exact.Rows)
-	require.NotContains(t, invoke(t, db.URL, "limits", "--exact").done(t), "~")
 
 	// --timeout ends statements that take too long.
 	o := invoke(t, db.URL, "limits", "--exact", "--timeout", "1ms")
 	o.complains(t, exitFailed, "SQLSTATE 57014", "--timeout allows a statement more than 1ms")
+
+	top := func(maxRows int) keys.TopResult {
+		return decode[keys.TopResult](t, invoke(t, db.URL,
+			"top", "login", "--policy", "fixed 5/365d", "--durable", "--max-rows", strconv.Itoa(maxRows), "--json"))
+	}
+	for maxRows, looked := range map[int]float64{1000: 1000, 15_000: cli.SampleBlocks} {
+		some := top(maxRows)
+		require.False(t, some.Complete)
+		// The standard deviation is 31 rows for 1,000 and less than 65 for the others, so this is ten of them or more.
+		require.InEpsilon(t, looked, some.Looked, 0.31)
+		require.InEpsilon(t, float64(some.Looked)/rows, some.Share, 0.31)
+	}
+	all := top(rows)
+	require.True(t, all.Complete)
+	require.EqualValues(t, rows, all.Looked)
 }
