@@ -502,7 +502,7 @@ func TestDoctorFindsAnOwnerWithoutRights(t *testing.T) {
 	require.Equal(t, cli.Fine, examined(t, db.URL)["rights"].Level)
 }
 
-// doctor reports a problem if a role lacks rights. doctor does not report the rights that a role should have.
+// doctor reports a problem if a role lacks rights. TestRoleWithoutRights has a role without any. doctor does not report the rights that a role should have.
 func TestDoctorOfRoles(t *testing.T) {
 	t.Parallel()
 
@@ -513,7 +513,6 @@ func TestDoctorOfRoles(t *testing.T) {
 		level cli.Level
 		found string
 	}{
-		"nothing": {"", cli.Problem, "neither execute the functions nor read the tables"},
 		"some": {"GRANT EXECUTE ON FUNCTION rate_limit_all, rate_limit_reset TO pg_monitor", cli.Warning,
 			"may not execute public.rate_limit_take_all, public.rate_limit_take_calendar_window, public.rate_limit_take_fixed_window, public.rate_limit_take_sliding_log, public.rate_limit_take_sliding_window, public.rate_limit_take_token_bucket"},
 		"application":   {"GRANT EXECUTE ON FUNCTION " + strings.Join(algorithm.Functions(), ", ") + " TO pg_monitor", cli.Fine, "may execute the functions"},

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/url"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -23,61 +24,53 @@ import (
 func TestTakePeekAndReset(t *testing.T) {
 	t.Parallel()
 
-	for policy, more := range map[string][]string{
-		"fixed 3/365d": nil, "bucket 3 1/365d": {"--durable", "--schema", "my limits"},
-	} {
-		t.Run(policy+strings.Join(more, " "), func(t *testing.T) {
-			t.Parallel()
-			var db *pgtest.DB
-			table := "rate_limit_ephemeral"
-			if more == nil {
-				db = pgtest.New(t)
-			} else {
-				table = "rate_limit_durable"
-				db = pgtest.Empty(t) // only --schema leads to the tables
-				pgtest.Exec(t, db.Pool, `CREATE SCHEMA "my limits"`)
-				invoke(t, db.URL, append([]string{"migrate", "up"}, more[1:]...)...).done(t)
-			}
-			ask := func(verb string, args ...string) outcome {
-				args = append([]string{verb, "login", "user:123", "--policy", policy}, args...)
-				return invoke(t, db.URL, append(args, more...)...)
-			}
-
-			fresh := decode[keys.Answer](t, ask("peek", "--json"))
-			require.True(t, fresh.Allowed)
-			require.EqualValues(t, 3, fresh.Remaining)
-			require.False(t, fresh.DecidedAt.IsZero())
-			require.Equal(t, "allowed: 3 of 3 remaining, as good as new after 0s\n", ask("peek").done(t))
-
-			require.Regexp(t, `^allowed: 2 of 3 remaining, as good as new after \S+\n$`, ask("take").done(t))
-			taken := decode[keys.Answer](t, ask("take", "--cost", "2", "--json"))
-			require.Equal(
-				t,
-				keys.Answer{
-					Decision: &keys.Decision{Allowed: true}, Limit: 3, ResetAfterUS: taken.ResetAfterUS, DecidedAt: taken.DecidedAt,
-				},
-				taken,
-			)
-			require.Positive(t, taken.ResetAfterUS)
-
-			denied := ask("take")
-			require.Equal(t, exitDenied, denied.code)
-			require.Regexp(
-				t,
-				`^denied: 0 of 3 remaining, retry after \S+, as good as new after \S+\n$`,
-				denied.stdout,
-			)
-			require.Empty(t, denied.stderr)
-			peeked := decode[keys.Answer](t, ask("peek", "--json"))
-			require.False(t, peeked.Allowed)
-			require.Positive(t, peeked.RetryAfterUS)
-
-			reset := append([]string{"reset", "login", "user:123"}, more...)
-			require.Equal(t, "reset 1 in "+table+"\n", invoke(t, db.URL, reset...).done(t))
-			require.Contains(t, invoke(t, db.URL, reset...).done(t), "nothing to reset in "+table+"; ")
-			require.EqualValues(t, 3, decode[keys.Answer](t, ask("peek", "--json")).Remaining)
-		})
+	db := pgtest.New(t)
+	ask := func(verb string, args ...string) outcome {
+		return invoke(t, db.URL, append([]string{verb, "login", "user:123", "--policy", "fixed 3/365d"}, args...)...)
 	}
+	fresh := decode[keys.Answer](t, ask("peek", "--json"))
+	require.True(t, fresh.Allowed)
+	require.EqualValues(t, 3, fresh.Remaining)
+	require.False(t, fresh.DecidedAt.IsZero())
+	require.Equal(t, "allowed: 3 of 3 remaining, as good as new after 0s\n", ask("peek").done(t))
+
+	require.Regexp(t, `^allowed: 2 of 3 remaining, as good as new after \S+\n$`, ask("take").done(t))
+	taken := decode[keys.Answer](t, ask("take", "--cost", "2", "--json"))
+	require.Equal(t, keys.Answer{
+		Decision: &keys.Decision{Allowed: true}, Limit: 3, ResetAfterUS: taken.ResetAfterUS, DecidedAt: taken.DecidedAt,
+	}, taken)
+	require.Positive(t, taken.ResetAfterUS)
+
+	denied := ask("take")
+	require.Equal(t, exitDenied, denied.code)
+	require.Regexp(t, `^denied: 0 of 3 remaining, retry after \S+, as good as new after \S+\n$`, denied.stdout)
+	require.Empty(t, denied.stderr)
+	peeked := decode[keys.Answer](t, ask("peek", "--json"))
+	require.False(t, peeked.Allowed)
+	require.Positive(t, peeked.RetryAfterUS)
+
+	reset := []string{"reset", "login", "user:123"}
+	require.Equal(t, "reset 1 in rate_limit_ephemeral\n", invoke(t, db.URL, reset...).done(t))
+	require.Contains(t, invoke(t, db.URL, reset...).done(t), "nothing to reset in rate_limit_ephemeral; ")
+	require.EqualValues(t, 3, decode[keys.Answer](t, ask("peek", "--json")).Remaining)
+}
+
+// The tables are only in the schema of --schema.
+func TestTakePeekAndResetOfDurableKeysInASchema(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Empty(t)
+	pgtest.Exec(t, db.Pool, `CREATE SCHEMA "my limits"`)
+	schema := []string{"--schema", "my limits"}
+	invoke(t, db.URL, append([]string{"migrate", "up"}, schema...)...).done(t)
+	ask := func(verb string, args ...string) outcome {
+		return invoke(t, db.URL, slices.Concat([]string{verb, "login", "user:123", "--durable"}, args, schema)...)
+	}
+	const policy = "--policy=bucket 3 1/365d"
+	require.Contains(t, ask("take", policy, "--cost=2").done(t), "allowed: 1 of 3 remaining")
+	require.Contains(t, ask("peek", policy).done(t), "allowed: 1 of 3 remaining")
+	require.Equal(t, "reset 1 in rate_limit_durable\n", ask("reset").done(t))
+	require.Zero(t, pgtest.Scalar[int](t, db.Pool, `SELECT count(*) FROM "my limits".rate_limit_durable`))
 }
 
 // A text that the encoding cannot represent is an error in the command line. The message does not contain the text.

@@ -103,8 +103,12 @@ func TestReplayFromThePolicyInForce(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	file := replayLog(t)
+	set := func(name, key, mode, policy string) {
+		pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, mode, policy, comment)
+			VALUES ($1, nullif($2, ''), $3, nullif($4, ''), 'test')`, name, key, mode, policy)
+	}
 	for _, policy := range []string{"fixed 3/1m", "fixed 11/1m, log 12/1m"} {
-		invoke(t, db.URL, "policy", "set", "login", policy, "--everybody", "--comment", "test").done(t)
+		set("login", "", "enforce", policy)
 		r := decode[replay.Report](t, invoke(t, db.URL, "replay", file, "--limiter", "login", "--json"))
 		require.Equal(t, policy, r.Policies[0].Policy)
 		require.True(t, r.Policies[0].Current)
@@ -112,7 +116,7 @@ func TestReplayFromThePolicyInForce(t *testing.T) {
 	invoke(t, db.URL, "replay", file, "--limiter", "other").complains(t, exitFailed, "no policy for all keys of other")
 
 	// A row for a key decides it also beside the policies to try, and the policy in the code is in force for the others.
-	invoke(t, db.URL, "policy", "set", "other", "fixed 7/1m", "--key", "<Anna>", "--comment", "test").done(t)
+	set("other", "<Anna>", "enforce", "fixed 7/1m")
 	args := []string{"replay", file, "--limiter", "other", "--current", "fixed 1/1m", "--policy", "fixed 2/1m", "--sweep", "fixed N/1m",
 		"--deny-at-most", "1 key"}
 	r := decode[replay.Report](t, invoke(t, db.URL, append(args, "--json")...))
@@ -123,7 +127,7 @@ func TestReplayFromThePolicyInForce(t *testing.T) {
 	require.EqualValues(t, 1, r.Policies[1].Change.NowAllowed)
 	require.EqualValues(t, 5, *r.Sweep.Limit)
 	require.Contains(t, invoke(t, db.URL, args...).done(t), "beside fixed 2/1m, rows for a key or a prefix decide 20 requests\n")
-	invoke(t, db.URL, "policy", "set", "other", "--off", "--everybody", "--comment", "test").done(t)
+	set("other", "", "off", "")
 	require.Zero(t, decode[replay.Report](t, invoke(t, db.URL, append(args, "--json")...)).Policies[0].Denied-13)
 	invoke(t, db.URL, "replay", file, "--limiter", "other").complains(t, exitFailed, "no policy for all keys of other")
 }

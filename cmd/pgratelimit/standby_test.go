@@ -5,25 +5,17 @@ import (
 	"path/filepath"
 	"testing"
 
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
-	"github.com/pgratelimit/ratelimit/internal/pgtest"
-	"github.com/pgratelimit/ratelimit/migrations"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/keys"
 )
 
-func TestStandby(t *testing.T) {
-	t.Parallel()
-
-	server := pgtest.Server(t, pgserver.Config{})
-	pool, err := pgxpool.New(t.Context(), server.URL())
-	require.NoError(t, err)
-	require.NoError(t, migrations.Up(t.Context(), pool))
-	pool.Close()
+// testStandby turns a migrated server without problems into a standby. TestDoctorOfAServer has such a server.
+func testStandby(t *testing.T, server *pgserver.Server) {
+	t.Helper()
 	require.NoError(t, server.Stop(t.Context(), pgserver.Fast))
 	signal := filepath.Join(server.DataDir(), "standby.signal")
 	require.NoError(t, os.WriteFile(signal, nil, 0o666))
