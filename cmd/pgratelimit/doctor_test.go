@@ -502,7 +502,8 @@ func TestDoctorFindsAnOwnerWithoutRights(t *testing.T) {
 	require.Equal(t, cli.Fine, examined(t, db.URL)["rights"].Level)
 }
 
-// doctor reports a problem if a role lacks rights. TestRoleWithoutRights has a role without any. doctor does not report the rights that a role should have.
+// doctor reports a problem if a role lacks rights. doctor does not report the rights that a role should have.
+// TestRoleWithoutRights has a role without any rights.
 func TestDoctorOfRoles(t *testing.T) {
 	t.Parallel()
 
@@ -521,7 +522,8 @@ func TestDoctorOfRoles(t *testing.T) {
 		"reader":        {"GRANT SELECT ON rate_limit_ephemeral, rate_limit_durable TO pg_monitor", cli.Fine, "may read the tables"},
 		"half a reader": {"GRANT SELECT ON rate_limit_ephemeral TO pg_monitor", cli.Problem, "neither execute"},
 	} {
-		pgtest.Exec(t, db.Pool, `REVOKE CREATE ON SCHEMA public FROM PUBLIC; REVOKE ALL ON ALL TABLES IN SCHEMA public FROM pg_monitor;
+		pgtest.Exec(t, db.Pool, `REVOKE CREATE ON SCHEMA public FROM PUBLIC;
+			REVOKE ALL ON ALL TABLES IN SCHEMA public FROM pg_monitor;
 			REVOKE ALL ON ALL FUNCTIONS IN SCHEMA public FROM pg_monitor; `+test.sql)
 		found := examined(t, url)["rights"]
 		require.Equal(t, test.level, found.Level, "%s: %v", name, found)
@@ -629,7 +631,8 @@ func TestDoctorWhereAllNamesAreQuoted(t *testing.T) {
 		EXECUTE format('ALTER DATABASE %I SET quote_all_identifiers = on', current_database()); END $$`)
 	pgtest.Exec(t, db.Pool, "DROP FUNCTION rate_limit_sweep; ALTER TABLE rate_limit_durable ALTER count DROP NOT NULL")
 	// doctor finds and repairs these two objects, and then finds no problem.
-	require.Regexp(t, `(?m)^ok +fixed +repaired: function rate_limit_sweep[^;]* is missing; table rate_limit_durable has column count[^;]*$`,
+	require.Regexp(t, `(?m)^ok +fixed +repaired: function rate_limit_sweep[^;]* is missing; `+
+		`table rate_limit_durable has column count[^;]*$`,
 		invoke(t, db.URL, "doctor", "--fix").done(t))
 }
 
@@ -815,7 +818,8 @@ func TestDoctorSeesForeignTransactions(t *testing.T) {
 	tx, err := other.Begin(t.Context())
 	require.NoError(t, err)
 	out := invoke(t, db.URL, "doctor").done(t)
-	require.Regexp(t, `(?m)^ok +long transactions +session \d+ \(nightly report, idle in transaction\) has the longest one, open for \d+s$`, out)
+	require.Regexp(t, `(?m)^ok +long transactions +session \d+ \(nightly report, idle in transaction\) `+
+		`has the longest one, open for \d+s$`, out)
 	require.True(t, strings.HasSuffix(out, "\n0 problems, 0 warnings\n"), out)
 	require.NoError(t, tx.Rollback(t.Context()))
 	require.Regexp(t, `(?m)^ok +long transactions +none$`, invoke(t, db.URL, "doctor").done(t))

@@ -491,7 +491,10 @@ func TestForeignObjectsAreNotRun(t *testing.T) {
 	db := pgtest.New(t)
 	invoke(t, urlWith(t, db, "search_path=public,pg_catalog"), "limits").complains(t, exitFailed, "leave pg_catalog out")
 	opened := open(t, db.URL)
-	for _, function := range []string{"take_fixed_window", "take_sliding_window", "take_token_bucket", "take_sliding_log", "take_calendar_window", "take_all", "all", "reset", "sweep"} {
+	for _, function := range []string{
+		"take_fixed_window", "take_sliding_window", "take_token_bucket", "take_sliding_log", "take_calendar_window", "take_all",
+		"all", "reset", "sweep",
+	} {
 		pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_"+function+" SECURITY INVOKER")
 		err := opened.Read(t.Context(), func(cli.Tx) error { return nil })
 		require.ErrorContains(t, err, "function public.rate_limit_"+function+"(")
