@@ -19,7 +19,8 @@ func TestServeDemo(t *testing.T) {
 	t.Parallel()
 	pgtest.OwnServer(t)
 
-	cmd := command(t, "", "serve", "--demo", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0")
+	cmd := command(t, "", "serve", "--demo", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0",
+		"--timeout", testkit.Amply.String())
 	tempDir := testkit.OpenDir(t) // the server's user must be able to enter the folder
 	cmd.Env = append(cmd.Env, "TMPDIR="+tempDir)
 	process := start(t, cmd)
