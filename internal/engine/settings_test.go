@@ -354,14 +354,19 @@ func policiesByTurns(i, n int) (policies []ratelimit.Policy) {
 }
 
 // The session's settings do not change how the engine reads times and numbers.
-func TestSettingsOfTheOutput(t *testing.T) { testSettingsOfTheOutput(t, 1) }
+func TestSettingsOfTheOutput(t *testing.T) {
+	t.Parallel()
+	testSettingsOfTheOutput(t, 1)
+}
 
 // Each query exec mode tries each policy.
-func TestThoroughSettingsOfTheOutput(t *testing.T) { testSettingsOfTheOutput(t, 5) }
+func TestThoroughSettingsOfTheOutput(t *testing.T) {
+	t.Parallel()
+	testSettingsOfTheOutput(t, 5)
+}
 
 func testSettingsOfTheOutput(t *testing.T, policies int) {
 	t.Helper()
-	t.Parallel()
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
 	db := pgtest.New(t)
 	for name, settings := range map[string]map[string]string{
@@ -410,14 +415,19 @@ func TestArrayNullsOff(t *testing.T) {
 }
 
 // The functions use the types of Postgres, even if the application has types with the same names in pg_temp.
-func TestTypesOfTheApplication(t *testing.T) { testTypesOfTheApplication(t, 1) }
+func TestTypesOfTheApplication(t *testing.T) {
+	t.Parallel()
+	testTypesOfTheApplication(t, 1)
+}
 
 // Each query exec mode tries each policy.
-func TestThoroughTypesOfTheApplication(t *testing.T) { testTypesOfTheApplication(t, 5) }
+func TestThoroughTypesOfTheApplication(t *testing.T) {
+	t.Parallel()
+	testTypesOfTheApplication(t, 5)
+}
 
 func testTypesOfTheApplication(t *testing.T, policies int) {
 	t.Helper()
-	t.Parallel()
 	db := pgtest.New(t)
 	eachExecMode(t, db, func(config *pgxpool.Config) {
 		config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {

@@ -19,8 +19,8 @@ import (
 const (
 	defaultMajor = "17"
 
-	// startTimeout is how long a server may take until it answers queries. In a container on a busy machine, that can be
-	// more than a minute.
+	// startTimeout is how long a server may take until it answers queries. On a busy machine, that can be more than a
+	// minute.
 	startTimeout = 3 * time.Minute
 )
 

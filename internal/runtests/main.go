@@ -55,7 +55,10 @@ func exitStatus(err error) int {
 // slowest returns the slowest packages of each module. They start first, because otherwise the run would end with one
 // of them alone. No other package has TestThorough tests.
 func slowest() map[string][]string {
-	return map[string][]string{".": {"./internal/engine", "./sql", ".", "./migrations", "./internal/keeper"}, "cmd/pgratelimit": {"."}}
+	return map[string][]string{
+		".":               {"./internal/engine", "./sql", ".", "./migrations", "./internal/keeper"},
+		"cmd/pgratelimit": {"."},
+	}
 }
 
 // run runs the tests of the modules in these folders. Without folders, run tests the default modules.
